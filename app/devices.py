@@ -48,6 +48,12 @@ def find_device(name: str) -> torch.device:
         raise EngineError(f"no device {name!r} here; choose auto, cpu, cuda, cuda:1 or mps") from error
 
 
+def find_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The type of that name; `auto` is float32 on a CPU and bfloat16 elsewhere."""
+    usual = "float32" if device.type == "cpu" else "bfloat16"
+    return getattr(torch, usual if name == "auto" else name)  # type: ignore[no-any-return]
+
+
 def find_model(name: str) -> str:
     """The folder of an embedded model, a folder, or a name on the Hub.
 

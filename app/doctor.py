@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import os
 import platform
 import re
 import subprocess
@@ -14,6 +12,7 @@ from typing import Any, NamedTuple
 
 import mmspec
 from mmspec.app import embedded
+from mmspec.app.extras import cores, version
 from mmspec.pipelines.host import contract
 
 PACKAGES = ("torch", "torchvision", "transformers", "diffusers", "accelerate")
@@ -78,7 +77,7 @@ def _software() -> Iterator[Finding]:
     for name in PACKAGES:
         yield _package(name)
     for name, use in OPTIONAL.items():
-        found = _version(name)
+        found = version(name)
         yield Finding(NOTE if found is None else GOOD, name, found or f"not installed: no {use}")
 
 
@@ -94,20 +93,13 @@ def _commit() -> Iterator[Finding]:
 def _package(name: str) -> Finding:
     from packaging.specifiers import SpecifierSet
 
-    asked, found = contract.TESTED.get(name, ""), _version(name)
+    asked, found = contract.TESTED.get(name, ""), version(name)
     mend = f'pip install "{name}{asked}"'
     if found is None:
         return Finding(BAD, name, f"not installed; {mend}")
     if not SpecifierSet(asked).contains(found, prereleases=True):
         return Finding(NOTE, name, f"{found}, untested: mmspec is tested with {asked}; {mend}")
     return Finding(GOOD, name, f"{found} (tested: {asked or 'any'})")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _assumptions() -> Iterator[Finding]:
@@ -129,9 +121,8 @@ def _device(name: str) -> Iterator[Finding]:
     from mmspec.app import devices, provenance
 
     place = devices.find_device(name)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     built = f"; torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else ""
-    yield Finding(GOOD, "device", f"{place.type}: {provenance.device_name(place)}; {cores} cores{built}")
+    yield Finding(GOOD, "device", f"{place.type}: {provenance.device_name(place)}; {cores()} cores{built}")
 
 
 def _compiler() -> Iterator[Finding]:

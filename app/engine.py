@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from PIL import Image
 
 import mmspec
 from mmspec.app import embedded
+from mmspec.app.caption.prompts import PromptChoice
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, free_memory, load_quietly, unloadable
 from mmspec.app.embedded import STOCK
 from mmspec.app.preparing import THREADS, Preparing, ProcessorThreads
@@ -29,22 +30,6 @@ PICTURE = (1024, 768)  # what `suggest_rows` takes for an ordinary picture
 WARM_UP = 8  # new tokens that are written only to have what they need compiled
 ROWS = {"cpu": 16, "cuda": 64}  # answers written at once at most, if nobody says otherwise
 NODES = {"cpu": 64, "cuda": 512}  # nodes of one forward at most; beyond that it is bound by arithmetic
-
-
-class CaptionPrompt(Protocol):
-    """What the model is asked about one thing, and how its answer is made to begin."""
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def system(self) -> str: ...
-
-    @property
-    def start(self) -> str: ...
-
-    @property
-    def further(self) -> Sequence[str]: ...
 
 
 @dataclass(frozen=True)
@@ -110,7 +95,7 @@ class Engine:
         """Whether mmspec can accelerate the model at all."""
         return families.of(self.model).unsupported(self.model) is None
 
-    def warm_up(self, frames: Sequence[Image.Image], asked: CaptionPrompt, rows: int) -> None:
+    def warm_up(self, frames: Sequence[Image.Image], asked: PromptChoice, rows: int) -> None:
         """Compile the model from now on, and let the first answers wait for it: those about one item, thrown away."""
         self.options["compile"] = True
         if self.drafter is not None:
@@ -221,7 +206,7 @@ class Captioner:
         """What happened so far, where mmspec took part."""
         return self._batches.stats
 
-    def add(self, ticket: Hashable, frames: Sequence[Image.Image], asked: CaptionPrompt, seed: int = 0) -> None:
+    def add(self, ticket: Hashable, frames: Sequence[Image.Image], asked: PromptChoice, seed: int = 0) -> None:
         """One picture, or the frames of one clip, and what is asked about it; `seed` fixes what is drawn.
 
         Further prompts join once the first is answered: what `prefix_cache` keeps of the picture is not read again.

@@ -1,6 +1,22 @@
-"""How to install the libraries of an extra, for messages that miss one."""
+"""What this machine has: cores, installed packages, and how to install those of an extra; nothing here needs torch."""
 
 from __future__ import annotations
+
+import importlib.metadata
+import os
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def version(package: str) -> str | None:
+    """Of an installed package; None where it is missing."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def installing(*extras: str) -> str:

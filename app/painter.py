@@ -14,7 +14,7 @@ from torch import Tensor
 
 import mmspec
 from mmspec.app import embedded
-from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
+from mmspec.app.devices import EngineError, find_device, find_dtype, find_model, first_line, load_quietly
 from mmspec.app.embedded import STOCK
 from mmspec.pipelines.families import table as families
 from mmspec.registry import DRAFTERS, resolve_rule
@@ -221,7 +221,7 @@ def load(model: str, device: str, dtype: str, **settings: Any) -> ImageSubject:
 
     load_quietly("transformers", "diffusers")
     where, place = find_model(model), find_device(device)
-    kind = {"auto": torch.float32 if place.type == "cpu" else torch.bfloat16}.get(dtype) or getattr(torch, dtype)
+    kind = find_dtype(dtype, place)
     try:
         pipe = LlamaGenPipeline.from_pretrained(where).to(place)
     except Exception as error:  # a missing folder, no network, another pipeline, too little memory: all fatal

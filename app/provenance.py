@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 import mmspec
+from mmspec.app.extras import cores, version
 
 PACKAGES = ("torch", "transformers", "diffusers")
 CODE = ("mmspec", "pipelines", "kernels", "app", "pyproject.toml")
@@ -29,12 +29,12 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "mmspec": mmspec.__version__,
-            **{name: _version(name) for name in PACKAGES},
+            **{name: version(name) for name in PACKAGES},
         },
         "system": f"{platform.system()} {platform.machine()}",
         "device": device_name(device),
         "device_type": device.type,
-        "cores": _usable_cores(),
+        "cores": cores(),
         "threads": torch.get_num_threads(),
         "dtype": str(dtype).removeprefix("torch."),
         "niceness": os.nice(0) if hasattr(os, "nice") else None,
@@ -74,14 +74,3 @@ def device_name(device: torch.device) -> str:
 def load_average() -> list[float] | None:
     """Processes that wanted to run over the last 1, 5 and 15 minutes; above the cores, timings are disturbed."""
     return [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
-
-
-def _usable_cores() -> int | None:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

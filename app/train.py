@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
 import sys
 import time
 from dataclasses import MISSING, asdict, fields
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from mmspec.app import train_block
+from mmspec.app.caption.journal import write_whole
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
 from mmspec.app.media.clips import HELP, USUAL, VideoReader, policy
 from mmspec.app.media.video import FramePolicy
@@ -131,14 +131,8 @@ def build(method: str, model: Any, intermediate: int | None, **shape: Any) -> An
     """
     from mmspec.pipelines.families import table as families
 
-    c, info = model.get_decoder().config, families.of(model).describe(model)
-    theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
-    return _made(
-        method, info, shape, intermediate=intermediate or c.intermediate_size, heads=c.num_attention_heads,
-        head_dim=getattr(c, "head_dim", None) or info.hidden // c.num_attention_heads, rope_theta=float(theta),
-        norm_eps=float(getattr(c, "rms_norm_eps", 1e-6)),
-        target_revision=getattr(model.config, "_commit_hash", None) or "",
-    )  # fmt: skip
+    info = families.of(model).describe(model)
+    return _made(method, info, shape, **train_block.layer_of(model, info.hidden, intermediate))
 
 
 def _heads(method: str, model: Any, intermediate: int | None, **shape: Any) -> Any:
@@ -239,9 +233,7 @@ def train(
             "data": data,
             "samples": len(samples),
         }
-        part = out / "report.json.part"
-        part.write_text(json.dumps(report, indent=2))
-        os.replace(part, out / "report.json")
+        write_whole(out / "report.json", json.dumps(report, indent=2).encode())
         chain = "drawn chain" if recipe.overlap else "chain"
         what = "window" if drafter.method == "heads" else f"{chain} of {recipe.unroll}"
         print(f"held-out tau {tau:.2f} ({what}, bonus token included); drafter in {out / 'drafter'}")

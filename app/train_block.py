@@ -16,6 +16,18 @@ BLOCKS: dict[str, dict[str, Any]] = {  # method: what its published drafters hav
 }
 
 
+def layer_of(model: Any, hidden: int, intermediate: int | None) -> dict[str, Any]:
+    """The shape of a target's own decoder layer, as configs of drafters have it."""
+    c = model.get_decoder().config
+    theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
+    return {
+        "intermediate": intermediate or c.intermediate_size, "heads": c.num_attention_heads,
+        "head_dim": getattr(c, "head_dim", None) or hidden // c.num_attention_heads, "rope_theta": float(theta),
+        "norm_eps": float(getattr(c, "rms_norm_eps", 1e-6)),
+        "target_revision": getattr(model.config, "_commit_hash", None) or "",
+    }  # fmt: skip
+
+
 def layers_read(layers: int, count: int) -> tuple[int, ...]:
     """The decoder layers whose inputs are read: the outputs of `count` layers, evenly to L − 3 (z-lab's code)."""
     last = max(1, layers - 3)
@@ -48,16 +60,11 @@ def build(method: str, model: Any, intermediate: int | None, **shape: Any) -> Bl
     from mmspec.pipelines.families import table as families
 
     c, info = model.get_decoder().config, families.of(model).describe(model)
-    theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
     layers = shape.get("layers", 5)
     usual = {
-        "hidden": info.hidden, "vocab": info.vocab, "target": info.name, "rope_theta": float(theta),
-        "intermediate": intermediate or c.intermediate_size, "heads": c.num_attention_heads,
-        "kv_heads": getattr(c, "num_key_value_heads", None) or c.num_attention_heads,
-        "head_dim": getattr(c, "head_dim", None) or info.hidden // c.num_attention_heads,
-        "norm_eps": float(getattr(c, "rms_norm_eps", 1e-6)), "layers": layers,
+        "hidden": info.hidden, "vocab": info.vocab, "target": info.name, **layer_of(model, info.hidden, intermediate),
+        "kv_heads": getattr(c, "num_key_value_heads", None) or c.num_attention_heads, "layers": layers,
         "features": layers_read(info.layers, max(layers, FEATURES)), "mask_token": mask_token(model),
-        "target_revision": getattr(model.config, "_commit_hash", None) or "",
     }  # fmt: skip
     config = BlockConfig.of({**usual, **BLOCKS[method], **shape})
     table, mask = model.get_input_embeddings().weight, config.mask_token

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmspec.app.bench import report
+from mmspec.app.caption.journal import write_whole
 from mmspec.app.compare import Named
 from mmspec.app.devices import EngineError
 from mmspec.app.provenance import load_average
@@ -23,7 +23,6 @@ from mmspec.media import MediaError
 T = TypeVar("T")
 SUITES = {  # name: (module with configure(parser) and measure(args, outcome), one line of help)
     "vlm": ("mmspec.app.bench.vlm", "answers of a vision-language model, stock paths and drafters side by side"),
-    "mmspec": ("mmspec.app.bench.published", "the same on the MMSpec benchmark, from its published folders"),
     "caption": ("mmspec.app.bench.caption", "many captions: static and continuous batches, with drafters and without"),
     "image": ("mmspec.app.bench.image", "pictures of an autoregressive image model, drawn plainly and with drafters"),
     "pictures": ("mmspec.app.bench.pictures", "CLIP score, inception score and FID of folders of pictures"),
@@ -77,8 +76,7 @@ def run(args: argparse.Namespace) -> int:
             report.check_plot(args.plot)
         for _ in suite.measure(args, outcome):
             outcome.meaning = report.meaning(outcome.records)
-            if args.json:
-                _save(args.json, json.dumps(_rounded(asdict(outcome)), indent=0))
+            _save(args.json, outcome)
     except (BenchError, EngineError, MediaError, report.ReportError) as error:
         print(f"{args.prog}: {error}", file=sys.stderr)
         return 1
@@ -95,12 +93,17 @@ def _tell(args: argparse.Namespace, outcome: Outcome, began: float) -> None:
     """The table on the screen, and every file that was asked for."""
     outcome.provenance |= {"seconds": round(time.perf_counter() - began, 1), "load_average_at_end": load_average()}
     print(report.table(outcome.records, args.wide))
-    if args.json:
-        _save(args.json, json.dumps(_rounded(asdict(outcome)), indent=0))
+    _save(args.json, outcome)
     if args.markdown:
-        _save(args.markdown, report.markdown(outcome.records, outcome.provenance, outcome.tuned))
+        write_whole(args.markdown, report.markdown(outcome.records, outcome.provenance, outcome.tuned).encode())
     if args.plot:
         report.plot(outcome.records, args.plot, f"{outcome.provenance['model']} on {outcome.provenance['device']}")
+
+
+def _save(path: Path | None, outcome: Outcome) -> None:
+    """All or nothing, so that a stopped run leaves the last whole file."""
+    if path is not None:
+        write_whole(path, json.dumps(_rounded(asdict(outcome)), indent=0).encode())
 
 
 def _rounded(value: Any) -> Any:
@@ -110,14 +113,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_rounded(one) for one in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def _save(path: Path, text: str) -> None:
-    """All or nothing, so that a stopped run leaves the last whole file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_name(path.name + ".part")
-    half.write_text(text)
-    os.replace(half, path)
 
 
 def refuse(args: argparse.Namespace, why: str, **usual: Any) -> None:

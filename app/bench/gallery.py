@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 
 from PIL import Image
 
+from mmspec.app.caption.journal import write_whole
 from mmspec.app.painter import ImageResult, ImageSubject
 
 
@@ -99,7 +99,5 @@ def _write(folder: Path, held: Gallery, plan: dict[str, Any], fresh: int) -> Non
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(len(held.images) - fresh, len(held.images)):
         held.images[i].save(folder / f"{i:05d}.png")
-    half = folder / "calls.json.part"
     sums = {name: getattr(held, name) for name in ("spent", "seconds", "row_rounds", "tokens")}
-    half.write_text(json.dumps({"plan": plan, **sums}))
-    os.replace(half, folder / "calls.json")
+    write_whole(folder / "calls.json", json.dumps({"plan": plan, **sums}).encode())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmspec.app import painter
-from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
+from mmspec.app.devices import EngineError, find_device, find_dtype, find_model, first_line, load_quietly
 from mmspec.app.painter import DrawingMethod, ImageResult, ImageSubject
 from mmspec.pipelines.families.table import unwrap
 from mmspec.pipelines.host import image_models
@@ -109,7 +109,7 @@ def load(model: str, device: str, dtype: str, **settings: Any) -> ImageSubject:
     load_quietly("transformers", "diffusers")
     where, place = find_model(model), find_device(device)
     try:
-        found = image_models.load(where, place, _kind(dtype, place))
+        found = image_models.load(where, place, find_dtype(dtype, place))
     except (OSError, ValueError):  # which of them is said by the pipeline that most users mean
         found = None
     if found is not None:
@@ -120,11 +120,6 @@ def load(model: str, device: str, dtype: str, **settings: Any) -> ImageSubject:
         raise EngineError(f"{error}. To measure one whose pictures mmspec cannot decode, {OWN_FILE}") from error
 
 
-def _kind(dtype: str, place: torch.device) -> torch.dtype:
-    kind = {"auto": torch.float32 if place.type == "cpu" else torch.bfloat16}.get(dtype)
-    return kind or getattr(torch, dtype)  # type: ignore[no-any-return]
-
-
 def _of_file(path: Path, device: str, dtype: str) -> ImageModel:
     """What the file's `load` gives, drawn by its `draw`."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -133,7 +128,7 @@ def _of_file(path: Path, device: str, dtype: str) -> ImageModel:
     module, place = importlib.util.module_from_spec(spec), find_device(device)
     try:
         spec.loader.exec_module(module)
-        target = module.load(place, _kind(dtype, place))
+        target = module.load(place, find_dtype(dtype, place))
         draw = module.draw
     except Exception as error:  # of the user's code
         raise EngineError(f"cannot load {str(path)!r} ({first_line(error)}); {OWN_FILE}") from error

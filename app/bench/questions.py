@@ -43,9 +43,9 @@ class Question:
 
 
 def read_questions(
-    path: Path, count: int, others: int, pictures: bool = True, clips: Clips | None = None
+    path: Path, count: int | None, others: int, pictures: bool = True, clips: Clips | None = None
 ) -> tuple[list[Question], list[Question]]:
-    """`count` questions spread over the data, and `others` further ones to tune on.
+    """`count` questions spread over the data (None: all), and `others` further ones to tune on.
 
     Args:
         path: a .jsonl, .json or .parquet list with the fields of FIELDS, or a folder: of one such list (as in
@@ -60,6 +60,7 @@ def read_questions(
     folder = path if path.is_dir() else path.parent
     rows = _rows(path)
     videos = rows.folders if isinstance(rows, HubQuestions) else [folder, folder / "videos"]
+    count = max(1, len(rows) - others) if count is None else count
     if len(rows) < count + others:
         raise BenchError(
             f"{path} holds {len(rows)} questions; {count} are to be measured and {others} to be tuned on. "

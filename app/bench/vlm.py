@@ -73,6 +73,7 @@ def measure(
     bench = VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
     chosen = methods(bench.model, args)
     outcome.provenance = provenance(bench.model.device, bench.model.dtype) | {"model": args.model}
+    outcome.provenance |= {"data": [*map(str, args.data)]} if args.data else {}
     asked, others = questions(args, not text_alone(bench.processor))
     if args.all_turns:
         if not any(q.later for some in asked.values() for q in some):

@@ -62,11 +62,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     drafters.configure(parser, " beside ngram")
     add("--tune", action="store_true", help="choose each method's depth and tree on other images first")
     add("--tune-images", type=count, default=4, help="of them (default: %(default)s)")
-    add("--depth", type=count, help="of the feature drafters, without --tune")
-    add("--width", type=count, help="branches per node; 1 drafts a chain")
-    add("--size", type=count, help="nodes per round, the root included")
-    add("--draft-vocab", type=count, metavar="N", help="they propose from the first N tokens, and read no other rows "
-        "of the model's head")  # fmt: skip
     add("--without", nargs="+", default=[], metavar="PATTERN", help="leave these out, such as stock-static 'eagle*'")
 
 
@@ -93,8 +88,7 @@ def methods(
         VlmMethod("hf-prompt-lookup", {"prompt_lookup_num_tokens": 10}, grid="lookup", single=True),
         VlmMethod("ngram", drafter=registry.drafter_class("ngram")(), grid="text drafter"),
     ]
-    flags = {k: v for k in ("depth", "width", "size", "draft_vocab") if (v := getattr(args, k)) is not None}
-    flags |= drafters.options(args)
+    flags = drafters.options(args)
     target = families.of(model).describe(model)
     for title, drafter in drafters.read(args, model=model).items():
         try:
@@ -102,7 +96,7 @@ def methods(
         except ValueError as error:
             raise BenchError(f"--drafters: {error}") from error
         if title == "ngram":  # it is there already, and has the options where it is named
-            found = [replace(m, options=drafters.options(args)) if m.name == title else m for m in found]
+            found = [replace(m, options=flags) if m.name == title else m for m in found]
             continue
         whole = VlmMethod(title, drafter=drafter, options=flags, grid="feature drafter")
         found += [*stocks_own(title, drafter), whole, *variants(whole)]

@@ -50,12 +50,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, nargs="+", metavar="PATH", help=f"{own}; of several also a table, a column each")
     add("--video-frames", type=policy, metavar="POLICY", default=USUAL, help=HELP)
     add("--prompt", nargs="+", help="short, long, or texts of your own, a cell for each; default: short and long")
-    add("--images", type=count, default=20, help="questions of a cell at batch 1 (default: %(default)s)")
+    add("--images", type=_some, default=20, help="questions of a cell at batch 1, or all (default: %(default)s)")
     add("--seed", type=int, default=0)
+
+
+def _some(text: str) -> int | None:
+    return None if text == "all" else count(text)
 
 
 def tuned_on(args: argparse.Namespace) -> int:
     """How many further questions the methods are tuned on."""
+    if args.images is None and args.data is None:
+        raise BenchError("--images all takes all of --data; of drawn pictures name a number")
     if not args.tune:
         refuse(args, "nothing is tuned without --tune", tune_images=4)
     return args.tune_images if args.tune else 0

@@ -10,18 +10,18 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mmspec import zoo
 from mmspec.app import embedded
 from mmspec.app.caption import report, settings
-from mmspec.app.caption.crew import Crew, Processes
+from mmspec.app.caption.crew import Crew
 from mmspec.app.caption.finals import FAILURES, OutputError
 from mmspec.app.caption.journal import write_whole
-from mmspec.app.caption.mirror import Mirror, push_to_hub
+from mmspec.app.caption.mirror import Mirror
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.options import BESIDE, ENGINE, Options
 from mmspec.app.caption.outputs import Outputs
@@ -105,26 +105,21 @@ def _caption(options: Options) -> int:
     mirror = Mirror(options.out) if is_address(options.out) else None
     if mirror is not None:
         folder = mirror.folder
-        mirror.pull(options.extension, anew)
+        mirror.pull(options.extension)
     outputs = Outputs(folder, origin, slots, look_only=options.dry_run, overwrite=anew, mirror=mirror)
     with contextlib.closing(outputs):
         listed = [getattr(place, "path", None) for place in inputs.places]  # of lists, tables and tars
-        read = filter(None, [options.config, *listed])
-        if options.report and not report.replaceable(options.report):
-            raise OutputError(f"--report {options.report} would replace a file that is no report; name another")
-        outputs.finals.claim(options.kinds, read, options.report)
+        outputs.finals.claim(options.kinds, filter(None, [options.config, *listed]), options.report)
         todo = Planner(options, shaping, prompts, outputs).plan(inputs)
         todo.pending = todo.pending[: options.limit]
-        _say_plan(options, inputs, outputs, todo)
-        frames = todo.frames(options.policy, options.max_frames)
+        frames = todo.frames(options.policy)
         job = Job(options, shaping, folder, outputs.origin, frames=frames, items=len(todo.pending))
+        run = Run(options, inputs, outputs, todo, job)
+        run.say_plan()
         if options.dry_run:
-            return _dry_run(job, todo)
+            return run.dry()
         with mirror.kept_up() if mirror is not None else contextlib.nullcontext():
-            code = _work(job, slots, inputs, outputs, todo)
-        if options.push_to_hub and code in (OK, SOME_FAILED):
-            print(f"uploaded to {push_to_hub(folder, options.push_to_hub)}")
-        return code
+            return run.work()
 
 
 def _folders(options: Options, inputs: Inputs) -> tuple[Path, str]:
@@ -137,150 +132,141 @@ def _folders(options: Options, inputs: Inputs) -> tuple[Path, str]:
     return inputs.root, origin
 
 
-def _work(job: Job, slots: str, inputs: Inputs, outputs: Outputs, todo: Plan) -> int:
-    options = job.options
-    failed_before = todo.failed_before + len(todo.unwritable)
-    if not todo.pending:
-        _finish(options, inputs, outputs)
-        _report(options, inputs, outputs, todo, RunTally(0, shown=False), [], None)
-        print(f"nothing to do; what there is lies in {outputs.folder}")
-        return SOME_FAILED if failed_before else OK
-    _keep(options, outputs, slots)
-    tally = RunTally(len(todo.pending), options.quiet, options.max_errors)
-    comparison = None
-    try:
-        with contextlib.closing(tally), _crew(job, slots, todo) as crew:
-            comparison = crew.comparison if isinstance(crew, Alone) else None
-            crew.run(todo.pending, tally.add, tally.start)
-            if comparison is not None:
-                if comparison.kept:
-                    tally.close()
-                    kept = len(comparison.kept)
-                    print(f"comparing with stock generate on {kept} of them (--no-compare spares it)", flush=True)
-                comparison.measure(crew.worker.engine, getattr(crew.worker.flow, "rows", 1))
-    except KeyboardInterrupt as stop:
-        _wind_up(options, inputs, outputs, todo, tally)
-        print(f"\nstopped: {tally.counted} are in {outputs.folder}; the same command again goes on from there")
-        return TERMINATED if isinstance(stop, TerminatedError) else INTERRUPTED
-    except (FatalError, TooManyErrorsError):
-        _wind_up(options, inputs, outputs, todo, tally)
-        raise
-    made = _finish(options, inputs, outputs)
-    _report(options, inputs, outputs, todo, tally, crew.summaries, comparison)
-    if tally.failed:
-        where = outputs.folder / FAILURES
-        print(f"{tally.failed} failed" + f": {where} says why" * where.is_file())
-    files = f"a {options.extension} for each" if tally.captions and any(task.sidecar for task in todo.pending) else ""
-    if made or files:
-        print("captions: " + ", and ".join(filter(None, [", ".join(map(str, made)), files])))
-    print("; ".join(filter(None, [str(tally), str(comparison or "")])))
-    return SOME_FAILED if tally.failed or failed_before else OK
+@dataclass
+class Run:
+    """One run whose inputs and outputs are open and whose plan is made."""
 
+    options: Options
+    inputs: Inputs
+    outputs: Outputs
+    todo: Plan
+    job: Job
 
-def _keep(options: Options, outputs: Outputs, slots: str) -> None:
-    """The settings as a file for --config, beside the captions; with the journals where it would replace another's."""
-    name = f"{slots}{settings.FILE}"
-    path = outputs.folder / name
-    if options.out == BESIDE or options.extension == path.suffix or not settings.replaceable(path):
-        path = outputs.state / name
-    write_whole(path, settings.dumped(options), outputs.state / f"{slots}run.partial")
+    def work(self) -> int:
+        """Caption what is to do; the exit code."""
+        options, outputs, todo = self.options, self.outputs, self.todo
+        failed_before = todo.failed_before + len(todo.unwritable)
+        if not todo.pending:
+            self._finish()
+            self._report(RunTally(0, shown=False))
+            print(f"nothing to do; what there is lies in {outputs.folder}")
+            return SOME_FAILED if failed_before else OK
+        self._keep()
+        tally = RunTally(len(todo.pending), options.quiet, options.max_errors)
+        comparison = None
+        try:
+            with contextlib.closing(tally), _crew(self.job, outputs.slots, todo) as crew:
+                crew.run(todo.pending, tally.add, tally.start)
+                comparison = crew.compared(tally.close)
+        except KeyboardInterrupt as stop:
+            self._wind_up(tally)
+            print(f"\nstopped: {tally.counted} are in {outputs.folder}; the same command again goes on from there")
+            return TERMINATED if isinstance(stop, TerminatedError) else INTERRUPTED
+        except (FatalError, TooManyErrorsError):
+            self._wind_up(tally)
+            raise
+        made = self._finish()
+        self._report(tally, crew.summaries, comparison)
+        if tally.failed:
+            where = outputs.folder / FAILURES
+            print(f"{tally.failed} failed" + f": {where} says why" * where.is_file())
+        sidecars = tally.captions and any(task.sidecar for task in todo.pending)
+        files = [", ".join(map(str, made)), f"a {options.extension} for each" * bool(sidecars)]
+        if any(files):
+            print("captions: " + ", and ".join(filter(None, files)))
+        print("; ".join(filter(None, [str(tally), str(comparison or "")])))
+        return SOME_FAILED if tally.failed or failed_before else OK
 
+    def dry(self) -> int:
+        """Say what is asked, and measure a few items; nothing is written but to a folder that goes again."""
+        pending = self.todo.pending
+        if not pending:
+            return OK
+        asked = pending[0].asked
+        prompts = (("prompt", text) for text in asked.asked)
+        for what, text in (("system", asked.system), *prompts, ("answers begin", asked.start)):
+            if text:
+                print(f"{what}: {plain(text)}")
+        workers = places(self.options.devices)
+        with tempfile.TemporaryDirectory() as folder:
+            chosen = replace(self.options, devices=workers[0], compare=False, compile=False)
+            trial = replace(self.job, folder=Path(folder), options=chosen)
+            with _crew(trial, "", Plan(pending[:1])) as crew:
+                crew.run(pending[:1], RunTally(1, quiet=True, shown=False).add)
+                rows = crew.worker.rows  # as many at once as in the run
+                wanted = max(2 * rows, 4)
+                sample = pending[:: max(1, len(pending) // wanted)][:wanted]
+                first, second = sample[:rows], sample[rows:] or sample  # few items: the same again, warm
+                warm_up, measured = (RunTally(len(part), quiet=True, shown=False) for part in (first, second))
+                crew.run(first, warm_up.add)
+                measured.start()
+                crew.run(second, measured.add)
+            print(report.estimate(self.todo, measured, len(workers), crew.summaries[0]))
+        return OK
 
-def _report(
-    options: Options, inputs: Inputs, outputs: Outputs, todo: Plan, tally: RunTally, workers: list, comparison: Any
-) -> None:
-    if options.report:
-        report.write(options.report, options, todo, tally, workers, comparison, outputs.ledger, inputs.items)
+    def say_plan(self) -> None:
+        """How much there is to do, and what is left out."""
+        options, inputs, todo = self.options, self.inputs, self.todo
+        print(f"{todo.items} item{'s' * (todo.items != 1)}: {todo}")
+        if skipped := inputs.skipped():
+            names = ", ".join(map(plain, skipped[:5])) + ", ..." * (len(skipped) > 5)
+            print(f"NOT looked into: {len(skipped)} subfolder(s) ({names}); --recursive captions what is in them too")
+        others = inputs.left_out()
+        if options.out == BESIDE:  # what earlier runs wrote
+            others -= Counter({name: others[name] for name in (options.extension, ".jsonl", ".parquet")})
+        if others:
+            kinds = ", ".join(f"{count} {plain(kind) or 'without extension'}" for kind, count in others.most_common(5))
+            print(f"left out: {others.total()} file(s) that are no images or videos by their names ({kinds})")
+        root = inputs.root
+        if root is not None and (far := next((t.item for t in todo.pending if _far(t.item, root)), None)):
+            print(f"files outside of {root} are called by their whole path, such as {plain(far.name)}")
+        if damaged := self.outputs.ledger.damaged:
+            print(f"{damaged} broken line(s) in {self.outputs.state} (a run was killed there) are passed over")
+        for trouble in todo.unwritable:
+            print(f"failed: {plain(trouble)}", file=sys.stderr)
+        samples = root is not None and root.resolve() == zoo.samples().resolve()
+        if todo.pending and options.engine == ENGINE and embedded.speaks(options.model) and not samples:
+            print(embedded.NOTE.format(options.model))
+
+    def _keep(self) -> None:
+        """The settings as a file for --config, beside the captions; else with the journals, where it is in no way."""
+        options, outputs, name = self.options, self.outputs, f"{self.outputs.slots}{settings.FILE}"
+        path = outputs.folder / name
+        if options.out == BESIDE or options.extension == path.suffix or not outputs.finals.free(path):
+            path = outputs.state / name
+        else:
+            outputs.finals.note(path)
+        write_whole(path, settings.dumped(options), outputs.state / f"{outputs.slots}run.partial")
+
+    def _finish(self) -> list[Path]:
+        return self.outputs.finish(self.options.kinds, self.inputs.items, self.options.max_bytes)
+
+    def _report(self, tally: RunTally, workers: Sequence[dict[str, Any]] = (), comparison: Any = None) -> None:
+        if self.options.report:
+            self.outputs.finals.note(self.options.report)
+            report.write(self.options.report, self.options, self.todo, tally, workers, comparison)
+
+    def _wind_up(self, tally: RunTally) -> None:
+        """Final files and report of a run that ends early; what goes wrong here must not hide why it ends."""
+        for step in (self._finish, lambda: self._report(tally)):
+            try:
+                step()
+            except (MediaError, OutputError, OSError) as error:
+                print(f"mmspec caption: {plain(str(error))}", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def _crew(job: Job, slots: str, todo: Plan) -> Iterator[Any]:
-    """Who works: Ray, a process per device, or this process; they are told to stop in the end, whatever happens."""
-    options = job.options
-    if options.ray:
-        from mmspec.app.caption.ray_run import OnRay
-
-        ray = OnRay()
-        crew: Any = Crew(job, ray, ray.places(options.devices), slots)
-    elif len(where := places(options.devices)) > 1:
-        crew = Crew(job, Processes(), where, slots)
-    else:
-        crew = Alone(job, where[0], slots, len(todo.pending))
+    """Who works: a process per device, or this process; they are told to stop in the end, whatever happens."""
+    where = places(job.options.devices)
+    crew: Any = Crew(job, where, slots) if len(where) > 1 else Alone(job, where[0], slots, len(todo.pending))
     try:
         yield crew
     finally:
         crew.stop()
 
 
-def _dry_run(job: Job, todo: Plan) -> int:
-    """Nothing is written but to a folder that goes again."""
-    if not todo.pending:
-        return OK
-    asked = todo.pending[0].asked
-    prompts = (("prompt", text) for text in (asked.text, *asked.further))
-    for what, text in (("system", asked.system), *prompts, ("answers begin", asked.start)):
-        if text:
-            print(f"{what}: {plain(text)}")
-    workers = places(job.options.devices)
-    with tempfile.TemporaryDirectory() as folder:
-        chosen = replace(job.options, devices=workers[0], ray=False, compare=False, compile=False)
-        trial = replace(job, folder=Path(folder), options=chosen)
-        with _crew(trial, "", Plan(todo.pending[:1])) as crew:
-            crew.run(todo.pending[:1], RunTally(1, quiet=True, shown=False).add)
-            rows = crew.worker.rows  # as many at once as in the run
-            wanted = max(2 * rows, 4)
-            sample = todo.pending[:: max(1, len(todo.pending) // wanted)][:wanted]
-            first, second = sample[:rows], sample[rows:] or sample  # few items: the same again, warm
-            warm_up, measured = (RunTally(len(part), quiet=True, shown=False) for part in (first, second))
-            crew.run(first, warm_up.add)
-            measured.start()
-            crew.run(second, measured.add)
-        print(report.estimate(todo, measured, len(workers), crew.summaries[0]))
-    return OK
-
-
-def _finish(options: Options, inputs: Inputs, outputs: Outputs) -> list[Path]:
-    return outputs.finish(options.kinds, inputs.items, options.max_bytes)
-
-
-def _wind_up(options: Options, inputs: Inputs, outputs: Outputs, todo: Plan, tally: RunTally) -> None:
-    """Final files and report of a run that ends early; what goes wrong here must not hide why it ends."""
-    for step in (
-        lambda: _finish(options, inputs, outputs),
-        lambda: _report(options, inputs, outputs, todo, tally, [], None),
-    ):
-        try:
-            step()
-        except (MediaError, OutputError, OSError) as error:
-            print(f"mmspec caption: {plain(str(error))}", file=sys.stderr)
-
-
 def _far(item: Item, root: Path) -> bool:
     """Whether a file lies outside of the folder that names are relative to."""
     path = item.source.path
     return path is not None and not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(root))
-
-
-def _say_plan(options: Options, inputs: Inputs, outputs: Outputs, todo: Plan) -> None:
-    print(f"{todo.items} item{'s' * (todo.items != 1)}: {todo}")
-    if skipped := inputs.skipped():
-        names = ", ".join(map(plain, skipped[:5])) + ", ..." * (len(skipped) > 5)
-        print(f"NOT looked into: {len(skipped)} subfolder(s) ({names}); --recursive captions what is in them too")
-    others = inputs.left_out()
-    if options.out == BESIDE:  # what earlier runs wrote
-        others -= Counter({name: others[name] for name in (options.extension, ".jsonl", ".parquet")})
-    if others:
-        kinds = ", ".join(f"{count} {plain(kind) or 'without extension'}" for kind, count in others.most_common(5))
-        print(f"left out: {others.total()} file(s) that are no images or videos by their names ({kinds})")
-    if inputs.root is not None and (far := next((t.item for t in todo.pending if _far(t.item, inputs.root)), None)):
-        print(f"files outside of {inputs.root} are called by their whole path, such as {plain(far.name)}")
-    if outputs.ledger.damaged:
-        print(f"{outputs.ledger.damaged} broken line(s) in {outputs.state} (a run was killed there) are passed over")
-    for trouble in todo.unwritable:
-        print(f"failed: {plain(trouble)}", file=sys.stderr)
-    if options.engine != ENGINE:  # of another engine's model we know nothing
-        return
-    samples = zoo.samples().resolve()
-    own = embedded.speaks(options.model)
-    if todo.pending and own and (inputs.root is None or inputs.root.resolve() != samples):
-        print(embedded.NOTE.format(options.model))

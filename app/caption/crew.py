@@ -1,20 +1,16 @@
-"""The parent of the worker processes: it hears of their results, and gives to others what an ended one had in hand."""
+"""The parent of the worker processes: it hands out items, hears of results, and saves what an ended worker had."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
 import multiprocessing
-import pickle
-import shutil
 import signal
 import sys
-import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from mmspec.app.caption.journal import FAILED, Ledger, time_of
@@ -22,11 +18,10 @@ from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.outputs import STATE, Writer
 from mmspec.app.caption.plan import Task
 from mmspec.app.caption.run import Job, Result, failed
-from mmspec.app.caption.workers import POLL, SUSPECT, Report, say, serve
+from mmspec.app.caption.workers import POLL, Report, say, serve
 
 GOODBYE = 30.0  # seconds a process has for its last round once it was told to stop
 STARTS = 2  # of a worker in a row, none of which finishes an item; then its device is given up
-BATCH, SHARES = 64, 8  # items of a batch at most; batches per worker at least, so that none idles at the end
 
 
 class KilledWorkerError(Exception):
@@ -37,30 +32,18 @@ class KilledWorkerError(Exception):
 class Hand:
     """A worker process as its parent sees it."""
 
-    handle: Any
+    process: Any
+    line: Connection
     slot: str
     place: str
-    told: Path  # lines of JSON that it writes for us
     barren: int  # starts before this one, in a row, in which nothing was finished
-    pid: int = 0
+    tasks: dict[str, Task] = field(default_factory=dict)  # that it has in hand, by name
+    alone: bool = False  # with one item that a killed worker had in hand
+    loaded: bool = False
     worked: bool = False
     trouble: str = ""  # why it cannot go on, if it says so itself
-    read: int = 0
-
-    def news(self) -> Iterator[tuple[str, Any]]:
-        """What it has told since the last time."""
-        if not self.told.exists():
-            return
-        with open(self.told, "rb") as file:
-            file.seek(self.read)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self.read += len(line)
-                yield from json.loads(line).items()
 
 
-@dataclass
 class Crew:
     """One process per device, each with a model, a decoder and a journal of its own.
 
@@ -68,106 +51,115 @@ class Crew:
     item by item; an item that kills a second process, alone with it, is recorded as a failure.
     """
 
-    job: Job
-    starter: Any  # `start(*args)` runs `serve` on one of `nodes` machines; `ended` and `kill` take what it returns
-    places: Sequence[str]
-    slots: str
-    hands: list[Hand] = field(default_factory=list)
-    summaries: list[dict[str, Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        count = len(self.places)
-        self.job = replace(
-            self.job, folder=self.job.folder.resolve(), workers=-(-count // self.starter.nodes),
-            items=max(1, -(-self.job.items // count)),
-        )  # fmt: skip
-        state = self.job.folder / STATE
-        state.mkdir(parents=True, exist_ok=True)
-        self.claims = Path(tempfile.mkdtemp(prefix=f"{self.slots}work-", dir=state))
-        self._number, self._said, self._begun = itertools.count(), set[str](), time.time()
-        for number, place in enumerate(self.places):
-            self._hire(f"{self.slots}worker-{number}", place)
+    def __init__(self, job: Job, places: Sequence[str], slots: str) -> None:
+        count = len(places)
+        self.job = replace(job, folder=job.folder.resolve(), workers=count, items=max(1, -(-job.items // count)))
+        self.hands: list[Hand] = []
+        self.summaries: list[dict[str, Any]] = []
+        self._rest, self._suspects, self._left = deque[Task](), deque[Task](), set[str]()
+        self._said, self._begun, self._why = set[str](), time.time(), ""
+        for number, place in enumerate(places):
+            self._hire(f"{slots}worker-{number}", place)
 
     def run(self, tasks: Sequence[Task], report: Report, started: Callable[[], Any] | None = None) -> None:
         """Do all tasks, as `Alone.run` does. FatalError if no worker is left."""
-        size = max(1, min(BATCH, len(tasks) // (SHARES * len(self.places))))
-        for first in range(0, len(tasks), size):
-            self._put(tasks[first : first + size])
-        left = {task.item.name for task in tasks}
-        while left:
-            for hand in list(self.hands):
-                how = self.starter.ended(hand.handle)  # asked first: what it has told before is heard now
-                for kind, said in self._heard(hand):
-                    if kind == "open" and started is not None:
-                        started()
-                        started = None
-                    for result in (Result(**facts) for facts in (said if kind == "results" else ())):
-                        if result.name in left:
-                            left.remove(result.name)
-                            report(result)
-                if how:
-                    self._bury(hand, how, left, report)
-            if left and not self.hands:
+        self._rest.extend(tasks)
+        self._left = {task.item.name for task in tasks}
+        while self._left:
+            if not self.hands:
                 raise FatalError(f"all workers have ended ({self._why}); what is finished is safe, the same command "
                     "goes on")  # fmt: skip
-            time.sleep(POLL)
+            ready = wait([hand.line for hand in self.hands], POLL)
+            for hand in [hand for hand in self.hands if hand.line in ready]:
+                try:
+                    said = hand.line.recv()
+                except (EOFError, OSError):
+                    self._bury(hand, report)
+                    continue
+                self._hear(hand, said)
+                if started is not None and said.get("opened"):
+                    started()
+                    started = None
+                self._book(hand, said.get("results", ()), report)
+                if "room" in said:
+                    with contextlib.suppress(OSError):  # it has just ended, which is heard of next
+                        hand.line.send(self._next(hand, said["room"]))
+
+    def compared(self, ready: Callable[[], None]) -> None:
+        """Each worker has a model of its own, and none is compared."""
 
     def stop(self) -> None:
         """Let them end and collect their summaries."""
-        (self.claims / "stop").touch()
         give_up = time.monotonic() + GOODBYE
-        for hand in self.hands:
-            while hand.pid and not self.starter.ended(hand.handle) and time.monotonic() < give_up:
-                time.sleep(POLL)
-            self.starter.kill(hand.handle)
-            for _ in self._heard(hand):
-                pass
-        shutil.rmtree(self.claims, ignore_errors=True)
-        self.starter.close()
+        try:
+            for hand in self.hands:
+                with contextlib.suppress(OSError):
+                    hand.line.send(None)
+            for hand in self.hands:
+                with contextlib.suppress(EOFError, OSError):
+                    while hand.loaded and hand.line.poll(max(0.0, give_up - time.monotonic())):
+                        self._hear(hand, hand.line.recv())
+        finally:
+            for hand in self.hands:
+                self._end(hand)
 
-    def _heard(self, hand: Hand) -> Iterator[tuple[str, Any]]:
-        for kind, said in hand.news():
-            if kind == "notes":
-                say([note for note in said if note not in self._said])
-                self._said |= {*said}
-            elif kind == "summary":
-                self.summaries.append(said)
-            elif kind in ("pid", "trouble"):
-                setattr(hand, kind, said)
-            elif kind == "results":
-                hand.worked, hand.barren = True, 0
-            yield kind, said
+    def _hear(self, hand: Hand, said: dict[str, Any]) -> None:
+        hand.loaded |= "notes" in said
+        notes = said.get("notes", ())
+        say([note for note in notes if note not in self._said])
+        self._said |= {*notes}
+        self.summaries += [said["summary"]] if "summary" in said else []
+        hand.trouble = said.get("trouble", hand.trouble)
 
-    def _put(self, tasks: Sequence[Task], mark: str = "") -> None:
-        name = f"{mark}{next(self._number):09}"
-        (self.claims / name).write_bytes(pickle.dumps(list(tasks)))
-        (self.claims / name).rename(self.claims / f"{name}.batch")
+    def _book(self, hand: Hand, results: Sequence[Result], report: Report) -> None:
+        for result in results:
+            hand.worked, hand.barren = True, 0
+            hand.tasks.pop(result.name, None)
+            if result.name in self._left:
+                self._left.remove(result.name)
+                report(result)
+
+    def _next(self, hand: Hand, room: int) -> list[Task]:
+        """So many items more; one that a killed worker had goes to a worker that has nothing else, after all others."""
+        if hand.alone and hand.tasks:
+            return []
+        found = [self._rest.popleft() for _ in range(min(room, len(self._rest)))]
+        hand.alone = not found and not hand.tasks and bool(self._suspects)
+        if hand.alone:
+            found = [self._suspects.popleft()]
+        hand.tasks |= {task.item.name: task for task in found}
+        return found
 
     def _hire(self, slot: str, place: str, barren: int = 0) -> None:
-        told = self.claims / f"{slot}-{next(self._number)}.told"
-        handle = self.starter.start(self.job, place, slot, self.claims, told)
-        self.hands.append(Hand(handle, slot, place, told, barren))
+        line, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(target=serve, args=(self.job, place, slot, theirs))
+        process.start()
+        theirs.close()  # so that the line breaks when the process ends
+        self.hands.append(Hand(process, line, slot, place, barren))
 
-    def _bury(self, hand: Hand, how: str, left: set[str], report: Report) -> None:
+    @staticmethod
+    def _end(hand: Hand) -> str:
+        """End a process that need not go on; how it ended."""
+        hand.line.close()
+        hand.process.join(1)  # its line is broken already where it ended by itself
+        hand.process.kill()
+        hand.process.join()
+        code = hand.process.exitcode
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+    def _bury(self, hand: Hand, report: Report) -> None:
         """Give what a worker had that has ended to the others, and start it again where that may help."""
         self.hands.remove(hand)
-        self.starter.kill(hand.handle)
-        for result in self._recorded(hand.slot, left):
-            left.remove(result.name)
-            report(result)
-        for claim in sorted(self.claims.glob(f"*.{hand.slot}")):
-            rest = [task for task in pickle.loads(claim.read_bytes()) if task.item.name in left]
-            suspect = claim.name.startswith(SUSPECT)
-            claim.unlink()
-            if hand.trouble:  # it said so itself: no item is to blame
-                self._put(rest, SUSPECT * suspect)
-                continue
-            for task in rest:
-                if suspect:
-                    left.remove(task.item.name)
-                    report(self._blamed(hand.slot, task))
-                else:
-                    self._put([task], SUSPECT)
+        how = self._end(hand)
+        self._book(hand, [*self._recorded(hand.slot, self._left.intersection(hand.tasks))], report)
+        for task in hand.tasks.values():
+            if hand.alone and not hand.trouble:
+                self._left.remove(task.item.name)
+                report(self._blamed(hand.slot, task))
+            elif hand.trouble and not hand.alone:  # it said so itself: no item is to blame
+                self._rest.append(task)
+            else:
+                self._suspects.append(task)
         self._why = hand.trouble or f"{hand.slot} on {hand.place} has ended ({how})"
         again = hand.worked or (not hand.trouble and hand.barren + 1 < STARTS)
         if again:
@@ -175,18 +167,19 @@ class Crew:
         told = "it is started again" if again else "the others go on" if self.hands else "nobody is left"
         print(f"{' '.join(self._why.split())}; {told}", file=sys.stderr)
 
-    def _recorded(self, slot: str, left: set[str]) -> Iterator[Result]:
+    def _recorded(self, slot: str, names: set[str]) -> Iterator[Result]:
         """What a dead worker had written down but no longer told."""
         path = self.job.folder / STATE / f"{slot}.jsonl"
         with contextlib.closing(Ledger([path] if path.exists() else [])) as ledger:
-            for name in sorted(left.intersection([*ledger.captions, *ledger.failures])):
+            for name in sorted(names.intersection([*ledger.captions, *ledger.failures])):
                 record = ledger.failure(name) or ledger.get(name) or {}
                 if time_of(record) < self._begun:
                     continue
                 if record.get("status") == FAILED:
                     yield Result(name, error=str(record["error"]), message=str(record["message"]))
                 else:
-                    yield Result(name, str(record["text"]), int(record.get("tokens", 0)))
+                    texts = record.get("captions") or [str(record["text"])]
+                    yield Result(name, " | ".join(texts), len(texts), int(record.get("tokens", 0)))
 
     def _blamed(self, slot: str, task: Task) -> Result:
         """Record, in a journal beside that of the dead worker, that an item kills who works on it."""
@@ -196,25 +189,3 @@ class Crew:
         )
         with contextlib.closing(Writer(self.job.folder, f"{slot}-lost")) as writer:
             return failed(task, "", error, writer, self.job)
-
-
-class Processes:
-    """Starts workers as processes of this machine."""
-
-    nodes = 1
-
-    def start(self, *args: Any) -> Any:
-        process = multiprocessing.get_context("spawn").Process(target=serve, args=args)
-        process.start()
-        return process
-
-    def ended(self, process: Any) -> str:
-        """How it has ended; empty while it runs."""
-        code = process.exitcode
-        return "" if code is None else signal.Signals(-code).name if code < 0 else f"exit code {code}"
-
-    def kill(self, process: Any) -> None:
-        process.kill()
-        process.join()
-
-    def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The final files of an output folder: none is replaced whose name is not in our notes, unless that is asked for."""
+"""The files that a run makes: none is replaced whose name is not in our notes, unless that is asked for."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ class OutputError(Exception):
 
 
 class Finals:
-    """Names of what runs have put into a folder: a line in `finals.log` before a file gets its name.
+    """Names of what runs have made, in a folder and for it: a line in `finals.log` before a file gets its name.
 
     Args:
         overwrite: whether files of others may be replaced.
+        elsewhere: tars that are where the folder is put, and not in it.
     """
 
-    def __init__(self, folder: Path, state: Path, overwrite: bool = False):
-        self.folder, self._log, self._overwrite = folder, state / LOG, overwrite
+    def __init__(self, folder: Path, state: Path, overwrite: bool = False, elsewhere: Collection[str] = ()):
+        self.folder, self._log, self._overwrite, self._elsewhere = folder, state / LOG, overwrite, elsewhere
         self.reserved: set[str] = set()  # names in the folder that no caption file may have
 
     def claim(self, kinds: Collection[str], read: Iterable[Path], report: Path | None) -> None:
@@ -46,6 +47,10 @@ class Finals:
                 raise OutputError(f"{path} would be replaced by what this run makes; move it, or choose another --out")
         if report is not None and (report.resolve() in said or self._made_at(report, kinds)):
             raise OutputError(f"--report {report} would replace a file that this run reads or makes; name another")
+        if report is not None and not self.free(report):
+            raise OutputError(
+                f"--report {report} would replace a file that no run made; name another, or say --on-existing overwrite"
+            )
         self.reserved = {*map(self._name, [*said, *([report] if report else [])]), *_names(kinds)}
 
     def refuse_strangers(self, kinds: Collection[str]) -> None:
@@ -55,7 +60,7 @@ class Finals:
         there = [name for name in _names(kinds) if os.path.lexists(self.folder / name)]
         if "webdataset" in kinds:
             shards = [f"webdataset/{path.name}" for path in sorted((self.folder / "webdataset").glob("*"))]
-            there += [name for name in shards if SHARD.fullmatch(name)]
+            there += sorted({name for name in (*shards, *self._elsewhere) if SHARD.fullmatch(name)})
         ours = noted(self._log)  # read last: what another shard's run puts there meanwhile, it notes first
         if strange := [name for name in there if name not in ours]:
             raise OutputError(
@@ -63,9 +68,17 @@ class Finals:
                 "another --out, or say --on-existing overwrite"
             )
 
+    def free(self, path: Path) -> bool:
+        """Whether a file may be put there: nothing is there, or what a run made, or all may be replaced."""
+        if not os.path.lexists(path) or (path.is_file() and path.stat().st_size == 0):
+            return True
+        mine = self._overwrite or (self._name(path) or str(path.resolve())) in noted(self._log)
+        return mine and path.is_file() and not path.is_symlink()
+
     def note(self, path: Path) -> None:
         """Write down what is about to be put at `path`; one run at a time does."""
-        name = path.relative_to(self.folder).as_posix()
+        inside = path.is_relative_to(self.folder)
+        name = path.relative_to(self.folder).as_posix() if inside else self._name(path) or str(path.resolve())
         if name not in noted(self._log):
             with Journal(self._log) as log:
                 log.append({"file": name})

@@ -29,6 +29,7 @@ class Mirror:
 
     Attributes:
         folder: on this disk, the same for every run with this address.
+        tars: that are there; they are not fetched, for a run that makes some makes all anew.
     """
 
     def __init__(self, address: str) -> None:
@@ -36,17 +37,16 @@ class Mirror:
         self.fs, self.root = filesystem(self.address)
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.folder = home / "mmspec" / "captions" / digest(self.address.encode())[:16]
+        self.tars: list[str] = []
         self._there: dict[str, str] = {}  # names → stamps of what is the same on both sides
 
-    def pull(self, extension: str = ".txt", overwrite: bool = False) -> None:
+    def pull(self, extension: str = ".txt") -> None:
         """Fetch what a run looks at and is not here; of a journal that both sides have written to, both parts.
 
         Args:
             extension: of caption files.
-            overwrite: whether tars of others may be replaced.
 
         Raises:
-            OutputError: there are tars that no run made.
             MediaError: it cannot be reached.
         """
         sizes = self.fetch_logs()
@@ -56,14 +56,9 @@ class Mirror:
                 if not path.is_file() or path.stat().st_size != size:
                     write_whole(path, self._read(name))
                 self._there[name] = _stamp(path)
-        tars = [name for name in sizes if SHARD.fullmatch(name)]  # not fetched: a run that makes some makes all anew
-        self._there |= dict.fromkeys(tars, "")
+        self.tars = [name for name in sizes if SHARD.fullmatch(name)]
         ours = noted(self.folder / STATE / LOG)
-        if (strange := [name for name in tars if name not in ours]) and not overwrite:
-            raise OutputError(
-                f"{', '.join(strange)} in {self.address} may be replaced, but no run made it; move it away, choose "
-                "another --out, or say --on-existing overwrite"
-            )
+        self._there |= {name: "" for name in self.tars if name in ours}
 
     def fetch_logs(self) -> dict[str, int]:
         """Fetch what others have added to the journals; the sizes of all files there, by name.
@@ -104,11 +99,8 @@ class Mirror:
                         folders.add(folder)
                     self.fs.put_file(str(here[name]), place)
                     self._there[name] = stamp
-            gone = [name for name in self._there if name not in here and not _log(name)]
-            ours = noted(self.folder / STATE / LOG) if gone else set()
-            for name in gone:
-                if not SHARD.fullmatch(name) or name in ours:
-                    self.fs.rm_file(f"{self.root}/{name}")
+            for name in [name for name in self._there if name not in here and not _log(name)]:
+                self.fs.rm_file(f"{self.root}/{name}")
                 del self._there[name]
         except Exception as error:  # each of the libraries has errors of its own
             raise OutputError(
@@ -186,23 +178,3 @@ def _looked_at(name: str, extension: str) -> bool:
 def _stamp(path: Path) -> str:
     found = path.stat()
     return f"{found.st_size}-{found.st_mtime_ns}"
-
-
-def push_to_hub(folder: Path, repo: str) -> str:
-    """Upload an output folder, without its journals, as a data set of the Hub, private where it is new; its address.
-
-    Raises:
-        OutputError: no such name, no token that may write there, no network.
-    """
-    from huggingface_hub import HfApi
-
-    hub = HfApi()
-    try:
-        made = hub.create_repo(repo, repo_type="dataset", private=True, exist_ok=True)
-        hub.upload_folder(
-            folder_path=folder, repo_id=made.repo_id, repo_type="dataset", ignore_patterns=[".*", "*/.*"],
-            commit_message="Captions by mmspec",
-        )  # fmt: skip
-    except (OSError, ValueError) as error:  # the Hub's errors are among the former, wrong names among the latter
-        raise OutputError(f"cannot upload to {repo} ({error}); all captions are in {folder}") from error
-    return str(made)

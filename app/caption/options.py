@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from mmspec import media
 from mmspec.app import embedded, enabling
 from mmspec.app.media import video
+from mmspec.app.media.clips import policy
 from mmspec.app.media.items import kind_of
 from mmspec.app.options import DTYPES, above_zero, count, from_zero
 from mmspec.config import size_in_bytes
@@ -19,31 +21,23 @@ from mmspec.config import size_in_bytes
 BESIDE, AUTO = "beside", "auto"
 ENGINE, VLLM = "mmspec.app.engine:load", "mmspec.app.caption.vllm_engine:load"
 ON_EXISTING = ("skip", "overwrite", "append")
-PAGES = (".html", ".htm")
-REPORTS = (".json", ".jsonl", *PAGES)
+REPORTS = (".json", ".jsonl")
 OUTPUTS = ("txt", "metadata", "parquet", "webdataset")
 RARE = (  # what few people change: `--help-all` and docs/captioning.md tell of them, and --config holds them
     "--column-image", "--column-text", "--column-tags", "--split", "--system", "--start-with",
-    "--prepend", "--append", "--temperature", "--seed", "--dtype", "--fps", "--keyframes", "--max-frames",
+    "--prepend", "--append", "--temperature", "--seed", "--dtype", "--max-frames",
     "--max-pixels", "--max-aspect", "--max-duration", "--timeout", "--max-bytes", "--max-memory", "--decoders",
-    "--extension", "--on-existing", "--resume", "--limit", "--dedup", "--max-errors", "--push-to-hub", "--ray",
-    "--compare",
+    "--extension", "--on-existing", "--resume", "--limit", "--dedup", "--max-errors", "--compare",
 )  # fmt: skip
 
 
-def _fps(text: str) -> float:
-    value = above_zero(text)
-    if value > video.MAX_RATE:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than {video.MAX_RATE} frames a second")
-    return value
+def _frames(text: str) -> str:
+    policy(text)
+    return text
 
 
-def _batch(text: str) -> int | str:
-    return text if text == AUTO else count(text)
-
-
-def _area(text: str) -> int | str:
-    return text if text in (AUTO, "none") else count(text)
+def _count_or(*words: str) -> Callable[[str], int | str]:
+    return lambda text: text if text in words else count(text)
 
 
 def _devices(text: str) -> str:
@@ -90,14 +84,17 @@ def _report(text: str) -> Path:
     if kind_of(text):  # as the shell makes of `--report photos/*.png`
         raise argparse.ArgumentTypeError(f"{text!r} is the name of a picture or video; give a name like report.json")
     if Path(text).suffix.lower() not in REPORTS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no name of a report; give one like report.json or report.html")
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a report; give one like report.json")
     return Path(text)
 
 
-def _repo(text: str) -> str:
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no name like owner/name")
-    return text
+class _Once(argparse.Action):
+    """Stores a value; a second one is an error, not a silent change of mind."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        if hasattr(namespace, self.dest):
+            parser.error(f"{option_string} is said twice, {getattr(namespace, self.dest)} and {values}; name one")
+        setattr(namespace, self.dest, values)
 
 
 def _engine(text: str) -> str:
@@ -163,16 +160,14 @@ class Options:
     max_new_tokens: int = _flag("N", 128, "longest caption, in tokens", type=count)
     temperature: float = _flag("T", 0.0, "0 takes the likeliest token", type=from_zero)
     max_pixels_per_image: int | str = _flag("N", AUTO, "larger pictures are made smaller; auto: as suits the model, "
-        "none: never", type=_area)
+        "none: never", type=_count_or(AUTO, "none"))
     seed: int = _flag("N", 0, "of draws at a temperature above 0", type=int)
     dtype: str = _flag(None, AUTO, "of the weights", choices=DTYPES)
     engine: str = _flag("NAME", ENGINE, "vllm: vLLM's offline engine (extra: vllm); or MODULE:FUNCTION, your own",
         shown="", type=_engine)
 
-    frames: int | None = _flag("N", None, "frames of a video, evenly spread (8 unless --fps or --keyframes)",
-        type=count, section="videos, and limits for hostile files")
-    fps: float | None = _flag("F", None, "frames of a video per second of it", type=_fps)
-    keyframes: bool = _switch(False, "take the key frames of a video")
+    frames: str = _flag("POLICY", "8", "of a video: N evenly spread, fps:R for R a second, or keyframes", type=_frames,
+        section="videos, and limits for hostile files")
     max_frames: int = _flag("N", video.MAX_FRAMES, "at most, however they are chosen", type=count)
     max_pixels: int = _flag("N", media.MAX_PIXELS, "largest picture or frame", type=count)
     max_aspect: float = _flag("N", media.MAX_ASPECT, "longest picture, in widths", type=above_zero)
@@ -202,13 +197,11 @@ class Options:
     devices: str = _flag("LIST", AUTO, "auto, cpu, cuda, mps, or one worker each: 0,1 or cuda:0,cuda:1 or cpu,cpu",
         names=("--device",), type=_devices)
     batch_size: int | str = _flag("N", AUTO, "items at work at once on a device; auto: as many as fit, by the sizes "
-        "of the pictures", type=_batch)
+        "of the pictures", type=_count_or(AUTO))
     dedup: str | None = _flag(None, None, "exact: caption equal files once", choices=("exact",))
     max_errors: int | None = _flag("N", None, "give up after so many failures", type=count)
-    ray: bool = _switch(False, "run the workers on Ray, one per device of its cluster (extra: ray)")
-    push_to_hub: str | None = _flag("REPO", None, "upload the output folder as a data set owner/name in the end",
-        type=_repo)
-    report: Path | None = _flag("FILE", None, "speeds and counts as .json, or as a page: .html", type=_report)
+    report: Path | None = _flag("FILE", None, "speeds and counts, as .json", type=_report,
+        action=_Once)
     compare: bool = _switch(True, "measure the speed-up over stock generate on a few of the items")
     quiet: bool = _switch(False, "do not print the captions")
     # fmt: on
@@ -226,8 +219,6 @@ class Options:
         )  # fmt: skip
 
     @property
-    def policy(self) -> str:
-        """How the frames of a video are chosen, as FramePolicy.parse reads it."""
-        if self.keyframes:
-            return "keyframes"
-        return f"fps:{self.fps:g}" if self.fps else f"uniform:{min(self.frames or 8, self.max_frames)}"
+    def policy(self) -> video.FramePolicy:
+        """How the frames of a video are chosen."""
+        return video.FramePolicy.parse(self.frames, self.max_frames)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import posixpath
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -98,7 +97,7 @@ class Outputs:
     ):
         self.folder, self.origin, self.slots = folder, digest(os.fsencode(origin))[:16], slots
         self.state, self.look_only, self._mirror = folder / STATE, look_only, mirror
-        self.finals = Finals(folder, self.state, overwrite)
+        self.finals = Finals(folder, self.state, overwrite, mirror.tars if mirror is not None else ())
         self._locks: list[int] = []
         try:
             if not look_only:
@@ -203,8 +202,6 @@ class Outputs:
                     raise OutputError(f"a worker of an earlier run still writes {path}; stop it, or wait for it")
         for path in self.state.glob(f"{self.slots}*.partial"):  # a worker of this run may have nothing to write there
             path.unlink(missing_ok=True)
-        for folder in self.state.glob(f"{self.slots}work-*" if self.slots else "*work-*"):
-            shutil.rmtree(folder, ignore_errors=True)
 
     def _alone(self, name: str, patience: float = 0, shared: bool = False) -> bool:
         handle = os.open(self.state / name, os.O_RDWR | os.O_CREAT, 0o644)

@@ -16,6 +16,7 @@ from mmspec.app.caption.settings import ask
 from mmspec.app.media.inputs import Inputs
 from mmspec.app.media.items import VIDEO, Item
 from mmspec.app.media.remote import RemoteSource
+from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaError
 
 
@@ -45,12 +46,9 @@ class Plan:
     restored: int = 0
     unwritable: list[str] = field(default_factory=list)
 
-    def frames(self, policy: str, most: int) -> int:
-        """Pictures of an item at most; `policy` as `Options.policy` has it."""
-        if all(task.item.kind != VIDEO for task in self.pending):
-            return 1
-        kind, _, count = policy.partition(":")
-        return int(count) if kind == "uniform" else most
+    def frames(self, policy: FramePolicy) -> int:
+        """Pictures of an item at most."""
+        return policy.most if any(task.item.kind == VIDEO for task in self.pending) else 1
 
     def __str__(self) -> str:
         parts = {
@@ -70,7 +68,7 @@ class Planner:
 
     def __init__(self, options: Options, shaping: dict[str, Any], prompts: Prompts, outputs: Outputs):
         self.options, self.shaping, self.prompts, self.outputs = options, shaping, prompts, outputs
-        self.frames = options.policy
+        self.frames = options.policy.named
         self.reads_existing = any("{existing}" in prompt for prompt in prompts.asked)
 
     def plan(self, inputs: Inputs) -> Plan:

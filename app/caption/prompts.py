@@ -6,6 +6,7 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Any
 
 from mmspec.app.media.items import Item
 
@@ -27,6 +28,11 @@ class PromptChoice:
     append: str = ""
     further: tuple[str, ...] = ()  # what is asked about the same item, too
 
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """All that is asked."""
+        return self.text, *self.further
+
     def caption(self, answer: str) -> str:
         """The caption that a model's answer gives; `start` is put before it unless it is there already."""
         answer = answer.strip()
@@ -36,38 +42,26 @@ class PromptChoice:
 
 
 @dataclass(frozen=True)
-class Prompts:
-    """The prompt, what goes with it, and further prompts about the same item; each may hold variables."""
-
-    prompt: str
-    system: str = ""
-    start: str = ""
-    prepend: str = ""
-    append: str = ""
-    further: tuple[str, ...] = ()
+class Prompts(PromptChoice):
+    """The same before the variables are filled in. PromptError where one cannot be."""
 
     def __post_init__(self) -> None:
         if not all(text.strip() for text in self.asked):
             raise PromptError("the prompt is empty; write what to ask")
         for what, text in vars(self).items():
             for one in (text,) if isinstance(text, str) else text:
-                _check(one, "prompt" if what == "further" else what)
-
-    @property
-    def asked(self) -> tuple[str, ...]:
-        """All prompts."""
-        return self.prompt, *self.further
+                _check(one, what if what in ("system", "start", "prepend", "append") else "prompt")
 
     def of(self, item: Item) -> PromptChoice:
         """What to ask about an item."""
         place = PurePosixPath(item.name)
         folder = "" if place.parent == PurePosixPath() else place.parent.as_posix()
         values = {"name": place.stem, "dir": folder, "tags": ", ".join(item.tags), "existing": item.existing or ""}
-        text, system, start, prepend, append, *further = (
-            said.format_map(values)
-            for said in (self.prompt, self.system, self.start, self.prepend, self.append, *self.further)
-        )
-        return PromptChoice(text, system, start, prepend, append, tuple(further))
+        filled: dict[str, Any] = {
+            what: text.format_map(values) if isinstance(text, str) else tuple(one.format_map(values) for one in text)
+            for what, text in vars(self).items()
+        }
+        return PromptChoice(**filled)
 
 
 def _check(text: str, what: str) -> None:

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from mmspec.app.caption import page
-from mmspec.app.caption.journal import Ledger, parse, write_whole
-from mmspec.app.caption.options import AUTO, PAGES, Options
+from mmspec.app.caption.journal import write_whole
+from mmspec.app.caption.options import Options
 from mmspec.app.caption.plan import Plan
 from mmspec.app.caption.run import Result
 from mmspec.app.caption.workers import places
-from mmspec.app.media.items import Item
 
 if TYPE_CHECKING:  # torch is imported only once it is clear that there is something to caption
     from mmspec.app.caption.compare import Sampled
 
 MEGA = 2**20
 EVERY = 30.0  # seconds between lines of progress in a log
-LONGEST = 64 * MEGA  # bytes of a file that may be a report
 
 
 class TooManyErrorsError(Exception):
@@ -43,7 +39,8 @@ class RunTally:
     max_errors: int | None = None
     shown: bool = True
     items: int = 0  # that are done, well or not
-    captions: int = 0
+    captioned: int = 0  # of these
+    captions: int = 0  # one for each prompt
     tokens: int = 0
     twins: int = 0
     failed: int = 0
@@ -67,7 +64,8 @@ class RunTally:
         """One item is done; it is on the disk already. TooManyErrorsError if it was one failure too many."""
         self.seconds = time.perf_counter() - self._begun
         self.items += 1
-        self.captions += bool(result.text) or not result.error  # an answer may be empty
+        self.captioned += bool(result.captions)
+        self.captions += result.captions
         self.tokens += result.tokens
         self.twins += bool(result.twin_of)
         self.cut += result.finish == "length"
@@ -100,10 +98,11 @@ class RunTally:
 
     @property
     def counted(self) -> str:
-        return f"{self.captions} caption{'s' * (self.captions != 1)}"
+        of = f" of {self.captioned} item{'s' * (self.captioned != 1)}" if self.captions != self.captioned else ""
+        return f"{self.captions} caption{'s' * (self.captions != 1)}{of}"
 
     def __str__(self) -> str:
-        pace = f"{self.captions / max(self.seconds, 1e-9):.2f} items/s" if self.captions else ""
+        pace = f"{self.captioned / max(self.seconds, 1e-9):.2f} items/s" if self.captioned else ""
         same = f"{self.twins} of them copied from one that is the same" if self.twins else ""
         cut = f"{self.cut} cut off at --max-new-tokens" if self.cut else ""
         first = f"{self.animated} by the first frame of an animation" if self.animated else ""
@@ -117,27 +116,24 @@ def write(
     tally: RunTally,
     workers: Sequence[dict[str, Any]],
     comparison: Sampled | None,
-    ledger: Ledger,
-    items: Callable[[], Iterable[Item]],
 ) -> None:
-    """The report as JSON: counts, speeds, acceptance, and where the numbers come from; or all this and some of the
-    items with their captions as a page, where the name ends in .html."""
+    """The report as JSON: counts, speeds, acceptance, and where the numbers come from."""
     import torch
 
-    from mmspec.app.devices import EngineError, find_device
+    from mmspec.app.devices import EngineError, find_device, find_dtype
     from mmspec.app.provenance import provenance
 
     try:
         device = find_device(places(options.devices)[0])
     except EngineError:
         device = torch.device("cpu")
-    usual = options.dtype if options.dtype != AUTO else "float32" if device.type == "cpu" else "bfloat16"
-    dtype = getattr(torch, next((worker["dtype"] for worker in workers if "dtype" in worker), usual))
+    dtype = find_dtype(next((worker["dtype"] for worker in workers if "dtype" in worker), options.dtype), device)
     seconds = max(tally.seconds, 1e-9)
     facts = {
         "counts": {
             "items": todo.items,
-            "captioned": tally.captions,
+            "captioned": tally.captioned,
+            "captions": tally.captions,
             "copied_from_twins": tally.twins,
             "cut_off_at_max_new_tokens": tally.cut,
             "first_frame_of_an_animation": tally.animated,
@@ -150,7 +146,7 @@ def write(
         },
         "failures": dict(tally.errors),
         "seconds": round(tally.seconds, 3),
-        "items_per_second": round(tally.captions / seconds, 4),
+        "items_per_second": round(tally.captioned / seconds, 4),
         "tokens": tally.tokens,
         "tokens_per_second": round(tally.tokens / seconds, 2),
         "acceptance": _acceptance(workers),
@@ -159,32 +155,18 @@ def write(
         "options": {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()},
         "provenance": provenance(device, dtype),
     }
-    if path.suffix.lower() in PAGES:
-        data = page.made(facts, ledger, items(), options)
-    else:
-        data = json.dumps(facts, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
-    write_whole(path, data)
-
-
-def replaceable(path: Path) -> bool:
-    """Whether nothing is there, or a report of an earlier run."""
-    if not os.path.lexists(path):
-        return True
-    if not path.is_file() or path.stat().st_size > LONGEST:
-        return False
-    data = path.read_bytes()
-    return not data or data.startswith(page.HEAD) or (parse(data) or {}).keys() >= {"counts", "workers", "provenance"}
+    write_whole(path, json.dumps(facts, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
 
 
 def estimate(todo: Plan, tally: RunTally, workers: int, summary: dict[str, Any]) -> str:
     """What a whole run will take, from the few items of a dry run."""
-    if not tally.captions:
+    if not tally.captioned:
         return "no estimate: nothing could be captioned"
-    each = tally.seconds / tally.captions
+    each = tally.seconds / tally.captioned
     memory = summary.get("peak_memory")
     held = f"; memory per worker up to {memory / MEGA:,.0f} MiB at {summary['rows']} at once" if memory else ""
     return (
-        f"measured on {tally.captions}: {each:.2f} s each, so {len(todo.pending)} take about "
+        f"measured on {tally.captioned}: {each:.2f} s each, so {len(todo.pending)} take about "
         f"{_duration(len(todo.pending) * each / workers)} with {workers} worker{'s' * (workers != 1)}{held}"
     )
 

@@ -15,8 +15,8 @@ from mmspec.app.caption.model import Answers, FatalError, area_for, compiles, dt
 from mmspec.app.caption.options import Options
 from mmspec.app.caption.outputs import STATE, UnwritableTextError, Writer, combined, facts_of
 from mmspec.app.caption.plan import Task
+from mmspec.app.extras import cores
 from mmspec.app.media.decoder import AHEAD, Decoder, DecoderError
-from mmspec.app.media.video import FramePolicy
 from mmspec.media import Media
 
 SIZED = 4  # pictures that are seen before it is settled how many are captioned at once
@@ -43,6 +43,7 @@ class Result:
 
     name: str
     text: str = ""
+    captions: int = 0  # one for each prompt
     tokens: int = 0
     seconds: float = 0.0
     error: str = ""  # class of the error; there may be a text all the same that could not be written beside the item
@@ -110,8 +111,7 @@ class Worker:
         with contextlib.ExitStack() as stack:
             self._writer = Writer(job.folder, slot)
             stack.callback(self._writer.close)
-            policy = FramePolicy.parse(options.policy, options.max_frames)
-            self._decoder = stack.enter_context(Decoder(self._decoders, options.limits(self._area), policy))
+            self._decoder = stack.enter_context(Decoder(self._decoders, options.limits(self._area), options.policy))
             self._close = stack.pop_all()
 
     @property
@@ -278,8 +278,9 @@ class Worker:
             facts |= {"answers": answers} if answers != texts else {}
             facts |= {"scores": list(scores)} if scores else {}
         result = Result(
-            task.item.name, " | ".join(texts), tokens, seconds, twin_of=twin_of, finish=finish, animated=media.animated
-        )
+            task.item.name, " | ".join(texts), len(texts), tokens, seconds, twin_of=twin_of, finish=finish,
+            animated=media.animated,
+        )  # fmt: skip
         try:
             self._writer.write(task.item.name, texts[0], task.sidecar, facts)
         except UnwritableTextError as error:
@@ -308,8 +309,3 @@ def about(task: Task, content: str, job: Job) -> Record:
         key=key(content, ask=task.ask), ask=task.ask, content=content, stamp=task.stamp, folder=job.origin,
         kind=task.item.kind, path=os.path.abspath(path) if path is not None else None,
     )  # fmt: skip
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ import yaml
 
 from mmspec.app import embedded, enabling
 from mmspec.app.caption.journal import key
-from mmspec.app.caption.options import AUTO, BESIDE, ENGINE, RARE, VLLM, Options
+from mmspec.app.caption.options import AUTO, ENGINE, RARE, VLLM, Options
 from mmspec.app.media import video
-from mmspec.app.media.remote import is_address
 from mmspec.app.options import meant
 
 PROMPT = "Describe this image in two or three sentences."  # for models other than the embedded one
@@ -24,9 +22,7 @@ FILE = "run.yaml"  # beside the captions
 HEAD = b"# Repeat this run by: mmspec caption --config FILE\n"
 SAID_LATER = "config"  # the one flag that a config file cannot hold
 ONCE = (SAID_LATER, "retry_failed")  # what a run says for itself alone
-# One of these on the command line undoes the others of a config file.
 KEPT = "1GB"  # prefix_cache where several prompts are asked about a picture
-RIVALS = ("frames", "fps", "keyframes")
 SHAPING = ("model", "drafter", "max_new_tokens", "temperature", "dtype", "engine", "max_pixels_per_image")
 
 
@@ -72,18 +68,16 @@ class Flags:
             if dest == "inputs" or value is None:
                 continue
             takes, (flag,) = OPTIONS[dest].metadata["takes"], spelled(dest)
-            if takes.get("action") is argparse.BooleanOptionalAction:
-                if not isinstance(value, bool):
-                    raise SettingsError(f"{origin}: {name} is true or false; got {value!r}")
-                words.append(flag if value else flag.replace("--", "--no-"))
-            elif isinstance(value, list) and takes.get("action") == "append":
-                words += [f"{flag}={one}" for one in value]
-            elif isinstance(value, list) and "nargs" in takes:
-                words += [flag, *map(str, value)] if value else []
-            elif isinstance(value, list | dict):
+            switch = takes.get("action") is argparse.BooleanOptionalAction
+            if switch != isinstance(value, bool):
+                raise SettingsError(f"{origin}: {name} is{' not' * (not switch)} true or false; got {value!r}")
+            several = takes.get("action") == "append" or "nargs" in takes
+            if isinstance(value, dict) or (isinstance(value, list) and not several):
                 raise SettingsError(f"{origin}: {name} takes one value; got {value!r}")
+            if switch:
+                words.append(flag if value else flag.replace("--", "--no-"))
             else:
-                words.append(f"{flag}={value}")
+                words += [f"{flag}={one}" for one in (value if isinstance(value, list) else [value])]
         inputs = said.get("inputs") or []
         return [*words, "--", *([inputs] if isinstance(inputs, str) else map(str, inputs))]
 
@@ -118,17 +112,9 @@ def resolve(args: argparse.Namespace) -> Options:
     held: dict[str, Any] = {}
     if said.get("config"):
         held = _held(said["config"], flags)
-    if any(said.get(name, False) is not False for name in RIVALS):
-        held = {name: value for name, value in held.items() if name not in RIVALS}
     options = Options(**(held | said))
-    if sum(map(bool, (options.frames, options.fps, options.keyframes))) > 1:
-        raise SettingsError("--frames, --fps and --keyframes are three ways to choose frames; give one of them")
     if len(options.prompt) > 1 and options.engine != ENGINE:
         raise SettingsError(f"--engine {options.engine} takes one --prompt; got {len(options.prompt)}")
-    if options.push_to_hub and options.out == BESIDE:
-        raise SettingsError("--push-to-hub uploads a whole folder; give --out one that holds nothing but captions")
-    if options.ray and is_address(options.out):
-        raise SettingsError(f"--ray needs an --out that all nodes share; {options.out} is kept on this disk first")
     if options.score and options.engine != ENGINE:
         raise SettingsError(f"--engine {options.engine} tells no scores; leave --score out")
     if options.json_schema is not None:
@@ -178,16 +164,6 @@ def dumped(options: Options) -> bytes:
     }
     plain["prompt"] = options.prompt[0] if len(options.prompt) == 1 else options.prompt
     return HEAD + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode()
-
-
-def replaceable(path: Path) -> bool:
-    """Whether nothing is there, or the settings of an earlier run."""
-    if not os.path.lexists(path):
-        return True
-    if path.is_symlink() or not path.is_file():
-        return False
-    with open(path, "rb") as file:
-        return file.read(len(HEAD)) == HEAD
 
 
 def shaping(options: Options) -> dict[str, Any]:

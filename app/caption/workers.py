@@ -1,29 +1,25 @@
-"""Who does the work: this process, or one process per device, each of which claims batches of items in turn."""
+"""Who does the work: this process, or one process per device, each of which asks its parent for items."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.options import AUTO
 from mmspec.app.caption.plan import Task
-from mmspec.app.caption.run import Job, Result, Worker, cores
+from mmspec.app.caption.run import Job, Result, Worker
 from mmspec.app.cli import quiet
+from mmspec.app.extras import cores
 
 POLL = 0.03  # seconds
-SUSPECT = "~"  # begins the name of a batch of one item that a killed worker had in hand; sorts behind all others
 Report = Callable[[Result], None]
 
 
@@ -55,58 +51,50 @@ class Alone:
             for result in results:
                 report(result)
 
+    def compared(self, ready: Callable[[], None]) -> Any:
+        """The comparison with stock generate, measured now; `ready` is called before it says so."""
+        if self.comparison is not None:
+            if self.comparison.kept:
+                ready()
+                kept = len(self.comparison.kept)
+                print(f"comparing with stock generate on {kept} of them (--no-compare spares it)", flush=True)
+            self.comparison.measure(self.worker.engine, getattr(self.worker.flow, "rows", 1))
+        return self.comparison
+
     def stop(self) -> None:
         self.summaries.append(self.worker.summary())
         self.worker.close()
 
 
-def serve(job: Job, place: str, slot: str, claims: Path, told: Path) -> None:
-    """What a worker process does: claim batches and work on them until it is told to stop, or its parent has gone."""
+def serve(job: Job, place: str, slot: str, line: Connection) -> None:
+    """What a worker process does: ask its parent for items and tell it of results, until that says or has gone."""
     quiet()
     for number in (signal.SIGINT, signal.SIGTERM):  # which may reach all processes; the parent decides what ends
         signal.signal(number, signal.SIG_IGN)
-    parent, alone = multiprocessing.parent_process(), False
-    with open(told, "w", buffering=1) as file:
-
-        def tell(**facts: Any) -> None:
-            file.write(json.dumps(facts) + "\n")
-
+    if place.startswith("cpu"):
+        _share_cores(job.workers)
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent has gone
         try:
-            if place.startswith("cpu"):
-                _share_cores(job.workers)
-            worker = Worker(job, place, slot)
-            with contextlib.closing(worker):
-                tell(pid=os.getpid(), notes=worker.notes)
-                opened = False
-                while claims.exists() and not (claims / "stop").exists() and (parent is None or parent.is_alive()):
-                    if not worker.busy or (not alone and worker.in_hand < min(worker.window, job.items)):
-                        tasks, alone = _claim(claims, slot, worker.busy)
+            with contextlib.closing(Worker(job, place, slot)) as worker:
+                line.send({"notes": worker.notes})
+                results, opened = list[Result](), False
+                while True:
+                    room = max(0, min(worker.window, job.items) - worker.in_hand)
+                    if results or room or opened != (worker.flow is not None):
+                        opened = worker.flow is not None
+                        line.send({"results": results, "room": room, "opened": opened})
+                        tasks = line.recv()  # every such message has an answer
+                        if tasks is None:
+                            break
                         worker.give(tasks)
                     if not worker.busy:  # another worker may end yet, and leave us its items
                         time.sleep(POLL)
-                        continue
                     results = worker.step()
-                    if not opened and worker.flow is not None:
-                        opened = True
-                        tell(open=True)
-                    if results:
-                        tell(results=[asdict(result) for result in results])
-                tell(summary=worker.summary())
+                line.send({"summary": worker.summary()})
+        except ConnectionError:
+            raise
         except (FatalError, OSError) as error:
-            tell(trouble=f"{slot} on {place}: {error}")
-
-
-def _claim(claims: Path, slot: str, busy: bool) -> tuple[list[Task], bool]:
-    """The next batch that nobody has: whoever renames it has it. Suspects go to a worker that has nothing else."""
-    for name in sorted(name for name in os.listdir(claims) if name.endswith(".batch")):
-        suspect = name.startswith(SUSPECT)
-        if suspect and busy:
-            break
-        mine = claims / f"{name.removesuffix('.batch')}.{slot}"
-        with contextlib.suppress(FileNotFoundError):  # another one was faster
-            (claims / name).rename(mine)
-            return pickle.loads(mine.read_bytes()), suspect
-    return [], False
+            line.send({"trouble": f"{slot} on {place}: {error}"})
 
 
 def say(notes: Sequence[str]) -> None:

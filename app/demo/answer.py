@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,12 +113,12 @@ class ShownAnswer(RaceSide):
     prefill: float = 0.0
     cut: bool = False  # off at the most tokens allowed, without an end of its own
 
-    def take(self, step: Step) -> list[Token]:
-        """Book a step; its tokens, whose texts are still empty."""
+    def take(self, step: Step) -> None:
+        """Book a step; the texts of its tokens are still empty."""
         self.seconds = step.seconds
         if not step.tokens:
             self.prefill = step.seconds
-            return []
+            return
         if self.tokens:
             self.accepted += step.accepted
         own = PLAIN if not self.accelerated else CORRECTED if step.corrected else OWN
@@ -126,7 +127,6 @@ class ShownAnswer(RaceSide):
         self.calls.append(len(new))
         self.tokens += new
         self.at += [step.seconds] * len(new)
-        return new
 
     @property
     def ids(self) -> list[int]:
@@ -184,31 +184,10 @@ class ChatTurn:
         return plain / fast if fast > 0 else None
 
 
-class Transcript:
-    """Gives each new token its piece of the text, so that the pieces joined are what the tokenizer decodes."""
-
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self.decode = decode
-        self.tokens: list[Token] = []
-        self._from = self._read = 0  # the window that is decoded again: a token's text may depend on the one before
-
-    def add(self, token: Token) -> None:
-        self.tokens.append(token)
-        window = [t.id for t in self.tokens[self._from :]]
-        before, now = self.decode(window[: self._read - self._from]), self.decode(window)
-        if not now.endswith("\ufffd"):  # else a letter of several tokens is not complete yet
-            token.text = now[len(before) :]
-            self._from, self._read = self._read, len(self.tokens)
-
-    def close(self) -> None:
-        """Cut the whole text anew where the pieces do not add up to it, as with a letter left incomplete."""
-        ids = [token.id for token in self.tokens]
-        whole, done = self.decode(ids), 0
-        if "".join(token.text for token in self.tokens) == whole:
-            return
-        for n, token in enumerate(self.tokens, 1):
-            prefix = self.decode(ids[:n])
-            end = len(whole) if n == len(ids) else next(
-                (i for i, (a, b) in enumerate(zip(prefix, whole, strict=False)) if a != b), min(len(prefix), len(whole))
-            )  # fmt: skip
-            token.text, done = whole[done : max(done, end)], max(done, end)
+def cut(tokens: Sequence[Token], decode: Callable[[list[int]], str]) -> None:
+    """Give each token its piece of the text, so that the pieces joined are what the tokenizer decodes of all."""
+    ids = [token.id for token in tokens]
+    whole, done = decode(ids), 0
+    for n, token in enumerate(tokens, 1):  # what is half a letter yet differs from the whole text
+        end = len(whole) if n == len(ids) else len(os.path.commonprefix([decode(ids[:n]), whole]))  # noqa: RUF071
+        token.text, done = whole[done : max(done, end)], max(done, end)

@@ -142,19 +142,19 @@ def _captions(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: 
 def _pictures(args: argparse.Namespace) -> Any:
     """What the Image tab needs for prompts; None leaves it out."""
     from mmspec.app import mar
-    from mmspec.app.demo import canvas
+    from mmspec.app.demo import easel as easels
 
     if args.image_model == NONE or mar.draws(args.image_model):
         return None
-    easel = canvas.load(args.image_model, args.image_drafter, args.device, args.dtype, args.time_limit)
-    easel.warm_up("0" if easel.painter.classes else "a picture")
+    easel = easels.load(args.image_model, args.image_drafter, args.device, args.dtype, args.time_limit)
+    easel.warm_up("0" if easel.subject.classes else "a picture")
     return easel
 
 
 def _classes(args: argparse.Namespace, bench: Any) -> Any:
     """The same for the classes of a MAR: the embedded one beside the embedded model of prompts, where it is there."""
     from mmspec.app import mar
-    from mmspec.app.demo.sketch import Studio
+    from mmspec.app.demo.easel import Studio
 
     embedded_too = args.image_model == embedded.IMAGE_MODEL and (zoo.weights() / mar.OWN[1]).is_dir()
     if not embedded_too and not mar.draws(args.image_model):
@@ -162,7 +162,7 @@ def _classes(args: argparse.Namespace, bench: Any) -> Any:
     model = mar.load(mar.NAME if embedded_too else args.image_model, args.device, args.dtype)
     measured = bench.quality("mar-quality", mar.NAME) if embedded_too or args.image_model in mar.OWN else {}
     studio = Studio(model, args.time_limit, measured)
-    studio.warm_up()
+    studio.warm_up("0")
     return studio
 
 
@@ -184,7 +184,7 @@ def build(
                 image_tab.build(easel, one, wishes, bool(wishes))
         if studio is not None:
             with gr.Tab("Image, continuous" if easel is not None else "Image"):
-                image_tab.build_classes(studio, one)
+                image_tab.build(studio, one)
         with gr.Tab("Drafters"):
             records.build(bench, model, page)
     return page

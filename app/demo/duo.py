@@ -15,7 +15,7 @@ from PIL import Image
 
 import mmspec
 from mmspec.app import embedded
-from mmspec.app.demo.answer import VIDEO, Ask, ChatTurn, ShownAnswer, Transcript
+from mmspec.app.demo.answer import VIDEO, Ask, ChatTurn, ShownAnswer, cut
 from mmspec.app.demo.desk import RefusedError
 from mmspec.app.demo.race import DONE, TIME_LIMIT, Limits, Race
 from mmspec.app.demo.sight import look_at
@@ -120,13 +120,11 @@ class Duo(Race):
             except ValueError as error:  # a shape that this drafter cannot have
                 raise RefusedError(f"{error}.") from error
         torch.manual_seed(ask.seed)
-        transcript = Transcript(self._decode)
         steps = stream(self.model, inputs, limits.stop, max_time=limits.left, **ask.settings)
         with _vision_timed(self.model, answer), contextlib.closing(steps):
             for step in steps:
-                for token in answer.take(step):
-                    transcript.add(token)
-        transcript.close()
+                answer.take(step)
+        cut(answer.tokens, lambda ids: self.processor.decode(ids, skip_special_tokens=True))
         answer.state = limits.state if limits.over else DONE
         ends = self.model.generation_config.eos_token_id
         full = len(answer.tokens) >= ask.max_new_tokens
@@ -137,9 +135,6 @@ class Duo(Race):
         own = option_names(getattr(self.drafters[ask.drafter], "options", None))
         shared = option_names(SpecConfig())
         return {k: v for k, v in self.options.items() if k in shared or (k in own and ask.drafter == self.name)}
-
-    def _decode(self, ids: list[int]) -> str:
-        return self.processor.decode(ids, skip_special_tokens=True)
 
     def _difference(self, turn: ChatTurn, inputs: Any) -> tuple[int, float | None] | None:
         """The first token that differs, with the gap of the two best stock logits there; None if there is none."""

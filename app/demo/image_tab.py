@@ -10,99 +10,103 @@ import gradio as gr
 
 from mmspec.app.demo import image_view, look
 from mmspec.app.demo.answer import MAX_PROMPT
-from mmspec.app.demo.canvas import Canvas, Easel, Pair
 from mmspec.app.demo.desk import Desk
-from mmspec.app.demo.sketch import MAX_AHEAD, ClassWish, Studio
-from mmspec.app.demo.tab import QUICK, Tab, doors, tie
-from mmspec.app.demo.wish import (
+from mmspec.app.demo.easel import (
     COUPLED,
     FAMILIES,
     LOSSLESS,
-    MAX_GUIDANCE,
-    MAX_WINDOW,
+    RANGES,
     SEED_EXACT,
     STEPS,
-    PromptWish,
+    Easel,
+    Pair,
+    Studio,
+    Wish,
     seed_exact,
 )
+from mmspec.app.demo.tab import QUICK, Tab, doors, tie
 from mmspec.app.painter import unknown_words
 
 MARKS = "(on) => { document.getElementById('mm-paint-race').dataset.marks = on; }"
 
 
 class Image(Tab):
-    """The events of the tab that draws prompts."""
+    """The events of a tab that draws prompts, or the classes of a MAR.
 
-    name, start, wish = "paint", image_view.PROMPT_START, PromptWish
+    Args:
+        own: the model of prompts is the embedded one, which knows few words.
+    """
 
-    def __init__(self, easel: Easel, desk: Desk, own: bool) -> None:
+    def __init__(self, easel: Easel, desk: Desk, own: bool = False) -> None:
         super().__init__(easel, desk)
-        self.easel, self.own = easel, own  # own: the embedded model, which knows few words
+        self.easel, self.own, self.classes = easel, own, isinstance(easel, Studio)
+        self.name = "class" if self.classes else "paint"
+        note = look.hint(f"Both pictures are {escape(easel.note)}.") if easel.note else ""
+        self.start = look.hint(image_view.START.format("class" if self.classes else "prompt")) + note
+
+    def wish(self, *values: Any) -> Wish:
+        return Wish(**dict(zip(self.easel.asks, values, strict=True)))
 
     def empty(self) -> str:
-        return self._stage(Pair(Canvas.empty(self.easel.grid), Canvas.empty(self.easel.grid), PromptWish(""), ""))
-
-    def _stage(self, pair: Pair) -> str:
-        return image_view.stage(pair, f"{pair.wish.method}: one forward looks at many tokens", marked=True)
+        return image_view.stage(self.easel.pair(Wish("", self.easel.usual)), self.easel.ordered)
 
     def look(self, both: Pair) -> tuple[str, str, str]:
         words = unknown_words([both.wish.prompt]) if self.own else []
         unknown = f"This model does not know: {escape(', '.join(words))}." if words else ""
-        return image_view.headline(both, unknown), self._stage(both), image_view.figures(both)
+        said = image_view.headline(both, getattr(self.easel, "measured", None), unknown)
+        return said, image_view.stage(both, self.easel.ordered), image_view.figures(both)
 
 
-class Classes(Tab):
-    """The events of the tab that draws the classes of a MAR."""
-
-    name, wish = "class", ClassWish
-
-    def __init__(self, studio: Studio, desk: Desk) -> None:
-        super().__init__(studio, desk)
-        note = look.hint(f"Both pictures are {escape(studio.note)}.") if studio.note else ""
-        self.studio, self.start = studio, image_view.CLASS_START + note
-
-    def empty(self) -> str:
-        return self._stage(Pair(Canvas.empty(self.studio.grid), Canvas.empty(self.studio.grid), ClassWish(""), ""))
-
-    def _stage(self, pair: Pair) -> str:
-        return image_view.stage(pair, pair.wish.mode, marked=False)
-
-    def look(self, both: Pair) -> tuple[str, str, str]:
-        said = image_view.class_headline(both, self.studio.measured)
-        return said, self._stage(both), image_view.class_figures(both)
-
-
-def build(easel: Easel, desk: Desk, prompts: Sequence[str], own: bool) -> Image:
-    """Lay the tab for prompts out in the page under construction and tie its events."""
+def build(easel: Easel, desk: Desk, prompts: Sequence[str] = (), own: bool = False) -> Image:
+    """Lay a tab out in the page under construction and tie its events."""
     image = Image(easel, desk, own)
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
-            prompt = gr.Textbox(
-                prompts[0] if prompts else "", label="Prompt", lines=2, max_lines=5, max_length=MAX_PROMPT,
-                placeholder="What to draw", elem_id="mm-wish",
-            )  # fmt: skip
-            if easel.painter.classes:
-                prompt.label = f"Class, 0 to {easel.painter.classes - 1}"
-            draw, stop = doors("Draw", ("mm-draw", "mm-halt"))
-            inputs = [prompt, *_method(easel), *_sampling(easel.guidance, easel.temperature)]
+            wished = _class(easel) if image.classes else _prompt(easel, prompts)
+            draw, stop = doors("Draw", ("mm-sketch", "mm-sketch-halt") if image.classes else ("mm-draw", "mm-halt"))
+            inputs = [wished, *(_drafts if image.classes else _method)(easel), *_sampling(easel)]
             if len(prompts) > 1:
                 ready = [[text] for text in prompts]
-                gr.Examples(ready, [prompt], label="Prompts", elem_id="mm-wishes", api_visibility="private")
+                gr.Examples(ready, [wished], label="Prompts", elem_id="mm-wishes", api_visibility="private")
         with gr.Column(scale=5, min_width=320):
             marks = gr.Checkbox(
                 True, label="marks", container=False, scale=0, min_width=110, elem_id="mm-marks", render=False
             )
-            panes = image.lay(image_view.LEGEND, marks)
-    tie(image, [draw.click, prompt.submit], image.run, inputs, panes, panes, [draw, stop])
+            panes = image.lay(image_view.LEGEND, marks) if easel.ordered else image.lay("")
+    triggers = [draw.click] if image.classes else [draw.click, wished.submit]
+    tie(image, triggers, image.run, inputs, panes, panes, [draw, stop])
     stop.click(image.stop, None, None, **QUICK)
-    marks.change(None, marks, js=MARKS, **QUICK)
+    if easel.ordered:
+        marks.change(None, marks, js=MARKS, **QUICK)
     return image
+
+
+def _prompt(easel: Easel, prompts: Sequence[str]) -> Any:
+    classes = easel.subject.classes
+    return gr.Textbox(
+        prompts[0] if prompts else "", label=f"Class, 0 to {classes - 1}" if classes else "Prompt",
+        lines=2, max_lines=5, max_length=MAX_PROMPT, placeholder="What to draw", elem_id="mm-wish",
+    )  # fmt: skip
+
+
+def _class(easel: Easel) -> Any:
+    names = easel.subject.names
+    return gr.Dropdown(names, value=names[0], label="Class", filterable=True, elem_id="mm-class")
+
+
+def _drafts(easel: Easel) -> list[Any]:
+    """How a MAR drafts: method, window, prefill."""
+    return [
+        gr.Dropdown(easel.methods, value=easel.usual, label="Rule and drafts", elem_id="mm-mode"),
+        gr.Slider(*easel.windows, 4, step=1, label="Ahead", info="tokens drafted in a round"),
+        gr.Slider(0, 1, 0, step=0.05, label="Prefill", info="share that the model draws before anything is drafted"),
+    ]
 
 
 def _method(easel: Easel) -> list[Any]:
     """How to draft, and the knob that bends the distribution: method, window, rule, boldness, budget."""
-    method = gr.Dropdown(list(easel.methods), value=SEED_EXACT, label="Method", elem_id="mm-method")
-    window = gr.Slider(2, MAX_WINDOW, 16, step=1, label="Window", info="tokens that one forward looks at")
+    method = gr.Dropdown(easel.methods, value=SEED_EXACT, label="Method", elem_id="mm-method")
+    window = gr.Slider(*easel.windows, 16, step=1, label="Window", info="tokens that one forward looks at")
     rule = gr.Dropdown(
         [("exact: the distribution is kept", LOSSLESS), *((f"{name}, lossy", name) for name in FAMILIES)],
         value=LOSSLESS, label="Rule", elem_id="mm-rule",
@@ -125,33 +129,15 @@ def _method(easel: Easel) -> list[Any]:
     return [method, window, rule, boldness, budget]
 
 
-def _sampling(guidance: float, temperature: float | None = None) -> list[Any]:
+def _sampling(easel: Easel) -> list[Any]:
     with gr.Accordion("Sampling", open=False):
         found = [
             gr.Number(0, label="Seed", precision=0, minimum=0, info="of both pictures"),
-            gr.Slider(1, MAX_GUIDANCE, guidance, step=0.5, label="Guidance", info="how closely to follow the wish"),
+            gr.Slider(
+                *RANGES["guidance"], easel.guidance, step=0.5, label="Guidance", info="how closely to follow the wish"
+            ),
         ]
-        if temperature is not None:
-            found.append(gr.Slider(0, 2, temperature, step=0.05, label="Temperature",
+        if easel.temperature is not None:
+            found.append(gr.Slider(0, 2, easel.temperature, step=0.05, label="Temperature",
                                    info="0 takes the likeliest token"))  # fmt: skip
     return found
-
-
-def build_classes(studio: Studio, desk: Desk) -> Classes:
-    """The same for the classes of a MAR."""
-    tab = Classes(studio, desk)
-    with gr.Row():
-        with gr.Column(scale=2, min_width=300):
-            names = studio.model.names
-            label = gr.Dropdown(names, value=names[0], label="Class", filterable=True, elem_id="mm-class")
-            draw, stop = doors("Draw", ("mm-sketch", "mm-sketch-halt"))
-            mode = gr.Dropdown(studio.modes, value=studio.modes[0], label="Rule and drafts", elem_id="mm-mode")
-            ahead = gr.Slider(1, MAX_AHEAD, ClassWish.ahead, step=1, label="Ahead", info="tokens drafted in a round")
-            prefill = gr.Slider(0, 1, ClassWish.prefill, step=0.05, label="Prefill",
-                                info="share that the model draws before anything is drafted")  # fmt: skip
-            inputs = [label, mode, ahead, prefill, *_sampling(studio.guidance)]
-        with gr.Column(scale=5, min_width=320):
-            panes = tab.lay("")
-    tie(tab, [draw.click], tab.run, inputs, panes, panes, [draw, stop])
-    stop.click(tab.stop, None, None, **QUICK)
-    return tab

@@ -6,20 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmspec.app.demo import look
-from mmspec.app.demo.canvas import Canvas, Pair
+from mmspec.app.demo.easel import CSPD, LOSSLESS, OF_MAR, Canvas, Pair
 from mmspec.app.demo.look import duration
 from mmspec.app.demo.race import DONE
-from mmspec.app.demo.sketch import CSPD
-from mmspec.app.demo.wish import LOSSLESS
 
 LEGEND = look.legend('<i class="mm-dot"></i> a forward of the model begins; it gives all places up to the next dot')
-REPLAYED = (
-    "The picture is drawn twice from the same seed, token by token and then with drafts; then both are replayed side "
-    "by side, each at the pace that was measured."
+START = (
+    "Choose a {} and press <b>Draw</b>. The picture is drawn twice from the same seed, token by token and then with "
+    "drafts; then both are replayed side by side, each at the pace that was measured."
 )
-PROMPT_START = look.hint(f"Choose a prompt and press <b>Draw</b>. {REPLAYED}")
-CLASS_START = look.hint(f"Choose a class and press <b>Draw</b>. {REPLAYED} The exact modes keep the model's own "
-                        "distribution.")  # fmt: skip
+KEPT = "kept", "✓ same distribution, lossless: another picture, with noise of its own"
 
 
 def board(canvas: Canvas, fast: float, marked: bool) -> str:
@@ -37,10 +33,10 @@ def board(canvas: Canvas, fast: float, marked: bool) -> str:
     )
 
 
-def stage(pair: Pair, about: str, marked: bool) -> str:
+def stage(pair: Pair, marked: bool) -> str:
     fast = look.haste(pair)
-    plain = "one forward of the model for each token"
-    return look.stage(pair, (("Plain", plain, board(pair.plain, fast, False)),
+    about = f"{pair.wish.method}: one forward looks at many tokens"
+    return look.stage(pair, (("Plain", "one forward of the model for each token", board(pair.plain, fast, False)),
                              ("mmspec", about, board(pair.fast, fast, marked))))  # fmt: skip
 
 
@@ -53,29 +49,38 @@ def per_forward(canvas: Canvas) -> float:
     return canvas.count / max(1, forwards(canvas))
 
 
-# -- pictures of prompts
+def headline(pair: Pair, measured: Mapping[str, Any] | None = None, *notes: str) -> str:
+    """The speed-up, tokens per forward, what the picture has to do with the plain one, and what a rule costs.
 
-
-def headline(pair: Pair, *notes: str) -> str:
-    """The speed-up, tokens per forward, and what the picture has to do with the plain one."""
+    Args:
+        measured: the bench's records of how good a MAR's pictures are, by method.
+    """
+    if pair.speed_up and pair.wish.method in OF_MAR:
+        kept = _cspd(pair, measured or {}) if pair.wish.method == CSPD else _exact(pair)
+        notes = (kept, _fewer(pair), *notes)
+    elif pair.speed_up and pair.wish.rule != LOSSLESS:
+        notes = (_bound(pair), *notes)
     badge = look.badge(*acceptance(pair), pair.over)
-    lossy = _bound(pair) if pair.speed_up and pair.wish.rule != LOSSLESS else ""
-    return look.headline(pair.speed_up, per_forward(pair.fast), "forward", badge, lossy, *notes, look.pace(pair))
+    return look.headline(pair.speed_up, per_forward(pair.fast), "forward", badge, *notes, look.pace(pair))
 
 
 def acceptance(pair: Pair) -> tuple[str, str]:
-    """(same, different, chance, lossy or open; the words of the badge)."""
+    """(same, kept, different, lossy or open; the words of the badge)."""
     wish, fast, total = pair.wish, pair.fast, len(pair.fast.at)
     if not pair.over or pair.plain.state != DONE or fast.state != DONE:
         return "open", "nothing to compare" if pair.over else "not compared yet"
+    if wish.method == CSPD:
+        return "lossy", "approximate: a picture of another distribution"
     if wish.rule != LOSSLESS and wish.temperature > 0:
         [spent] = fast.made.spent
         return "lossy", f"lossy: charged {spent:.2f} in total variation, {spent / total:.3f} a token"
+    if wish.method in OF_MAR:
+        return KEPT
     if pair.same == total:
         return "same", f"✓ the same picture: {total} of {total} tokens"
     if wish.same:
         return "different", f"another picture: {pair.same} of {total} tokens agree, where all should"
-    return "kept", "✓ same distribution, lossless: another picture, with noise of its own"
+    return KEPT
 
 
 def _bound(pair: Pair) -> str:
@@ -87,34 +92,6 @@ def _bound(pair: Pair) -> str:
         f"{pair.rule} changes the distribution. Its charge, {spent:.2f}{limit}, bounds in expectation how far, "
         f"in total variation{far}."
     )
-
-
-def figures(pair: Pair) -> str:
-    both = pair.plain, pair.fast
-    accepted = str(pair.fast.made.stats.accepted) if pair.fast.made else "–"
-    return look.table([
-        ("time", *(duration(c.seconds) for c in both)),
-        ("to the first token", *(duration(c.first) for c in both)),
-        ("tokens", *(str(c.count) for c in both)),
-        ("forwards, the prefill among them", *(str(len(c.calls)) for c in both)),
-        ("tokens per forward", *(f"{per_forward(c):.2f}" for c in both)),
-        ("tokens accepted from drafts", "–", accepted),
-    ])  # fmt: skip
-
-
-# -- pictures of a MAR's classes
-
-
-def class_headline(pair: Pair, measured: Mapping[str, Any]) -> str:
-    """The same, with what the rule keeps and what it costs."""
-    notes = (_cspd(pair, measured) if pair.wish.mode == CSPD else _exact(pair), _fewer(pair)) if pair.speed_up else ()
-    badge = ("open", "nothing to compare" if pair.over else "not compared yet")
-    if pair.speed_up is not None and pair.wish.mode == CSPD:
-        badge = "lossy", "approximate: a picture of another distribution"
-    elif pair.speed_up is not None:
-        badge = "kept", "✓ same distribution, lossless: another picture, with noise of its own"
-    shown = look.badge(*badge, pair.over)
-    return look.headline(pair.speed_up, per_forward(pair.fast), "forward", shown, *notes, look.pace(pair))
 
 
 def _exact(pair: Pair) -> str:
@@ -132,7 +109,7 @@ def _cspd(pair: Pair, measured: Mapping[str, Any]) -> str:
     told = pair.fast.made.told
     kept = f"{told['tested'] - told['refused']:.0f} of {told['tested']:.0f} drafted tokens stayed as the smaller MAR "
     said = f"{kept}drew them, by a rule that bounds no distortion."
-    found = measured.get(f"cspd-{pair.wish.ahead}")
+    found = measured.get(f"cspd-{pair.wish.window}")
     if found is None:
         return f"{said} No record of the bench measures this setting."
     return (
@@ -155,18 +132,26 @@ def _evaluations(work: Mapping[str, int]) -> int:
     return work["evaluations"] + work.get("draft_evaluations", 0)
 
 
-def class_figures(pair: Pair) -> str:
+def figures(pair: Pair) -> str:
     both = pair.plain, pair.fast
-    work = [canvas.made.work if canvas.made else {} for canvas in both]
-    told = pair.fast.made.told if pair.fast.made else {}
-    return look.table([
+    rows = [
         ("time", *(duration(c.seconds) for c in both)),
+        ("to the first token", *(duration(c.first) for c in both)),
         ("tokens", *(str(c.count) for c in both)),
-        ("forwards of the transformer", *(str(forwards(c)) for c in both)),
-        ("rows in them", *(f"{w.get('rows', 0):,}" for w in work)),
-        ("forwards of the smaller one", "–", f"{work[1].get('draft_passes', 0):,}"),
-        ("evaluations of the head, tokens times steps", *(f"{_evaluations(w):,}" if w else "–" for w in work)),
-        ("drafts tested", "–", f"{told.get('tested', 0):.0f}"),
-        ("drafts kept", "–", f"{told.get('tested', 0) - told.get('refused', 0):.0f}"),
-        ("mean chance to be kept", "–", f"{told.get('acceptance', 0):.0%}"),
-    ])  # fmt: skip
+        ("forwards, the prefill among them", *(str(forwards(c)) for c in both)),
+        ("tokens per forward", *(f"{per_forward(c):.2f}" for c in both)),
+    ]
+    made = pair.fast.made
+    if pair.wish.method not in OF_MAR:
+        rows += [("tokens accepted from drafts", "–", str(made.stats.accepted) if made else "–")]
+    elif made and pair.plain.made:
+        work, told = (pair.plain.made.work, made.work), made.told
+        rows += [
+            ("rows in them", *(f"{w['rows']:,}" for w in work)),
+            ("forwards of the smaller one", "–", f"{work[1].get('draft_passes', 0):,}"),
+            ("evaluations of the head, tokens times steps", *(f"{_evaluations(w):,}" for w in work)),
+            ("drafts tested", "–", f"{told.get('tested', 0):.0f}"),
+            ("drafts kept", "–", f"{told.get('tested', 0) - told.get('refused', 0):.0f}"),
+            ("mean chance to be kept", "–", f"{told.get('acceptance', 0):.0%}"),
+        ]
+    return look.table(rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -15,28 +14,28 @@ import pandas as pd
 
 from mmspec.app.demo.tab import QUICK
 
-MEASURES = {  # what records may hold: (label, unit)
-    "speedup_e2e": ("speed-up, end to end", "×"),
-    "speedup_decode": ("speed-up, decoding only", "×"),
-    "speedup_vs_best_stock": ("speed-up over the best stock path", "×"),
-    "speedup_vs_best_plain": ("speed-up over the best plain path", "×"),
-    "tokens_per_target_call": ("tokens per model call", ""),
-    "accepted_per_call": ("drafted tokens accepted per call", ""),
-    "compression": ("tokens per forward", ""),
-    "forwards": ("forwards a picture", ""),
-    "c": ("c: time of a round, in plain steps", ""),
-    "tokens_per_s": ("tokens/s", ""),
-    "ttft_ms": ("time to first token", " ms"),
-    "seconds_per_image": ("time of a picture", " s"),
-    "peak_mb": ("peak memory", " MB"),
-    "identical_rate": ("identical outputs", ""),
-    "fd_over_noise": ("Fréchet distance to plain decoding, over noise", ""),
-    "fd_real": ("Fréchet distance to real pictures", ""),
-    "precision": ("precision", ""),
-    "recall": ("recall", ""),
-    "faithfulness": ("faithful to the prompt", ""),
-    "spent": ("distortion charged a picture", ""),
-    "spent_per_token": ("distortion charged a token", ""),
+MEASURES = {  # what records may hold: their labels
+    "speedup_e2e": "speed-up, end to end",
+    "speedup_decode": "speed-up, decoding only",
+    "speedup_vs_best_stock": "speed-up over the best stock path",
+    "speedup_vs_best_plain": "speed-up over the best plain path",
+    "tokens_per_target_call": "tokens per model call",
+    "accepted_per_call": "drafted tokens accepted per call",
+    "compression": "tokens per forward",
+    "forwards": "forwards a picture",
+    "c": "c: time of a round, in plain steps",
+    "tokens_per_s": "tokens/s",
+    "ttft_ms": "time to first token, ms",
+    "seconds_per_image": "time of a picture, s",
+    "peak_mb": "peak memory, MB",
+    "identical_rate": "identical outputs",
+    "fd_over_noise": "Fréchet distance to plain decoding, over noise",
+    "fd_real": "Fréchet distance to real pictures",
+    "precision": "precision",
+    "recall": "recall",
+    "faithfulness": "faithful to the prompt",
+    "spent": "distortion charged a picture",
+    "spent_per_token": "distortion charged a token",
 }
 SUITES = {  # what the bench measured, by the suite of its records
     "vlm": "Answers about pictures",
@@ -134,27 +133,19 @@ def condition(record: Record) -> str:
     return str(record.get("cell") or ", ".join(said) or "as it is")
 
 
-def measures(records: Records) -> list[tuple[str, str]]:
-    """Those that records have values of, as choices."""
-    return [(label, name) for name, (label, _) in MEASURES.items() if any(r.get(name) is not None for r in records)]
-
-
-def value(record: dict[str, Any], name: str) -> float:
-    """A measure of a record; NaN where it has none."""
-    found = record.get(name)
-    return float(found) if isinstance(found, (int, float)) else math.nan
+def measures(records: Records) -> list[str]:
+    """Those that records have numbers of."""
+    return [name for name in MEASURES if any(isinstance(record.get(name), (int, float)) for record in records)]
 
 
 def table(records: Records, measure: str) -> pd.DataFrame:
     """All measures that the records hold; the chosen one comes first, with its quartiles, the most on top."""
-    there = [name for name in MEASURES if any(math.isfinite(value(r, name)) for r in records)]
-    named = {measure: MEASURES[measure][0], **{f"{measure}_{at}": name for at, name in QUARTILES.items()}}
-    named |= {name: MEASURES[name][0] for name in there if name != measure}
-    rows = [
-        {"method": str(r.get("method", "?")), "distribution": kind(r), "setting": r.get("setting"), "n": r.get("n"),
-         **{title: round(value(r, name), 4) for name, title in named.items()}} for r in records
-    ]  # fmt: skip
-    frame = pd.DataFrame(rows).sort_values(named[measure], ascending=False, kind="stable")
+    named = {measure: MEASURES[measure], **{f"{measure}_{at}": name for at, name in QUARTILES.items()}}
+    named |= {name: MEASURES[name] for name in measures(records) if name != measure}
+    said = {"method": "method", "distribution": "distribution", "setting": "setting", "n": "n"} | named
+    frame = pd.DataFrame([{**record, "distribution": kind(record)} for record in records]).reindex(columns=list(said))
+    frame[list(named)] = frame[list(named)].apply(pd.to_numeric, errors="coerce").round(4)
+    frame = frame.sort_values(measure, ascending=False, kind="stable").rename(columns=said)
     return frame.drop(columns=[c for c in frame if frame[c].isna().all() and c != named[measure]])
 
 
@@ -165,7 +156,7 @@ def origins(bench: ResultFolder, run: str, measure: str) -> str:
         return "".join([*parts, NONE.format(escape(str(bench.folder)))])
     told = bench.runs[run]
     if measure in told["meaning"]:
-        said = f"<b>{escape(MEASURES[measure][0])}</b>: {escape(str(told['meaning'][measure]))}"
+        said = f"<b>{escape(MEASURES[measure])}</b>: {escape(str(told['meaning'][measure]))}"
         parts.append(f'<p class="mm-small">{said}</p>')
     rows = "".join(
         f"<div><dt>{escape(str(k))}</dt><dd>{escape(v if isinstance(v, str) else json.dumps(v))}</dd></div>"
@@ -177,8 +168,8 @@ def origins(bench: ResultFolder, run: str, measure: str) -> str:
 
 def shown(bench: ResultFolder, run: str, under: str, measure: str) -> tuple[Any, ...]:
     """The bars, the table and the notes of one condition of a run."""
-    rows, (label, unit) = table(bench.conditions(run)[under][:MOST], measure), MEASURES[measure]
-    title = f"{label[0].upper()}{label[1:]}{f' in{unit}' if unit.strip() not in ('', '×') else ''}; {under}"
+    rows, label = table(bench.conditions(run)[under][:MOST], measure), MEASURES[measure]
+    title = f"{label[0].upper()}{label[1:]}; {under}"
     best = rows.rename(columns={label: "value"}).filter(["method", "distribution", "value", *QUARTILES.values()])
     return gr.BarPlot(best[best["value"].notna()].head(BARS), title=title), rows, origins(bench, run, measure)
 
@@ -203,7 +194,8 @@ def build(bench: ResultFolder, model: str, page: gr.Blocks) -> None:
     def choices(run: str) -> tuple[Any, Any]:
         there = bench.conditions(run)
         named = measures(bench.runs[run]["records"])
-        return gr.update(choices=list(there), value=next(iter(there))), gr.update(choices=named, value=named[0][1])
+        labels = [(MEASURES[name], name) for name in named]
+        return gr.update(choices=list(there), value=next(iter(there))), gr.update(choices=labels, value=named[0])
 
     def redraw(run: str, under: str, measure: str) -> tuple[Any, ...]:
         return shown(bench, run, under, measure)

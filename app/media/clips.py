@@ -13,10 +13,10 @@ from mmspec import media
 from mmspec.app.media.decoder import Decoder
 from mmspec.app.media.items import VIDEO, BytesSource, Item
 from mmspec.app.media.video import FramePolicy
-from mmspec.media import MediaError, MediaLimits
+from mmspec.media import MediaLimits
 
 USUAL = "uniform:8"  # frames of a video, evenly spread
-HELP = "frames of a video in the data: uniform:N, fps:R or keyframes (%(default)s)"
+HELP = "frames of a video in the data: N evenly spread, fps:R or keyframes (%(default)s)"
 
 
 def policy(text: str) -> FramePolicy:
@@ -31,14 +31,11 @@ class VideoReader:
     """Reads one video at a time, as the captioner does, with its limits; a context manager.
 
     The process starts with the first video.
-
-    Attributes:
-        count: frames of a video at most.
     """
 
     def __init__(self, frames: FramePolicy) -> None:
         self.frames = frames
-        self.count = int(min(frames.rate, frames.max_frames)) if frames.kind == "uniform" else frames.max_frames
+        self.count = frames.most
         self._open: ExitStack | None = None
         self._decoder: Decoder | None = None
 
@@ -61,8 +58,4 @@ class VideoReader:
         if self._decoder is None:
             assert self._open is not None, "a VideoReader works inside its `with` only"
             self._decoder = self._open.enter_context(Decoder(1, MediaLimits(), self.frames))
-        self._decoder.submit(where, Item(where, VIDEO, BytesSource(data)))
-        ((_, found),) = self._decoder.ready(None)
-        if isinstance(found, MediaError):
-            raise found
-        return list(found.frames)
+        return list(self._decoder.one(Item(where, VIDEO, BytesSource(data))).frames)

@@ -175,6 +175,14 @@ class Decoder:
             self._change.notify_all()
         return finished
 
+    def one(self, item: Item) -> Media:
+        """An item decoded, where nothing else is inside. MediaError where that cannot be."""
+        self.submit(item.name, item)
+        ((_, found),) = self.ready(None)
+        if isinstance(found, MediaError):
+            raise found
+        return found
+
     def _keep_busy(self, worker: DecodeWorker) -> None:
         try:
             self._start(worker)

@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from mmspec import media
@@ -20,10 +19,6 @@ class Folder:
 
     root: Path
     recursive: bool
-
-    @cached_property
-    def count(self) -> int:
-        return sum(1 for _ in self._walk())
 
     def check(self) -> None:
         """MediaError if the folder cannot be listed or has nothing to caption."""

@@ -24,10 +24,6 @@ class Dataset:
     split: str | None = None
     root: ClassVar[None] = None
 
-    @cached_property
-    def count(self) -> int | None:
-        return sum(len(part) for part in self.parts.values())
-
     def check(self) -> None:
         """MediaError if it cannot be loaded or has no such column."""
         for part in self.parts.values():

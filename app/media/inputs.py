@@ -34,10 +34,6 @@ class Place(Protocol):
     def root(self) -> Path | None:
         """The folder that it is called after; None where there is none."""
 
-    @property
-    def count(self) -> int | None:
-        """How many items it has, where that can be told without reading all of it."""
-
     def check(self) -> None:
         """MediaError if it cannot be used at all."""
 
@@ -50,10 +46,6 @@ class Files:
 
     paths: tuple[Path, ...]
     root: Path
-
-    @property
-    def count(self) -> int:
-        return len(self.paths)
 
     def check(self) -> None: ...
 
@@ -68,12 +60,6 @@ class Inputs:
         self.places = places
         roots = [place.root for place in places if place.root is not None]
         self.root: Path | None = _common(roots) if roots else None
-
-    @cached_property
-    def count(self) -> int | None:
-        """How many items there are (a thing named twice counts twice); None if only reading them all would tell."""
-        counts = [place.count for place in self.places]
-        return None if None in counts else sum(filter(None, counts))
 
     def items(self) -> Iterator[Item]:
         """All items, a thing that was named twice only once; another one of the same name can only fail."""

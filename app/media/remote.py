@@ -82,10 +82,6 @@ class Remote:
     root: ClassVar[None] = None
     _others: Counter[str] = field(default_factory=Counter, compare=False)
 
-    @cached_property
-    def count(self) -> int:
-        return len(self._files)
-
     def check(self) -> None:
         """MediaError if it cannot be listed or has nothing to caption."""
         if not self._files:
@@ -105,7 +101,7 @@ class Remote:
 
     def left_out(self) -> Counter[str]:
         """How many files there are no image or video by their names, by extension."""
-        return self._others if self.count else Counter()
+        return self._others if self._files else Counter()
 
     @cached_property
     def _above(self) -> str:

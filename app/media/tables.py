@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,19 +17,10 @@ from mmspec.media import COPY_AGAIN, MediaError, OutsideError
 
 LISTS, LINES, SHEETS, PARQUETS = {".txt", ".lst"}, {".jsonl", ".ndjson"}, {".csv", ".tsv"}, {".parquet"}
 EXTENSIONS = LISTS | LINES | SHEETS | PARQUETS
-USUAL: tuple[str, ...] = (
-    "image",
-    "video",
-    "file_name",
-    "path",
-    "image_path",
-    "video_path",
-    "filepath",
-    "filename",
-    "file",
-    "img",
+USUAL = (  # columns that are tried, in this order, when none is named
+    *("image", "video", "file_name", "path", "image_path", "video_path", "filepath", "filename", "file", "img"),
+    *("jpg", "png", "mp4", "picture"),
 )
-USUAL += ("jpg", "png", "mp4", "picture")  # columns that are tried, in this order, when none is named
 FORM = dict.fromkeys(LINES, "write one JSON object with a path a line")
 NAME_IT = "name the column of paths or bytes with --column-image"
 CHUNK = 4096  # rows of small columns read at once
@@ -101,13 +91,6 @@ class TableRows:
     @property
     def root(self) -> Path:
         return self.path.parent
-
-    @cached_property
-    def count(self) -> int | None:
-        if self.path.suffix.lower() in SHEETS:  # a cell may hold line breaks
-            return None
-        with open(self.path, "rb") as file:
-            return sum(1 for _ in _lines(file))
 
     def check(self) -> None:
         """MediaError if the file cannot be read, is empty or lacks a column."""
@@ -201,10 +184,6 @@ class Parquet:
     @property
     def root(self) -> Path:
         return self.path.parent
-
-    @cached_property
-    def count(self) -> int | None:
-        return self._open().metadata.num_rows
 
     def check(self) -> None:
         """MediaError if the file cannot be read or has no such column."""

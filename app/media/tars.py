@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from mmspec.app.media.items import Item, TarSource, broken, kind_of
 from mmspec.app.media.tables import Columns, tags_of, text_of
@@ -34,7 +34,6 @@ class Tar:
 
     path: Path
     columns: Columns
-    count: ClassVar[None] = None
 
     @property
     def root(self) -> Path:

@@ -44,8 +44,8 @@ class FramePolicy:
 
     @classmethod
     def parse(cls, text: str, max_frames: int = MAX_FRAMES) -> FramePolicy:
-        """Policy out of "uniform:8", "fps:2" or "keyframes"; ValueError for anything else."""
-        kind, _, number = text.partition(":")
+        """Policy out of "8" or "uniform:8", "fps:2" or "keyframes"; ValueError for anything else."""
+        kind, _, number = f"uniform:{text}".partition(":") if text.isdecimal() else text.partition(":")
         try:
             rate = float(number) if number else 0.0 if kind == "keyframes" else -1.0
         except ValueError:
@@ -53,10 +53,20 @@ class FramePolicy:
         fits = {"uniform": rate >= 1 and rate.is_integer(), "fps": 0 < rate <= MAX_RATE, "keyframes": not number}
         if not fits.get(kind) or max_frames < 1:
             raise ValueError(
-                f"unknown frame policy {text!r} (at most {max_frames} frames); choose uniform:N (N frames, evenly "
-                "spread), fps:R (R frames a second) or keyframes, and at least 1 frame"
+                f"unknown frame policy {text!r} (at most {max_frames} frames); choose N (frames, evenly spread; "
+                "or uniform:N), fps:R (R frames a second) or keyframes, and at least 1 frame"
             )
         return cls(kind, rate, max_frames)
+
+    @property
+    def most(self) -> int:
+        """Frames of one video at most."""
+        return min(int(self.rate), self.max_frames) if self.kind == "uniform" else self.max_frames
+
+    @property
+    def named(self) -> str:
+        """As `parse` reads it, cut to what is looked at."""
+        return {"uniform": f"uniform:{self.most}", "fps": f"fps:{self.rate:g}"}.get(self.kind, self.kind)
 
     def choose(self, times: Sequence[float], keys: Sequence[bool]) -> list[int]:
         """Places of the frames to take, given the time (s) of every frame and whether it is a key frame."""
@@ -65,7 +75,7 @@ class FramePolicy:
         elif self.kind == "keyframes":
             chosen = [place for place, key in enumerate(keys) if key]
         else:
-            chosen = _centres(range(len(times)), min(int(self.rate), self.max_frames))
+            chosen = _centres(range(len(times)), self.most)
         return _centres(chosen, self.max_frames)
 
 

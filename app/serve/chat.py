@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, ValidationError
 from mmspec.app.media.decoder import Decoder
 from mmspec.app.media.items import IMAGE, BytesSource, Item
 from mmspec.app.media.video import FramePolicy
-from mmspec.media import MediaError, MediaLimits, read
+from mmspec.media import Media, MediaError, MediaLimits, read
 
 SECONDS = 20.0  # that fetching, and decoding, a picture may take
 COLD = 1e-5  # a temperature under which an answer is greedy: logits over it might be infinite
@@ -158,12 +158,10 @@ class Pictures:
     def load(self, url: str, before: list[Image.Image]) -> Image.Image:
         """ChatError with the reason where it cannot be shown, or where a request shows too many pixels in all."""
         try:
-            found = self._decoded(url, self._bytes(url))
+            found = self._decoded(self._bytes(url))
         except MediaError as error:
-            found = error
-        if isinstance(found, MediaError):
-            advice = found.what_to_do.split(", or raise")[0]
-            raise ChatError(400, f"the picture {found.reason}; {advice}", "messages", "invalid_image")
+            advice = error.what_to_do.split(", or raise")[0]
+            raise ChatError(400, f"the picture {error.reason}; {advice}", "messages", "invalid_image") from error
         before.append(found.frames[0])
         pixels, most = sum(one.width * one.height for one in before), self._limits.max_pixels
         if pixels > most:
@@ -171,12 +169,10 @@ class Pictures:
             raise ChatError(400, f"{why}; send fewer or smaller ones", "messages", "invalid_image")
         return found.frames[0]
 
-    def _decoded(self, url: str, data: bytes) -> Any:
+    def _decoded(self, data: bytes) -> Media:
         decoder = self._free.get()
         try:
-            decoder.submit(url, Item("picture", IMAGE, BytesSource(data)))
-            ((_, found),) = decoder.ready(None)
-            return found
+            return decoder.one(Item("picture", IMAGE, BytesSource(data)))
         finally:
             self._free.put(decoder)
 

@@ -23,6 +23,7 @@ from mmspec.pipelines.host.processors.grammar import json_grammar
 from mmspec.pipelines.prompts import inputs_of
 from mmspec.pipelines.serving.batcher import answer_length
 
+ADDRESSES = ("POST /v1/chat/completions", "GET /v1/models", "GET /v1/models/NAME", "GET /health")
 UPLOAD = 60.0  # seconds that a request may take to come
 Piece = tuple[str, str | None, dict[str, Any]]  # text; of the last one, why it ends, and what is told of the whole
 
@@ -153,10 +154,13 @@ def build(service: Service) -> FastAPI:
     @app.exception_handler(ChatError)
     @app.exception_handler(HTTPException)
     @app.exception_handler(Exception)
-    async def refused(_: Request, error: Any) -> JSONResponse:
+    async def refused(request: Request, error: Any) -> JSONResponse:
         if not isinstance(error, ChatError):
             status = getattr(error, "status_code", 500)
-            error = ChatError(status, str(getattr(error, "detail", None) or first_line(error)))
+            told = str(getattr(error, "detail", None) or first_line(error))
+            if status in (404, 405):
+                told = f"{told}: {request.method} {request.url.path}; there are {', '.join(ADDRESSES)}"
+            error = ChatError(status, told)
         return JSONResponse({"error": error.body}, error.status)
 
     @app.get("/health")

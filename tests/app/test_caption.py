@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import base64
-import io
 import json
 import os
 import re
@@ -527,7 +525,7 @@ def test_a_video_and_its_frames(caption, photos: Path):
     assert caption("--frames", "5", "--max-frames", "3", "--prompt", "of {name}") == OK
     assert captions()["film.mp4"].split()[1] == "3"
     for most in ("9", "1"):
-        assert caption("--keyframes", "--max-frames", most, "--prompt", "of {name}") == OK
+        assert caption("--frames", "keyframes", "--max-frames", most, "--prompt", "of {name}") == OK
     assert captions()["film.mp4"].split()[1] == "1" and len(journal()) == 9
 
 
@@ -549,7 +547,7 @@ WORDS = [word for prompt in SEVERAL for word in ("--prompt", prompt)]
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
 @pytest.mark.every(3)
 def test_several_prompts_are_answered_as_if_each_was_asked_alone(
-    truly, photos: Path, drafter: str, monkeypatch: pytest.MonkeyPatch
+    truly, photos: Path, drafter: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     from pyarrow import parquet
 
@@ -561,6 +559,7 @@ def test_several_prompts_are_answered_as_if_each_was_asked_alone(
         alone.append(captions(f"alone-{number}"))
     more = ("--append", "!", "--format", "txt,metadata,parquet", "--report", "report.json", "--no-compare")
     assert truly(*WORDS, *more, drafter=drafter) == OK
+    assert "15 captions of 5 items, " in capsys.readouterr().out.splitlines()[-1]
     [worker] = json.loads(Path("report.json").read_text())["workers"]
     assert worker["prefix"]["prompts"] == 15 and worker["prefix"]["reused tokens"] >= 10 * 4  # of a picture
     found = {record["file_name"]: record for record in lines("captions/metadata.jsonl")}
@@ -573,22 +572,6 @@ def test_several_prompts_are_answered_as_if_each_was_asked_alone(
     assert table["tokens"].to_pylist() == [18] * 5
     assert truly(*WORDS, *more, drafter=drafter) == OK and len(journal()) == 5  # nothing is done twice
     assert truly(*WORDS[:4], "--append", "!", drafter=drafter) == OK and len(journal()) == 10
-
-
-def test_the_report_as_a_page(truly, photos: Path, capsys: pytest.CaptureFixture):
-    spoil(photos)
-    shutil.copy(photos / "a.png", photos / "<b>.png")
-    for pictures in (5, 4):  # the second replaces the first, with captions of the first
-        assert truly("--report", "report.html", "--score", drafter="ngram") == SOME_FAILED
-        text = Path("report.html").read_text()
-        assert text.count("<figure>") == 5 and text.count("data:image/jpeg;base64,") == pictures
-        assert "&lt;b&gt;.png" in text and "<b>.png" not in text and text.count("log-probability -") == 5
-        assert text.count("<li>") == 3 and ("over stock generate" in text) == (pictures == 5)
-        (photos / "d.png").unlink(missing_ok=True)
-    with Image.open(io.BytesIO(base64.b64decode(text.split("base64,")[1].split('"')[0]))) as picture:
-        assert picture.size == (40, 30)
-    Path("other.html").write_text("<!doctype html>")
-    assert truly("--report", "other.html") == FATAL and "is no report" in capsys.readouterr().err
 
 
 def test_captions_are_scored(truly, photos: Path, capsys: pytest.CaptureFixture):
@@ -702,7 +685,8 @@ def test_tables_and_tars(caption, photos: Path):
 
 
 @pytest.mark.parametrize(
-    ("words", "frames"), [((), 8), (("--frames", "3"), 3), (("--fps", "1", "--max-frames", "5"), 5), (("pictures",), 1)]
+    ("words", "frames"),
+    [((), 8), (("--frames", "3"), 3), (("--frames", "fps:1", "--max-frames", "5"), 5), (("pictures",), 1)],
 )
 def test_rows_are_suggested_for_as_many_frames_as_an_item_may_have(
     words: tuple[str, ...], frames: int, caption, photos: Path, monkeypatch: pytest.MonkeyPatch
@@ -788,9 +772,10 @@ def test_the_settings_of_a_run_lie_beside_its_captions(caption, capsys: pytest.C
     capsys.readouterr()
     assert cli.main(["caption", "--config", str(kept)]) == OK  # the same run again
     assert "4 done before" in capsys.readouterr().out and yaml.safe_load(kept.read_text()) == held
-    kept.write_text("somebody: else")
-    assert caption("--no-resume") == OK and kept.read_text() == "somebody: else"
-    assert Path("captions/.mmspec/run.yaml").exists()
+    Path("other").mkdir()
+    Path("other/run.yaml").write_text("somebody: else")
+    assert caption("--out", "other") == OK and Path("other/run.yaml").read_text() == "somebody: else"
+    assert Path("other/.mmspec/run.yaml").exists()
 
 
 def test_a_listed_file_that_is_missing_is_in_the_list_of_failures(caption, photos: Path, capsys: pytest.CaptureFixture):
@@ -838,7 +823,7 @@ def test_config(caption, photos: Path, capsys: pytest.CaptureFixture):
     assert cli.main(["caption", "--config", "two/run.yaml", "--limit", "9"]) == OK  # the same run again
     assert len(captions("two")) == 4 and len(journal("two")) == 4
     Path("frames.yaml").write_text("frames: 3")
-    assert caption("--config", "frames.yaml", "--fps", "1") == OK
+    assert caption("--config", "frames.yaml", "--frames", "fps:1") == OK
     wrong = {"promt: x": "did you mean prompt?", "resume: 1": "true or false", "[": "YAML", "limit: [1]": "one value"}
     for text, reason in wrong.items():
         Path("wrong.yaml").write_text(text)
@@ -895,14 +880,14 @@ def test_fatal_errors_say_what_to_do(caption, truly, photos: Path, capsys: pytes
         ("--temperature -1", "'-1' is not a number from 0 on"),
         ("--shard 4/4", "'4/4' is not I/N"),
         ("--format xls", "unknown 'xls'"),
-        ("--report out.pdf", "give one like report.json or report.html"),
-        ("--fps 2000", "2000"),
+        ("--report a.json --report b.json", "--report is said twice, a.json and b.json; name one"),
+        ("--report out.pdf", "give one like report.json"),
+        ("--frames fps:2000", "unknown frame policy"),
         ("--devices ,", "',' names no device"),
         ("--max-bytes 2X", "'2X' is no size"),
         ("--max-memory 0", "'0' is no size"),
         ("--extension .png", "'.png' is the extension of pictures"),
         ("--report photos/a.png", "'photos/a.png' is the name of a picture or video"),
-        ("--frames 3 --fps 2", "give one of them"),
         ("--prompt {nam}", "unknown variable {nam}"),
         ("--config no.yaml", "no.yaml cannot be read"),
     ],

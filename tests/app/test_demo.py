@@ -32,12 +32,11 @@ from benchmarks.suites.faithful import PictureReader
 from mmspec.app import embedded, engine
 from mmspec.app.demo import caption_tab, guard, image_tab, image_view, look, records, sight, view
 from mmspec.app.demo import command as demo
-from mmspec.app.demo.answer import CORRECTED, DRAFTED, OWN, PLAIN, Ask, ChatTurn, ShownAnswer, Token, Transcript
-from mmspec.app.demo.canvas import Easel
+from mmspec.app.demo.answer import CORRECTED, DRAFTED, OWN, PLAIN, Ask, ChatTurn, ShownAnswer, Token, cut
 from mmspec.app.demo.desk import QUEUE, Desk, RefusedError
 from mmspec.app.demo.duo import Duo, fitting
+from mmspec.app.demo.easel import METHODS, SEED_EXACT, Easel, Wish
 from mmspec.app.demo.race import DONE, STOPPED, TIMED_OUT
-from mmspec.app.demo.wish import METHODS, SEED_EXACT, PromptWish
 from mmspec.app.devices import EngineError
 from mmspec.app.embedded import SHIPPED
 from mmspec.app.engine import Engine
@@ -330,11 +329,9 @@ def test_letters_of_several_tokens() -> None:
         return bytes(ids).decode("utf-8", errors="replace")
 
     for text in ("aé€🙂b".encode(), "aé€🙂".encode()[:-1], b""):  # the second breaks off inside a letter
-        transcript = Transcript(decode)
-        for byte in text:
-            transcript.add(Token(byte, OWN))
-        transcript.close()
-        assert "".join(token.text for token in transcript.tokens) == decode(list(text))
+        tokens = [Token(byte, OWN) for byte in text]
+        cut(tokens, decode)
+        assert "".join(token.text for token in tokens) == decode(list(text))
 
 
 # ------------------------------------------------------------------------------------------------ refusals
@@ -449,7 +446,7 @@ def test_a_stopped_run_frees_its_memory(duo: Duo, easel: Easel, picture: str) ->
     desk = Desk()
     for run in (
         lambda stop: duo.run(about(picture, max_new_tokens=400), stop),
-        lambda stop: easel.run(PromptWish("a small circle", seed=1), stop),
+        lambda stop: easel.run(Wish("a small circle", seed=1), stop),
     ):
         sizes = []
         for _ in range(2):  # the first leaves what all others need, too
@@ -467,7 +464,7 @@ def test_a_stopped_run_frees_its_memory(duo: Duo, easel: Easel, picture: str) ->
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_picture_fills_its_grid_and_the_counts_add_up(easel: Easel, method: str) -> None:
-    pair = last(easel.run(PromptWish("a small circle", method, window=4, seed=5), threading.Event()))
+    pair = last(easel.run(Wish("a small circle", method, window=4, seed=5), threading.Event()))
     for drawn in (pair.plain, pair.fast):
         assert drawn.state == DONE and drawn.count == len(drawn.at) == 64 and drawn.image is not None
         assert len(drawn.calls) == len(drawn.begins) == drawn.made.forwards and 0 < drawn.first < drawn.seconds
@@ -475,20 +472,20 @@ def test_a_picture_fills_its_grid_and_the_counts_add_up(easel: Easel, method: st
     assert pair.plain.made.stats.accepted == 0 and len(pair.plain.calls) == 64
     accepted = pair.fast.made.stats.accepted
     assert accepted > 0 and accepted + len(pair.fast.calls) in (64, 65)  # the last may end in a draft
-    assert easel.painter.pipe._plan(True).reproducible  # plain again
-    html = image_view.stage(pair, "about", marked=True)
+    assert easel.subject.pipe._plan(True).reproducible  # plain again
+    html = image_view.stage(pair, marked=True)
     assert html.count("mm-call") == len(pair.fast.calls) and html.count("--t:") == 128 + 2 and "mm-open" not in html
     kind, words = image_view.acceptance(pair)
     assert kind == ("same" if method == SEED_EXACT or pair.same == 64 else "kept"), words
 
 
 def test_a_lossy_picture_tells_its_distortion(easel: Easel) -> None:
-    wish = PromptWish("a small circle", "jacobi, maximal coupling", window=4, rule="scaled", boldness=5, seed=2)
+    wish = Wish("a small circle", "jacobi, maximal coupling", window=4, rule="scaled", boldness=5, seed=2)
     pair = last(easel.run(wish, threading.Event()))
     kind, words = image_view.acceptance(pair)
     [spent] = pair.fast.made.spent
     assert spent > 0 and kind == "lossy" and f"{spent:.2f}" in words and pair.rule in image_view.headline(pair)
-    limited = last(easel.run(PromptWish(**{**vars(wish), "budget": 0.25}), threading.Event()))
+    limited = last(easel.run(Wish(**{**vars(wish), "budget": 0.25}), threading.Event()))
     assert 0 < limited.fast.made.spent[0] <= 0.25 + 1e-9 and "budget of 0.25" in image_view.headline(limited)
 
 
@@ -505,20 +502,20 @@ WRONG = {
 def test_a_wish_that_is_not_drawn_says_why(easel: Easel, name: str) -> None:
     change, why = WRONG[name]
     with pytest.raises(RefusedError, match=why):
-        last(easel.run(PromptWish(**{"prompt": "a circle", **change}), threading.Event()))
+        last(easel.run(Wish(**{"prompt": "a circle", **change}), threading.Event()))
 
 
 def test_a_picture_can_be_stopped(easel: Easel) -> None:
     stop, before = threading.Event(), threads()
-    run = easel.run(PromptWish("a small circle"), stop)
+    run = easel.run(Wish("a small circle"), stop)
     next(run)
     stop.set()
     pair = last(run)
     assert pair.plain.state == pair.fast.state == STOPPED and pair.plain.count < 64
     assert image_view.acceptance(pair) == ("open", "nothing to compare")
     assert threads() <= before
-    slow = Easel(easel.painter, time_limit=0.0)
-    assert last(slow.run(PromptWish("a small circle"), threading.Event())).plain.state == TIMED_OUT
+    slow = Easel(easel.subject, time_limit=0.0)
+    assert last(slow.run(Wish("a small circle"), threading.Event())).plain.state == TIMED_OUT
 
 
 def test_the_image_tabs_events(easel: Easel) -> None:
@@ -571,7 +568,7 @@ def test_runs_are_shown_one_at_a_time(bench: records.ResultFolder) -> None:
         "another model"
     )
     assert bench.trouble == ["b.json: it holds no records of mmspec bench"]
-    assert [name for _, name in records.measures(bench.runs["a.json"]["records"])] == ["compression", "spent"]
+    assert records.measures(bench.runs["a.json"]["records"]) == ["compression", "spent"]
     one, four = bench.conditions("vlm.json")
     assert (one, four) == ("batch 1, temperature 0", "batch 4, temperature 0")
     bars, rows, notes = records.shown(bench, "vlm.json", one, "speedup_e2e")
@@ -751,6 +748,6 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(monkeypatch, cap
 def test_the_first_prompt_is_drawn_right() -> None:
     """As the embedded model of pictures draws it on the page, told by the embedded model of words."""
     easel = Easel(load_painter(embedded.IMAGE_MODEL, "cpu", "float32"))
-    [image] = easel.painter.paint([demo.WISHES[0]], [0], guidance_scale=easel.guidance).images
+    [image] = easel.subject.paint([demo.WISHES[0]], [0], guidance_scale=easel.guidance).images
     [said] = PictureReader().describe([image])
     assert "one object on a white background: a large plain green ring" in said

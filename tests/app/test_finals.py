@@ -115,14 +115,14 @@ def test_without_notes_no_file_is_ours(caption, capsys: pytest.CaptureFixture):
     assert made == {name: Path("captions", name).read_bytes() for name in made}
 
 
-def test_a_report_replaces_nothing_but_a_report(caption, photos: Path, capsys: pytest.CaptureFixture):
+def test_a_report_replaces_nothing_but_what_a_run_made(caption, photos: Path, capsys: pytest.CaptureFixture):
     Path("empty.json").touch()
     Path("list.jsonl").write_text('{"image": "photos/a.png"}')
     Path("other.json").write_text('{"counts": 1}')
     Path("folder.json").mkdir()
     for name in ("list.jsonl", "other.json", "folder.json"):
         assert caption("--report", name) == FATAL and not journal()
-        assert f"--report {name} would replace a file that is no report" in capsys.readouterr().err
+        assert f"--report {name} would replace a file that no run made" in capsys.readouterr().err
     assert "a.png" in Path("list.jsonl").read_text() and Path("other.json").read_text() == '{"counts": 1}'
     before = (photos / "a.png").read_bytes()
     with pytest.raises(SystemExit) as stopped:  # as the shell makes of photos/*.png

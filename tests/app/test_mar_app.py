@@ -16,8 +16,8 @@ from mmspec.app import generate, mar
 from mmspec.app.demo import command as demo
 from mmspec.app.demo import image_tab, image_view, records
 from mmspec.app.demo.desk import Desk, RefusedError
+from mmspec.app.demo.easel import CSPD, ITSELF, SMALLER, Studio, Wish
 from mmspec.app.demo.race import DONE, STOPPED, TIMED_OUT
-from mmspec.app.demo.sketch import CSPD, ITSELF, SMALLER, ClassWish, Studio
 
 VISIT: Any = SimpleNamespace(session_hash="me")
 
@@ -102,18 +102,18 @@ def test_bad_input_says_why(folder, words, why, tmp_path, capsys):
 
 @pytest.mark.parametrize("mode", [ITSELF, SMALLER, CSPD])
 def test_two_pictures_side_by_side(studio, mode):
-    *_, two = studio.run(ClassWish("blue star", mode, 3, 0.2, 5, 1.5), threading.Event())
+    *_, two = studio.run(Wish("blue star", mode, 3, prefill=0.2, seed=5, guidance=1.5), threading.Event())
     assert two.over and two.plain.state == two.fast.state == DONE and two.speed_up > 0
     assert len(two.plain.calls) == 16 == two.fast.count and all(two.fast.at) and two.fast.image is not None
     assert len(two.fast.calls) <= image_view.forwards(two.fast) == two.fast.made.work["passes"] < 17
     assert two.plain.made.told == {} and two.fast.made.told["tested"] > 0
-    assert image_view.stage(two, "about", marked=False).count("16 of 16 tokens drawn") == 2
-    assert f"{two.fast.made.work['rows']:,}" in image_view.class_figures(two)
+    assert image_view.stage(two, marked=False).count("16 of 16 tokens drawn") == 2
+    assert f"{two.fast.made.work['rows']:,}" in image_view.figures(two)
     measured = {"cspd-3": {"n": 128, "fd_all": 7.3, "noise": 9.8, "fd_real": 20.4}}
-    said = image_view.class_headline(two, measured)
+    said = image_view.headline(two, measured)
     assert ("lossless" in said) == ("keeps the distribution" in said) == (mode != CSPD)
     assert ("mm-lossy" in said) == ("Fréchet distance 7.3 to plain drawing" in said) == (mode == CSPD)
-    assert "No record" in image_view.class_headline(two, {}) or mode != CSPD
+    assert "No record" in image_view.headline(two, {}) or mode != CSPD
     assert f"16 → {two.fast.made.work['passes']}" in said or mode == CSPD
     assert ("mm-gain" in said) == (two.speed_up >= 1)
     assert two.fewer[0] == 4 and "Plain drawing in 4 forwards" in said  # what such models are drawn with otherwise
@@ -121,22 +121,22 @@ def test_two_pictures_side_by_side(studio, mode):
 
 def test_a_run_can_be_stopped(studio):
     stop = threading.Event()
-    looks = studio.run(ClassWish("0"), stop)
+    looks = studio.run(Wish("0", ITSELF), stop)
     next(looks)
     stop.set()
     *_, two = looks
-    assert two.plain.state == two.fast.state == STOPPED and "nothing to compare" in image_view.class_headline(two, {})
-    *_, late = Studio(studio.model, time_limit=0.0).run(ClassWish("0"), threading.Event())
+    assert two.plain.state == two.fast.state == STOPPED and "nothing to compare" in image_view.headline(two, {})
+    *_, late = Studio(studio.subject, time_limit=0.0).run(Wish("0", ITSELF), threading.Event())
     assert late.plain.state == TIMED_OUT
 
 
 @pytest.mark.parametrize(
     ("wish", "why"),
     [
-        (ClassWish("teapot"), "'teapot' is none"),
-        (ClassWish("0", "magic"), "choose from exact, own drafts; exact, drafts of a smaller MAR"),
-        (ClassWish("0", ahead=99), "between 1 and 16"),
-        (ClassWish("0", prefill=1.5), "between 0 and 1"),
+        (Wish("teapot", ITSELF), "'teapot' is none"),
+        (Wish("0", "magic"), "choose from exact, own drafts; exact, drafts of a smaller MAR"),
+        (Wish("0", ITSELF, 99), "between 1 and 16"),
+        (Wish("0", ITSELF, prefill=1.5), "between 0 and 1"),
     ],
 )
 def test_a_wish_that_is_not_drawn_says_why(studio, wish, why):
@@ -145,7 +145,7 @@ def test_a_wish_that_is_not_drawn_says_why(studio, wish, why):
 
 
 def test_the_tabs_events(studio):
-    tab = image_tab.Classes(studio, Desk())
+    tab = image_tab.Image(studio, Desk())
     assert len(tab.begin(VISIT)) == 5
     *_, (summary, stage, _) = tab.run(VISIT, "red circle", ITSELF, 4, 0.1, 7, 2.0)
     assert "same distribution" in summary and stage.count('src="data:image/png;base64,') == 2
@@ -159,5 +159,5 @@ def test_the_tab_is_there_where_the_model_is(folder, tmp_path):
     args = parser.parse_args(["--image-model", str(folder), "--device", "cpu"])
     bench = records.read(tmp_path)
     found = demo._classes(args, bench)
-    assert found.modes == [ITSELF] and demo._pictures(args) is None
+    assert found.methods == [ITSELF] and demo._pictures(args) is None
     assert demo._classes(parser.parse_args(["--image-model", "none"]), bench) is None

@@ -8,10 +8,8 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import fsspec
-import huggingface_hub
 import pytest
 
 from mmspec.app.caption.finals import OutputError
@@ -70,7 +68,7 @@ def away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str
 def test_files_elsewhere_are_listed_and_read(bucket, where: list[str], recursive: bool, names: list[str]):
     found = open_inputs(where, recursive=recursive)
     items = list(found.items())
-    assert [item.name for item in items] == names and found.count == len(names)
+    assert [item.name for item in items] == names
     assert all(f"b/{item.source.read().decode()}".endswith(item.name) and item.source.stamp for item in items)
     assert found.left_out() == ({".doc": 1} if where[0].rstrip("/").endswith("p") else {})
 
@@ -159,7 +157,7 @@ def test_files_of_others_are_kept_there(caption, photos: Path, away, capsys, tmp
         Path("out", name).write_text("by hand")
         assert caption("--out", away("two"), "--format", "webdataset,parquet") == FATAL
         assert Path("out", name).read_text() == "by hand" and "no run made it" in capsys.readouterr().err
-        assert caption("--out", away("two"), "--format", "txt") == (FATAL if name.endswith("tar") else OK)
+        assert caption("--out", away("two"), "--format", "txt") == OK and Path("out", name).read_text() == "by hand"
         Path("out", name).unlink()
 
 
@@ -187,32 +185,3 @@ def test_checkpoints_go_on_where_one_fails(away, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kept.fs, "put_file", lambda *_: real("/nowhere", "/nowhere/else"))
     with pytest.raises(OutputError, match="all captions are in"), kept.kept_up():
         pass
-
-
-def test_the_output_is_uploaded_as_a_data_set(caption, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    asked: list[dict] = []
-
-    class Hub:
-        def create_repo(self, repo: str, **more) -> SimpleNamespace:
-            asked.append({"repo": repo, **more})
-            if repo.startswith("not-mine/"):
-                raise PermissionError("401")
-            return SimpleNamespace(repo_id=repo, __str__=lambda self: repo)
-
-        def upload_folder(self, **more) -> None:
-            asked.append(more)
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    assert caption("--push-to-hub", "me/captions") == OK
-    made, sent = asked
-    assert made == {"repo": "me/captions", "repo_type": "dataset", "private": True, "exist_ok": True}
-    names = [path.relative_to("captions").as_posix() for path in Path("captions").rglob("*") if path.is_file()]
-    left = list(huggingface_hub.utils.filter_repo_objects(names, ignore_patterns=sent["ignore_patterns"]))
-    assert sorted(left) == ["a.txt", "b.txt", "c.txt", "d.txt", "metadata.jsonl", "run.yaml"]
-    assert sent["repo_id"] == "me/captions" and Path(sent["folder_path"]).name == "captions"
-    assert caption("--push-to-hub", "not-mine/captions") == FATAL
-    assert "cannot upload to not-mine/captions (401)" in capsys.readouterr().err
-    assert caption("--push-to-hub", "me/captions", "--out", "beside") == SENSELESS
-    assert caption("--ray", "--out", "s3://b/out") == SENSELESS
-    with pytest.raises(SystemExit):
-        caption("--push-to-hub", "captions")

@@ -40,7 +40,7 @@ def test_variables_are_filled_in_everywhere():
 )
 def test_what_is_no_variable_is_refused(where: str, text: str, says: str):
     with pytest.raises(PromptError, match=says) as refused:
-        Prompts(**({"prompt": "Describe it."} | {where: text}))
+        Prompts(**({"text": "Describe it."} | {where.replace("prompt", "text"): text}))
     assert where in str(refused.value)
 
 

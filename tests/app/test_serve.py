@@ -330,7 +330,9 @@ def test_models_keys_and_strange_addresses(client: openai.OpenAI, base: str, ser
     assert client.models.retrieve(embedded.MODEL).owned_by == "mmspec"
     with pytest.raises(openai.NotFoundError, match="no model 'gpt-9' here; this is 'scenes-video'"):
         client.chat.completions.create(model="gpt-9", messages=asking(""))
-    assert httpx.get(f"{base}/v1/nothing").json()["error"]["type"] == "invalid_request_error"
+    strange = httpx.get(f"{base}/v1/nothing").json()["error"]
+    assert strange["type"] == "invalid_request_error"
+    assert "GET /v1/nothing; there are POST /v1/chat/completions, GET /v1/models, " in strange["message"]
     assert httpx.post(f"{base}/v1/chat/completions", content="{").json()["error"]["message"].startswith("the body")
     service.key = "secret"
     try:

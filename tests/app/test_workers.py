@@ -1,4 +1,4 @@
-"""Several workers, as processes and on Ray: all work, and what a killed one had in hand is done by the others."""
+"""Several workers: all work, and what a killed one had in hand is done by the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from mmspec.app import cli
 from mmspec.app.caption import settings
-from mmspec.app.caption.crew import STARTS, Crew, Processes
+from mmspec.app.caption.crew import STARTS, Crew
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.outputs import STATE, Outputs
 from mmspec.app.caption.plan import Planner
@@ -24,12 +24,6 @@ from tests.app.test_kill import photos  # noqa: F401 - a fixture
 
 OK, FATAL = 0, 1
 ITEMS = 60
-BUSY = {  # what Ray does to a machine that has other things to do, too
-    "worker_niceness": "0",  # not to starve the workers
-    "memory_monitor_refresh_ms": "0",  # not to kill them when the machine is full
-    "raylet_start_wait_time_s": "300", "worker_register_timeout_seconds": "300",
-    "gcs_rpc_server_connect_timeout_s": "300", "gcs_server_request_timeout_seconds": "300",
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -67,7 +61,7 @@ def everything(out: Path) -> list[str]:
 def test_a_killed_worker_loses_nothing(few: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     job, tasks = prepared(few, tmp_path / "out")
     told: list[str] = []
-    crew = Crew(job, Processes(), ["cpu", "cpu"], "")
+    crew = Crew(job, ["cpu", "cpu"], "")
 
     victims: list[str] = []
 
@@ -78,7 +72,7 @@ def test_a_killed_worker_loses_nothing(few: Path, tmp_path: Path, capsys: pytest
             lines = {path.stem: path.read_bytes().count(b"\n") for path in (tmp_path / "out").glob(f"{STATE}/*.jsonl")}
             victim = max(crew.hands, key=lambda hand: lines.get(hand.slot, 0))
             victims.append(victim.slot)
-            os.kill(victim.pid, signal.SIGKILL)
+            os.kill(victim.process.pid, signal.SIGKILL)
 
     try:
         crew.run(tasks, report)
@@ -97,7 +91,7 @@ def test_an_item_that_kills_its_workers_ends_as_a_failure(workers: int, few: Pat
     """The first worker dies with other items in hand, another start alone with it; then it is given to nobody."""
     poison = sorted(few.iterdir())[7].name
     job, tasks = prepared(few, tmp_path / "out", "--model", f"deadly:{poison}")
-    crew, told = Crew(job, Processes(), ["cpu"] * workers, ""), {}
+    crew, told = Crew(job, ["cpu"] * workers, ""), {}
     try:
         crew.run(tasks, lambda result: told.update({result.name: result.error}))
         assert len(crew.hands) == workers
@@ -111,7 +105,7 @@ def test_an_item_that_kills_its_workers_ends_as_a_failure(workers: int, few: Pat
 
 def test_without_workers_the_run_ends_and_says_so(few: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     job, tasks = prepared(few, tmp_path / "out", "--model", "stillborn")
-    crew = Crew(job, Processes(), ["cpu"], "")
+    crew = Crew(job, ["cpu"], "")
     with pytest.raises(FatalError, match=r"all workers have ended \(worker-0 on cpu has ended \(SIGKILL\)\)"):
         crew.run(tasks, lambda result: None)
     crew.stop()
@@ -154,44 +148,3 @@ def test_a_model_that_cannot_be_loaded_ends_the_run(few: Path, tmp_path: Path, c
 
 def test_names_of_devices():
     assert places("0,1") == ["cuda:0", "cuda:1"] and places("cpu, cpu") == ["cpu", "cpu"] and places("mps") == ["mps"]
-
-
-def test_ray(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Two workers on a Ray of this machine, one of them killed on the way."""
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join(map(str, (Path(__file__).parents[2], Path(__file__).parents[1] / "support")))
-    )
-    for name, value in BUSY.items():
-        monkeypatch.setenv(f"RAY_{name}", value)
-    ray = pytest.importorskip("ray")  # reads some of them now
-    from mmspec.app.caption.ray_run import OnRay
-
-    ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=100 * 2**20, logging_level="error")
-    try:
-        job, tasks = prepared(few, tmp_path / "out")
-        told: list[str] = []
-        for too_many in ("0", "cpu,cpu,cpu"):
-            with pytest.raises(FatalError, match=f"--devices {too_many} asks for .* the Ray cluster has 0 and 2"):
-                OnRay().places(too_many)
-        crew = Crew(job, OnRay(), OnRay().places("cpu,cpu"), "")
-
-        def report(result) -> None:
-            told.append(result.name)
-            if len(told) == 10:
-                os.kill(next(hand.pid for hand in crew.hands if hand.worked), signal.SIGKILL)
-
-        crew.run(tasks, report)
-        assert len(crew.hands) == 2
-        crew.stop()
-        names = sorted(path.name for path in few.iterdir())
-        assert sorted(told) == names and everything(tmp_path / "out") == names
-        assert crew.summaries
-
-        (tmp_path / "asked").mkdir()
-        words = ["caption", str(few), "--engine", "quick_engine:load", "--model", f"both:{tmp_path / 'asked'}"]
-        words += ["--ray", "--quiet"]
-        assert cli.main([*words, "--devices", "cpu,cpu", "--out", str(tmp_path / "two"), "--limit", "20"]) == OK
-        assert len(recorded(tmp_path / "two")) == 2 and all(recorded(tmp_path / "two").values())
-        assert len((tmp_path / "two" / "metadata.jsonl").read_text().splitlines()) == 20
-    finally:
-        ray.shutdown()

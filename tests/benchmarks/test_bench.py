@@ -347,7 +347,9 @@ def test_the_kernels_suite_knows_no_such_device(capsys: pytest.CaptureFixture[st
     assert "no device 'foo' here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["--images 0", "--batch 0", "--depth -1", "--max-new-tokens x", "--temperature -1"])
+@pytest.mark.parametrize(
+    "words", ["--images 0", "--batch 0", "--tune-images 0", "--max-new-tokens x", "--temperature -1"]
+)
 def test_values_that_cannot_be_meant_are_refused_before_the_work(words: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as stop:
         run(*words.split())

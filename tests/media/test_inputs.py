@@ -75,7 +75,6 @@ def test_a_folder_gives_images_and_videos_in_the_order_of_their_paths(tmp_path: 
     assert names(tmp_path, recursive=True) == ["a/5.webp", "a.png", "b/1.jpg", "b/c/2.MP4", "b.png"]
     assert [item.kind for item in items(tmp_path, recursive=True)] == ["image"] * 3 + ["video", "image"]
     assert names(tmp_path) == ["a.png", "b.png"] and open_inputs([tmp_path]).root == tmp_path
-    assert open_inputs([tmp_path], recursive=True).count == 5
 
 
 def test_a_link_that_leads_round_in_a_circle_is_not_followed(tmp_path: Path):
@@ -88,7 +87,7 @@ def test_several_inputs_are_named_below_the_folder_that_they_share(tmp_path: Pat
     put(tmp_path, "birds/1.png", "fish/1.png", "fish/clips/2.mp4")
     both = [tmp_path / "birds", tmp_path / "fish"]
     assert names(*both, tmp_path / "fish/clips/2.mp4") == ["birds/1.png", "fish/1.png", "fish/clips/2.mp4"]
-    assert open_inputs(both).root == tmp_path and open_inputs(both).count == 2
+    assert open_inputs(both).root == tmp_path
     assert names(tmp_path / "birds" / "1.png") == ["1.png"]
 
 
@@ -170,7 +169,6 @@ def test_paths_in_a_table(tmp_path: Path, extension: str):
         assert "lies outside of" in trouble(found[3])
     assert found[0].source.path == tmp_path / "data" / "a/1.png" and found[0].source.read() == png(0)
     assert "gone.png: is missing" in trouble(found[2]) and f"(named in {table}: row 3)" in trouble(found[2])
-    assert open_inputs([table]).count in ({".csv": None}.get(extension, 4),)
 
 
 @pytest.mark.parametrize("extension", [".jsonl", ".csv", ".parquet"])
@@ -470,7 +468,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_saved_data_set_is_read_undecoded(saved: Path):
     found = items(saved, column_text="text")
     assert [item.name for item in found] == [*(f"mine/train/{row}" for row in range(3)), "mine/test/0"]
-    assert [item.existing for item in found] == ["a", "b", "c", "b"] and open_inputs([saved]).count == 4
+    assert [item.existing for item in found] == ["a", "b", "c", "b"]
     assert [item.source.read() for item in found] == [png(0), png(1), b"broken", png(1)]
     assert names(saved, split="test") == ["mine/test/0"] and open_inputs([saved]).root is None
     assert all(len(pickle.dumps(item)) < 20_000 for item in found)

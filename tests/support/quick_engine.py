@@ -29,9 +29,9 @@ class Answer:
 class Quick:
     """What --engine asks for, and as a flow one answer a step; a model called `broken` fails on everything,
     `lost` after its third answer, and `deadly:NAME` takes the process with it at that item. In each process,
-    `held:FILE` gives as many answers as the file says, while there is one; `both:FOLDER` gives none before two
-    processes have been asked. `lost:DEVICE` is lost there only, `unloadable:DEVICE` cannot be loaded there, `stillborn`
-    ends its process while it is loaded; `cut` says that every answer was cut off.
+    `held:FILE` gives as many answers as the file says, while there is one. `lost:DEVICE` is lost there only,
+    `unloadable:DEVICE` cannot be loaded there, `stillborn` ends its process while it is loaded; `cut` says that every
+    answer was cut off.
     """
 
     drafter = None
@@ -73,9 +73,6 @@ class Quick:
 
     def _waits(self) -> bool:
         kind, _, place = self.model_name.partition(":")
-        if kind == "both":
-            Path(place, str(os.getpid())).touch()
-            return len(os.listdir(place)) < 2
         return kind == "held" and Path(place).exists() and self.steps >= int(Path(place).read_text())
 
 

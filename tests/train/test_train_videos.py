@@ -119,7 +119,7 @@ def test_the_bench_asks_about_videos(questions: Path, tmp_path: Path, capsys: py
     assert six["visual_tokens"] == 2 * three["visual_tokens"] > 0 and six["identical_rate"] == 1
     with pytest.raises(SystemExit):
         parser.parse_args([*map(str, words), "eight"])
-    assert "choose uniform:N" in capsys.readouterr().err
+    assert "choose N (frames" in capsys.readouterr().err
 
 
 # -- models that know videos -----------------------------------------------------------------------------------------

@@ -1,0 +1,280 @@
+"""One wish drawn twice at one seed, by plain decoding and accelerated; and when each place of the grid was there."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from PIL import Image
+
+from mmspec.app import embedded
+from mmspec.app.bench.image_methods import sweeps
+from mmspec.app.demo.answer import MAX_PROMPT
+from mmspec.app.demo.desk import MAX_SEED, RefusedError, within
+from mmspec.app.demo.race import DONE, TIME_LIMIT, Limits, Race, RaceSide
+from mmspec.app.mar import MarSubject
+from mmspec.app.painter import DrawingMethod, ImageSubject
+from mmspec.pipelines.llamagen.pipeline import CLASS, TEXT
+
+MAX_WINDOW, MAX_AHEAD = 64, 16  # tokens that one forward looks at: of Jacobi, and of a MAR
+LOSSLESS = "exact"
+FAMILIES = tuple(sweeps(1024))  # of rules that bend the distribution, each with settings from mild to bold
+STEPS = 5  # of boldness
+SEED_EXACT, COUPLED = "jacobi, seed-exact", "jacobi, maximal coupling"
+METHODS: dict[str, dict[str, Any]] = {  # options of the Jacobi drafter; the window comes from the page
+    SEED_EXACT: {"reproducible": True},
+    COUPLED: {"coupling": "maximal"},
+    "jacobi, gumbel coupling": {"coupling": "gumbel"},
+    "jacobi, uncoupled (SJD)": {"coupling": "none"},
+    "jacobi, proactive tree (SJD-PAC)": {"coupling": "maximal", "proactive": (3, 3)},
+}
+TRAINED: dict[str, dict[str, Any]] = {"trained drafter": {}, "trained drafter, seed-exact": {"reproducible": True}}
+OF_MAR = ITSELF, SMALLER, CSPD = "exact, own drafts", "exact, drafts of a smaller MAR", "CSpD, approximate"  # of a MAR
+FEWER = 4  # times fewer passes than tokens: how a MAR is drawn where exactness is not asked
+RANGES = {
+    "boldness": (1, STEPS), "budget": (0, 1000), "prefill": (0, 1), "seed": (0, MAX_SEED), "guidance": (1, 20),
+    "temperature": (0, 2),
+}  # fmt: skip
+
+
+def seed_exact(method: str) -> bool:
+    """Whether a method draws the very tokens that plain decoding draws with the seed."""
+    return bool({**METHODS, **TRAINED}.get(method, {}).get("reproducible"))
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A picture to draw and how, as it came from the page."""
+
+    prompt: str  # or a class
+    method: str = SEED_EXACT
+    window: int = 16  # tokens that one forward looks at
+    rule: str = LOSSLESS
+    boldness: int = 1  # 1 … STEPS, of the rule
+    budget: float = 0.0  # the most that the rule may be charged; 0: no limit
+    prefill: float = 0.0  # of a MAR: the share that it draws before anything is drafted
+    seed: int = 0
+    guidance: float = 3.0
+    temperature: float = 1.0
+
+    @property
+    def same(self) -> bool:
+        """Whether the accelerated picture has to be the plain one."""
+        return seed_exact(self.method) or self.temperature == 0
+
+    def spec(self, codes: int) -> str:
+        """The rule as `enable` takes it."""
+        if self.rule == LOSSLESS:
+            return LOSSLESS
+        points = sweeps(codes)[self.rule]
+        return points[min(self.boldness, len(points)) - 1][1]
+
+
+@dataclass
+class Canvas(RaceSide):
+    """One of the two pictures; `at` has an entry for each place of its grid, row by row.
+
+    Attributes:
+        begins: of each forward, the first place that it gave.
+        made: the pipeline's own result, once it is there.
+    """
+
+    begins: list[int] = field(default_factory=list)
+    image: Image.Image | None = None
+    made: Any = None
+
+    @property
+    def grid(self) -> int:
+        return round(len(self.at) ** 0.5)
+
+    def take(self, known: Sequence[bool], seconds: float) -> None:
+        """Book a forward, by the places that are there after it."""
+        new = [place for place, there in enumerate(known) if there and not self.at[place]]
+        for place in new:
+            self.at[place] = seconds
+        self.begins += new[:1]
+        self.calls.append(len(new))
+        self.seconds = seconds
+
+
+class Ended(Exception):
+    """Thrown into a call of a pipeline to end it."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What there is to see at one moment of a run.
+
+    Attributes:
+        rule: as it was enabled.
+        fewer: passes and seconds of plain drawing with many tokens in each, of a MAR.
+    """
+
+    plain: Canvas
+    fast: Canvas
+    wish: Wish
+    rule: str
+    over: bool = False
+    fewer: tuple[int, float] | None = None
+
+    @property
+    def speed_up(self) -> float | None:
+        done = self.plain.state == self.fast.state == DONE
+        return self.plain.seconds / self.fast.seconds if done else None
+
+    @property
+    def same(self) -> int:
+        """Places of the grid where both have the same token."""
+        return int((self.plain.made.tokens == self.fast.made.tokens).sum())
+
+
+class Easel(Race):
+    """Both ways to draw prompts of one loaded pipeline; one run at a time."""
+
+    # Fields of a wish that the page has, in its order.
+    asks = ["prompt", "method", "window", "rule", "boldness", "budget", "seed", "guidance", "temperature"]
+    windows = (2, MAX_WINDOW)
+    usual = SEED_EXACT
+    ordered = True  # places come row by row
+    note = ""  # of what is drawn otherwise than by the model's own settings
+
+    def __init__(self, subject: ImageSubject, drafter: Any = None, time_limit: float = TIME_LIMIT) -> None:
+        self.subject: Any = subject
+        self.drafter, self.time_limit = drafter, time_limit
+        config = subject.pipe.transformer.config
+        self.grid, self.codes = config.grid, config.vocab
+        given = {**(CLASS if subject.classes else TEXT), **subject.pipe.config.defaults}
+        self.guidance, self.temperature = given["guidance_scale"], given["temperature"]
+        self.methods = [*METHODS, *(TRAINED if drafter is not None else ())]
+
+    def pair(self, wish: Wish, rule: str = "") -> Pair:
+        """Two empty pictures."""
+        plain, fast = (Canvas(at=[0.0] * self.grid**2) for _ in range(2))
+        return Pair(plain, fast, wish, rule)
+
+    def begin(self, wish: Wish, stop: threading.Event) -> tuple[Pair, Any]:
+        if not wish.prompt.strip():
+            raise RefusedError("The prompt is empty. Write what to draw.")
+        if len(wish.prompt) > MAX_PROMPT:
+            raise RefusedError(f"The prompt has {len(wish.prompt)} characters; {MAX_PROMPT} are allowed. Shorten it.")
+        within(wish, {**RANGES, "window": self.windows})
+        for name, allowed in (("method", self.methods), ("rule", (LOSSLESS, *FAMILIES))):
+            if getattr(wish, name) not in allowed:
+                raise RefusedError(f"No {name} {getattr(wish, name)!r} here; choose from {'; '.join(allowed)}.")
+        if seed_exact(wish.method) and wish.rule != LOSSLESS:
+            raise RefusedError(
+                f"{wish.method} draws plain decoding's own picture, which a relaxed rule would change. Choose another "
+                "method, or set the rule back to exact."
+            )
+        return self.pair(wish, self.rule(wish)), self.subject.label(wish.prompt.strip())
+
+    def side(self, both: Pair, one: Canvas, asked: Any, limits: Limits) -> None:
+        painting = self.painting(both.wish, asked, one is both.fast)
+        began = time.perf_counter()
+
+        def seen(_: Any, __: int, ___: int, state: dict[str, Any]) -> None:
+            if limits.over:
+                raise Ended
+            one.take(self.known(state["tokens"][0]), time.perf_counter() - began)
+
+        with contextlib.suppress(Ended):
+            one.made = painting(callback_on_step_end=seen)
+            one.image, one.seconds, one.state = one.made.images[0], one.made.seconds, DONE
+
+    def rule(self, wish: Wish) -> str:
+        return wish.spec(self.codes)
+
+    def painting(self, wish: Wish, asked: Any, fast: bool) -> Callable[..., Any]:
+        """The call of the pipeline, which tells the callback that it is given of each forward."""
+        way = self.subject.plain
+        if fast:
+            bent = {"rule": wish.spec(self.codes)} | ({"budget": wish.budget} if wish.budget else {})
+            options = {**METHODS, **TRAINED}[wish.method] | (bent if wish.rule != LOSSLESS else {})
+            trained = wish.method in TRAINED
+            way = DrawingMethod(
+                self.drafter if trained else "jacobi", ({} if trained else {"window": wish.window}) | options
+            )
+        self.subject.go(way)
+        settings = {"guidance_scale": wish.guidance, "temperature": wish.temperature}
+        return partial(self.subject.paint, [asked], [wish.seed], **settings)
+
+    def known(self, tokens: Any) -> Sequence[bool]:
+        """The places that are there, from the tokens of one picture so far; these come row by row."""
+        return [True] * len(tokens)
+
+    def end(self, both: Pair, asked: Any, limits: Limits) -> Pair:
+        return replace(both, over=True)
+
+    def rest(self) -> None:
+        self.subject.go(self.subject.plain)
+
+    def warm_up(self, prompt: str) -> None:
+        """Pay for what only the first run of a process costs."""
+        self.whole(Wish(prompt, self.usual, guidance=self.guidance))
+
+
+class Studio(Easel):
+    """The same of the classes of one loaded MAR, exactly or by CSpD's rule.
+
+    Attributes:
+        measured: the bench's records of how good this model's pictures are, by method.
+    """
+
+    asks = ["prompt", "method", "window", "prefill", "seed", "guidance"]
+    windows = (1, MAX_AHEAD)
+    usual = ITSELF
+    ordered = False
+
+    def __init__(
+        self, subject: MarSubject, time_limit: float = TIME_LIMIT, measured: Mapping[str, Any] | None = None
+    ) -> None:
+        self.subject, self.time_limit, self.measured = subject, time_limit, measured or {}
+        self.note = subject.singly()  # for both alike
+        self.grid, self.temperature = subject.pipe.transformer.config.grid, None
+        self.guidance = subject.settings.get("guidance_scale", subject.pipe.config.defaults.get("guidance_scale", 3.0))
+        self.methods = [ITSELF, *((SMALLER, CSPD) if subject.draft is not None else ())]
+
+    def rule(self, wish: Wish) -> str:
+        return "cspd" if wish.method == CSPD else LOSSLESS
+
+    def painting(self, wish: Wish, asked: Any, fast: bool) -> Callable[..., Any]:
+        how: dict[str, Any] = {"ahead": wish.window, "prefill": wish.prefill}
+        how |= {} if wish.method == ITSELF else {"draft": self.subject.draft}
+        how |= {"rule": "cspd"} if wish.method == CSPD else {}
+        way = how if fast else self.subject.plain
+        return partial(self.subject.draw, [asked], [wish.seed], way, guidance_scale=wish.guidance)
+
+    def known(self, tokens: Any) -> Sequence[bool]:
+        return tokens.any(1).tolist()  # type: ignore[no-any-return]
+
+    def end(self, both: Pair, asked: Any, limits: Limits) -> Pair:
+        """With plain drawing in fewer passes beside them."""
+        fewer = None
+        if both.speed_up is not None and not limits.over:
+            settings = {
+                "guidance_scale": both.wish.guidance,
+                "num_inference_steps": max(1, self.subject.tokens // FEWER),
+            }
+            made = self.subject.draw([asked], [both.wish.seed], None, **settings)
+            fewer = made.work["passes"], made.seconds
+        return replace(both, over=True, fewer=fewer)
+
+    def rest(self) -> None:
+        """It is told anew how to draw with each call."""
+
+
+def load(model: str, drafter: str | None, device: str, dtype: str, time_limit: float) -> Easel:
+    """Easel for the embedded image model, a folder or a name on the Hub.
+
+    Raises:
+        EngineError: it cannot be loaded.
+    """
+    from mmspec.app.painter import load as load_painter
+
+    own = embedded.IMAGE_DRAFTER if model == embedded.IMAGE_MODEL else None
+    return Easel(load_painter(model, device, dtype), embedded.fitting(drafter, model) if drafter else own, time_limit)
