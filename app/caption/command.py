@@ -21,7 +21,7 @@ from mmspec.app.caption import report, settings
 from mmspec.app.caption.crew import Crew
 from mmspec.app.caption.finals import FAILURES, OutputError
 from mmspec.app.caption.journal import write_whole
-from mmspec.app.caption.mirror import Mirror
+from mmspec.app.caption.mirror import Mirror, push_to_hub
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.options import BESIDE, ENGINE, Options
 from mmspec.app.caption.outputs import Outputs
@@ -119,7 +119,10 @@ def _caption(options: Options) -> int:
         if options.dry_run:
             return run.dry()
         with mirror.kept_up() if mirror is not None else contextlib.nullcontext():
-            return run.work()
+            code = run.work()
+        if options.push_to_hub and code in (OK, SOME_FAILED):
+            print(f"uploaded to {push_to_hub(folder, options.push_to_hub)}")
+        return code
 
 
 def _folders(options: Options, inputs: Inputs) -> tuple[Path, str]:
@@ -244,7 +247,7 @@ class Run:
     def _report(self, tally: RunTally, workers: Sequence[dict[str, Any]] = (), comparison: Any = None) -> None:
         if self.options.report:
             self.outputs.finals.note(self.options.report)
-            report.write(self.options.report, self.options, self.todo, tally, workers, comparison)
+            report.write(self.options, self.todo, tally, workers, comparison, self.outputs.ledger, self.inputs.items)
 
     def _wind_up(self, tally: RunTally) -> None:
         """Final files and report of a run that ends early; what goes wrong here must not hide why it ends."""

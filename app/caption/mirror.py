@@ -165,6 +165,26 @@ class Mirror:
             self._there[name] = _stamp(path)
 
 
+def push_to_hub(folder: Path, repo: str) -> str:
+    """Upload an output folder, without its journals, as a data set of the Hub, private where it is new; its address.
+
+    Raises:
+        OutputError: no such name, no token that may write there, no network.
+    """
+    from huggingface_hub import HfApi
+
+    hub = HfApi()
+    try:
+        made = hub.create_repo(repo, repo_type="dataset", private=True, exist_ok=True)
+        hub.upload_folder(
+            folder_path=folder, repo_id=made.repo_id, repo_type="dataset", ignore_patterns=[".*", "*/.*"],
+            commit_message="Captions by mmspec",
+        )  # fmt: skip
+    except (OSError, ValueError) as error:  # the Hub's errors are among the former, wrong names among the latter
+        raise OutputError(f"cannot upload to {repo} ({error}); all captions are in {folder}") from error
+    return str(made)
+
+
 def _log(name: str) -> bool:
     return name.startswith(f"{STATE}/") and name.endswith(LOGS) and name.count("/") == 1
 

@@ -21,13 +21,14 @@ from mmspec.config import size_in_bytes
 BESIDE, AUTO = "beside", "auto"
 ENGINE, VLLM = "mmspec.app.engine:load", "mmspec.app.caption.vllm_engine:load"
 ON_EXISTING = ("skip", "overwrite", "append")
-REPORTS = (".json", ".jsonl")
+PAGES = (".html", ".htm")
+REPORTS = (".json", ".jsonl", *PAGES)
 OUTPUTS = ("txt", "metadata", "parquet", "webdataset")
 RARE = (  # what few people change: `--help-all` and docs/captioning.md tell of them, and --config holds them
     "--column-image", "--column-text", "--column-tags", "--split", "--system", "--start-with",
     "--prepend", "--append", "--temperature", "--seed", "--dtype", "--max-frames",
     "--max-pixels", "--max-aspect", "--max-duration", "--timeout", "--max-bytes", "--max-memory", "--decoders",
-    "--extension", "--on-existing", "--resume", "--limit", "--dedup", "--max-errors", "--compare",
+    "--extension", "--on-existing", "--resume", "--limit", "--dedup", "--max-errors", "--push-to-hub", "--compare",
 )  # fmt: skip
 
 
@@ -84,8 +85,14 @@ def _report(text: str) -> Path:
     if kind_of(text):  # as the shell makes of `--report photos/*.png`
         raise argparse.ArgumentTypeError(f"{text!r} is the name of a picture or video; give a name like report.json")
     if Path(text).suffix.lower() not in REPORTS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no name of a report; give one like report.json")
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a report; give one like report.json or report.html")
     return Path(text)
+
+
+def _repo(text: str) -> str:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name like owner/name")
+    return text
 
 
 class _Once(argparse.Action):
@@ -200,7 +207,9 @@ class Options:
         "of the pictures", type=_count_or(AUTO))
     dedup: str | None = _flag(None, None, "exact: caption equal files once", choices=("exact",))
     max_errors: int | None = _flag("N", None, "give up after so many failures", type=count)
-    report: Path | None = _flag("FILE", None, "speeds and counts, as .json", type=_report,
+    push_to_hub: str | None = _flag("REPO", None, "upload the output folder as a data set owner/name in the end",
+        type=_repo)
+    report: Path | None = _flag("FILE", None, "speeds and counts as .json, or as a page: .html", type=_report,
         action=_Once)
     compare: bool = _switch(True, "measure the speed-up over stock generate on a few of the items")
     quiet: bool = _switch(False, "do not print the captions")

@@ -6,18 +6,20 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from mmspec.app.caption.journal import write_whole
-from mmspec.app.caption.options import Options
+from mmspec.app.caption import page
+from mmspec.app.caption.journal import Ledger, write_whole
+from mmspec.app.caption.options import PAGES, Options
 from mmspec.app.caption.plan import Plan
 from mmspec.app.caption.run import Result
 from mmspec.app.caption.workers import places
+from mmspec.app.media.items import Item
 
 if TYPE_CHECKING:  # torch is imported only once it is clear that there is something to caption
     from mmspec.app.caption.compare import Sampled
@@ -110,14 +112,16 @@ class RunTally:
 
 
 def write(
-    path: Path,
     options: Options,
     todo: Plan,
     tally: RunTally,
     workers: Sequence[dict[str, Any]],
     comparison: Sampled | None,
+    ledger: Ledger,
+    items: Callable[[], Iterable[Item]],
 ) -> None:
-    """The report as JSON: counts, speeds, acceptance, and where the numbers come from."""
+    """The report as JSON: counts, speeds, acceptance, and where the numbers come from; or all this and some of the
+    items with their captions as a page, where the name ends in .html."""
     import torch
 
     from mmspec.app.devices import EngineError, find_device, find_dtype
@@ -155,7 +159,13 @@ def write(
         "options": {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()},
         "provenance": provenance(device, dtype),
     }
-    write_whole(path, json.dumps(facts, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+    path = options.report
+    assert path is not None, "nobody asks for a report"
+    if path.suffix.lower() in PAGES:
+        data = page.made(facts, ledger, items(), options)
+    else:
+        data = json.dumps(facts, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+    write_whole(path, data)
 
 
 def estimate(todo: Plan, tally: RunTally, workers: int, summary: dict[str, Any]) -> str:

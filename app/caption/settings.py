@@ -12,7 +12,7 @@ import yaml
 
 from mmspec.app import embedded, enabling
 from mmspec.app.caption.journal import key
-from mmspec.app.caption.options import AUTO, ENGINE, RARE, VLLM, Options
+from mmspec.app.caption.options import AUTO, BESIDE, ENGINE, RARE, VLLM, Options
 from mmspec.app.media import video
 from mmspec.app.options import meant
 
@@ -115,6 +115,8 @@ def resolve(args: argparse.Namespace) -> Options:
     options = Options(**(held | said))
     if len(options.prompt) > 1 and options.engine != ENGINE:
         raise SettingsError(f"--engine {options.engine} takes one --prompt; got {len(options.prompt)}")
+    if options.push_to_hub and options.out == BESIDE:
+        raise SettingsError("--push-to-hub uploads a whole folder; give --out one that holds nothing but captions")
     if options.score and options.engine != ENGINE:
         raise SettingsError(f"--engine {options.engine} tells no scores; leave --score out")
     if options.json_schema is not None:

@@ -1,0 +1,101 @@
+"""The report as one HTML page: the speed-up and the counts, some pictures with their captions, and what failed."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterable, Mapping
+from html import escape
+from typing import Any
+
+from PIL import Image
+
+from mmspec.app.caption.journal import Ledger, Record
+from mmspec.app.caption.options import Options
+from mmspec.app.media.decoder import Decoder, DecoderError
+from mmspec.app.media.items import Item
+from mmspec.app.media.video import FramePolicy
+from mmspec.media import MediaError
+
+SHOWN, SIDE = 48, 320  # pictures, and pixels of their longer side
+FAILED = 20  # failures that are told
+STYLE = """
+:root{color-scheme:light dark;font:16px/1.5 system-ui,sans-serif}
+body{max-width:76rem;margin:2rem auto;padding:0 1rem}
+main{display:grid;gap:1.25rem;grid-template-columns:repeat(auto-fill,minmax(15rem,1fr))}
+figure{margin:0;overflow-wrap:anywhere}
+img{width:100%;border-radius:.4rem}
+figcaption p{margin:.3rem 0}
+small,dt{opacity:.65}
+dl{display:flex;flex-wrap:wrap;gap:.4rem 2rem}
+dd{margin:0;font-size:1.35rem}
+pre{overflow:auto}
+"""
+
+
+def made(facts: Mapping[str, Any], ledger: Ledger, items: Iterable[Item], options: Options) -> bytes:
+    """The page, complete in itself, of a report's facts and the journal.
+
+    Args:
+        items: of the run; those whose pictures are shown are decoded once more, in a process of their own.
+    """
+    names = sorted(ledger.captions)
+    chosen = set(names[:: max(1, -(-len(names) // SHOWN))])
+    pictures = _pictures([item for item in items if item.name in chosen], options)
+    figures = [_figure(ledger.get(name) or {}, pictures.get(name)) for name in sorted(chosen)]
+    failed = [f"<li>{escape(str(record.get('message')))}</li>" for record in ledger.all_failures()]
+    parts = [
+        f"<!doctype html><meta charset=utf-8><title>Captions by mmspec</title><style>{STYLE}</style><h1>Captions</h1>",
+        f"<dl>{''.join(_number(*number) for number in _numbers(facts))}</dl>",
+        *(f"<p>{escape(prompt)}</p>" for prompt in options.prompt),
+        f"<p><small>{len(figures)} of {len(names)}</small></p><main>{''.join(figures)}</main>",
+        f"<h2>Failed</h2><ul>{''.join(failed[:FAILED])}</ul>" * bool(failed),
+        f"<p>and {len(failed) - FAILED} more in failed.jsonl</p>" * (len(failed) > FAILED),
+        f"<h2>Report</h2><pre>{escape(json.dumps(facts, indent=1, ensure_ascii=False))}</pre>",
+    ]  # fmt: skip
+    return "\n".join(filter(None, parts)).encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _numbers(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What is large on the page: a name and a value each."""
+    counts, measured = facts["counts"], facts["comparison"] or {}
+    found = [("captions in this run", f"{counts['captioned']:,}"), ("items/s", f"{facts['items_per_second']:.2f}")]
+    if "speedup" in measured:
+        found.append(("over stock generate", f"{measured['speedup']:.2f}×"))
+        found.append(("identical to stock", f"{measured['identical']} of {measured['items']}"))
+    if facts["acceptance"]:
+        found.append(("tokens per model call", f"{facts['acceptance']['tokens_per_target_call']:.2f}"))
+    return [*found, ("failed", f"{counts['failed'] + counts['failed_before']:,}")]
+
+
+def _number(name: str, value: str) -> str:
+    return f"<div><dt>{name}</dt><dd>{value}</dd></div>"
+
+
+def _figure(record: Record, picture: Image.Image | None) -> str:
+    """A picture over its name and what is said of it."""
+    shown, scores = "", record.get("scores") or [record.get("score")]
+    if picture is not None:
+        data = io.BytesIO()
+        picture.save(data, "JPEG", quality=80)
+        shown = f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}">'
+    texts = record.get("captions") or [record.get("text", "")]
+    told = [f"<p>{escape(str(text))}</p>" for text in texts]
+    likely = ", ".join(f"{score:.2f}" for score in scores if isinstance(score, int | float))
+    small = escape(str(record.get("file_name"))) + f" · log-probability {likely}" * bool(likely)
+    return f"<figure>{shown}<figcaption><small>{small}</small>{''.join(told)}</figcaption></figure>"
+
+
+def _pictures(items: list[Item], options: Options) -> dict[str, Image.Image]:
+    """The first frame of each item by its name, small; without those that can no more be read."""
+    found: dict[str, Image.Image] = {}
+    with Decoder(1, options.limits(), FramePolicy.parse("uniform:1", 1), SIDE) as decoder:
+        for item in items:
+            try:
+                found[item.name] = decoder.one(item).frames[0]
+            except MediaError:
+                continue
+            except DecoderError:  # the captions are there; a page without pictures is still one
+                break
+    return found
