@@ -171,8 +171,8 @@ def free() -> None:
 def peak_mb(device: torch.device, call: Callable[[], Any]) -> float | None:
     """MiB that a call holds at its peak above what was held before it, the median of several; None: it is not told."""
     found = [_peak_mb(device, call) for _ in range(PEAKS)]
-    told = [peak for peak in found if peak is not None]
-    return statistics.median(told) if told else None
+    known = [peak for peak in found if peak is not None]
+    return statistics.median(known) if known else None
 
 
 def _peak_mb(device: torch.device, call: Callable[[], Any]) -> float | None:

@@ -93,13 +93,13 @@ def _commit() -> Iterator[Finding]:
 def _package(name: str) -> Finding:
     from packaging.specifiers import SpecifierSet
 
-    asked, found = contract.TESTED.get(name, ""), version(name)
-    mend = f'pip install "{name}{asked}"'
+    range_, found = contract.TESTED.get(name, ""), version(name)
+    mend = f'pip install "{name}{range_}"'
     if found is None:
         return Finding(BAD, name, f"not installed; {mend}")
-    if not SpecifierSet(asked).contains(found, prereleases=True):
-        return Finding(NOTE, name, f"{found}, untested: mmspec is tested with {asked}; {mend}")
-    return Finding(GOOD, name, f"{found} (tested: {asked or 'any'})")
+    if not SpecifierSet(range_).contains(found, prereleases=True):
+        return Finding(NOTE, name, f"{found}, untested: mmspec is tested with {range_}; {mend}")
+    return Finding(GOOD, name, f"{found} (tested: {range_ or 'any'})")
 
 
 def _assumptions() -> Iterator[Finding]:
@@ -111,8 +111,8 @@ def _assumptions() -> Iterator[Finding]:
     if not found:
         yield Finding(GOOD, "contract", f"{count} rows hold")
     else:
-        asked = contract.TESTED.get("transformers", "")
-        yield Finding(NOTE, "contract", f'{len(found)} of {count} rows are broken; pip install "transformers{asked}"')
+        range_ = contract.TESTED.get("transformers", "")
+        yield Finding(NOTE, "contract", f'{len(found)} of {count} rows are broken; pip install "transformers{range_}"')
 
 
 def _device(name: str) -> Iterator[Finding]:

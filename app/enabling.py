@@ -37,7 +37,7 @@ class _Said(Pairs):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         if values == [LIST]:
-            print(told(getattr(namespace, "drafter", None)))
+            print(help_text(getattr(namespace, "drafter", None)))
             parser.exit()
         super().__call__(parser, namespace, values, option_string)
 
@@ -129,7 +129,7 @@ def _pairs(said: Iterable[str]) -> Iterator[tuple[str, Any]]:
         yield name.strip().replace("-", "_"), _value(text)
 
 
-def told(drafter: Any = None) -> str:
+def help_text(drafter: Any = None) -> str:
     """What can be said, with what it means, a line each: the shared options, then those of the drafter."""
     from mmspec.config import SpecConfig
     from mmspec.registry import DRAFTERS

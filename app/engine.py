@@ -95,14 +95,14 @@ class Engine:
         """Whether mmspec can accelerate the model at all."""
         return families.of(self.model).unsupported(self.model) is None
 
-    def warm_up(self, frames: Sequence[Image.Image], asked: PromptChoice, rows: int) -> None:
+    def warm_up(self, frames: Sequence[Image.Image], choice: PromptChoice, rows: int) -> None:
         """Compile the model from now on, and let the first answers wait for it: those about one item, thrown away."""
         self.options["compile"] = True
         if self.drafter is not None:
             self._enable()
         flow = self.flow(rows, max_new_tokens=WARM_UP)
         for number in range(rows):
-            flow.add(number, frames, asked)
+            flow.add(number, frames, choice)
         while flow.busy:
             flow.step()
 
@@ -206,21 +206,21 @@ class Captioner:
         """What happened so far, where mmspec took part."""
         return self._batches.stats
 
-    def add(self, ticket: Hashable, frames: Sequence[Image.Image], asked: PromptChoice, seed: int = 0) -> None:
+    def add(self, ticket: Hashable, frames: Sequence[Image.Image], choice: PromptChoice, seed: int = 0) -> None:
         """One picture, or the frames of one clip, and what is asked about it; `seed` fixes what is drawn.
 
         Further prompts join once the first is answered: what `prefix_cache` keeps of the picture is not read again.
         """
 
         def one(processor: Any, number: int, text: str, rest: tuple[Any, ...] = ()) -> tuple[_Ticket, Any, int]:
-            inputs = chat_inputs(processor, [text], [frames], asked.system, asked.start, clips=True)
+            inputs = chat_inputs(processor, [text], [frames], choice.system, choice.start, clips=True)
             inputs = inputs.to(self.engine.model.dtype)
-            prompt = inputs["input_ids"][0].tolist() if asked.start else []
-            return _Ticket(ticket, asked.start, prompt, number, rest), inputs, seed + number
+            prompt = inputs["input_ids"][0].tolist() if choice.start else []
+            return _Ticket(ticket, choice.start, prompt, number, rest), inputs, seed + number
 
         def job(processor: Any) -> tuple[_Ticket, Any, int]:
-            rest = tuple(one(processor, number, text) for number, text in enumerate(asked.further, 1))
-            return one(processor, 0, asked.text, rest)
+            rest = tuple(one(processor, number, text) for number, text in enumerate(choice.further, 1))
+            return one(processor, 0, choice.text, rest)
 
         self._preparing.add(ticket, job)
 

@@ -41,7 +41,7 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
 class DrawingOrder:
     """One picture to draw."""
 
-    asked: Any  # prompt or class
+    condition: Any  # prompt or class
     seed: int
     path: Path
 
@@ -98,11 +98,11 @@ def run(args: argparse.Namespace) -> int:
                     f"window={said['window']} is more than the {subject.tokens} tokens of a picture; 8 to 64 is usual"
                 )
             way = painter.DrawingMethod(embedded.fitting(args.drafter, args.model), said)
-        orders = [replace(order, asked=subject.label(order.asked)) for order in orders]
+        orders = [replace(order, condition=subject.label(order.condition)) for order in orders]
         if args.model == embedded.IMAGE_MODEL:
             _say_unknown(prompts)
-        told: Any = _told_mar if continuous else _told
-        print("\n".join(told(*_draw(subject, way, orders, args), args.drafter, said)))
+        summary: Any = _summary_mar if continuous else _summary
+        print("\n".join(summary(*_draw(subject, way, orders, args), args.drafter, said)))
     except (GenerateError, EngineError, enabling.EnableError) as error:
         print(f"mmspec generate: {' '.join(str(error).split())}", file=sys.stderr)
         return FATAL
@@ -118,7 +118,7 @@ def _draw(subject: Subject, way: Any, orders: Sequence[DrawingOrder], args: argp
 
     sides = [Side(OWN, way), Side(PLAIN, subject.plain)][: 1 + args.compare]
     comparison: Comparison[Side, Sequence[DrawingOrder], Any] = Comparison(
-        sides, lambda side, some: subject.draw([o.asked for o in some], [o.seed for o in some], side.how)
+        sides, lambda side, some: subject.draw([o.condition for o in some], [o.seed for o in some], side.how)
     )
     say(f"drawing {len(orders)} picture{'s' * (len(orders) != 1)}, {min(len(orders), args.batch_size)} at a time")
     batches = [orders[start : start + args.batch_size] for start in range(0, len(orders), args.batch_size)]
@@ -165,17 +165,18 @@ def _said(args: argparse.Namespace) -> dict[str, Any]:
 
 def _orders(args: argparse.Namespace, prompts: list[str]) -> list[DrawingOrder]:
     """Every picture with its seed and its file."""
-    asked = [prompt for prompt in prompts for _ in range(args.images)]
-    one = args.grid or (len(asked) == 1 and args.prompts is None and (args.out is None or args.out.suffix != ""))
+    conditions = [prompt for prompt in prompts for _ in range(args.images)]
+    one = args.grid or (len(conditions) == 1 and args.prompts is None and (args.out is None or args.out.suffix != ""))
     out = args.out or Path("picture.png" if one else "pictures")
     picture = out.suffix.lower() in ENDINGS
     if one and not picture:
         raise GenerateError(f"a picture is a file ending in {', '.join(ENDINGS)}; got {str(out)!r}")
     if not one and (picture or out.is_file()):
-        raise GenerateError(f"{len(asked)} pictures do not fit into {str(out)!r}; name a folder, or add --grid")
-    paths = [out if one else out / f"{i:04d}-{_slug(prompt)}.png" for i, prompt in enumerate(asked)]
+        raise GenerateError(f"{len(conditions)} pictures do not fit into {str(out)!r}; name a folder, or add --grid")
+    paths = [out if one else out / f"{i:04d}-{_slug(prompt)}.png" for i, prompt in enumerate(conditions)]
     return [
-        DrawingOrder(prompt, args.seed + i, path) for i, (prompt, path) in enumerate(zip(asked, paths, strict=True))
+        DrawingOrder(prompt, args.seed + i, path)
+        for i, (prompt, path) in enumerate(zip(conditions, paths, strict=True))
     ]
 
 
@@ -205,12 +206,12 @@ def write_sheet(orders: Sequence[DrawingOrder], pictures: Sequence[Any], plain: 
 
     rows = []
     for i in range(0, len(pictures), across):
-        rows.append((str(orders[i].asked), pictures[i : i + across]))
+        rows.append((str(orders[i].condition), pictures[i : i + across]))
         rows += [("plain decoding", plain[i : i + across])] if plain else []
     write(orders[:1], [sheet(rows)])
 
 
-def _told(
+def _summary(
     made: Sequence[ImageResult], base: Sequence[ImageResult], drafter: str, said: dict[str, Any]
 ) -> Iterator[str]:
     """What it took, what a rule cost, and what plain decoding took."""
@@ -276,7 +277,7 @@ def _speculation(args: argparse.Namespace, model: MarSubject, said: dict[str, An
     return how
 
 
-def _told_mar(
+def _summary_mar(
     made: Sequence[MarImages], base: Sequence[MarImages], drafter: str, said: dict[str, Any]
 ) -> Iterator[str]:
     """The same of a MAR."""

@@ -34,7 +34,7 @@ class MarImages:
     images: list[Image.Image]
     tokens: Tensor
     work: dict[str, int]
-    told: dict[str, float]
+    stats: dict[str, float]
 
 
 class MarSubject:

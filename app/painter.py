@@ -38,8 +38,8 @@ class DrawingMethod:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        told = " ".join(f"{name}={value}" for name, value in self.options.items() if value is not None)
-        return f"{self.drafter} {told}".strip()
+        said = " ".join(f"{name}={value}" for name, value in self.options.items() if value is not None)
+        return f"{self.drafter} {said}".strip()
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Subject(Protocol):
     def label(self, said: str, /) -> Any:
         """What a prompt is to the model: the prompt, or the number of a class."""
 
-    def draw(self, asked: Sequence[Any], seeds: Sequence[int], way: Any, /, **settings: Any) -> Any:
+    def draw(self, conditions: Sequence[Any], seeds: Sequence[int], way: Any, /, **settings: Any) -> Any:
         """One picture of each, in one batch, with the `seconds` it took and the `images`."""
 
 
@@ -162,7 +162,7 @@ class ImageSubject:
             self._rules[spec, budget] = resolve_rule(spec, codebook, budget, family.embeddings(model))
         return self._rules[spec, budget]
 
-    def paint(self, asked: Sequence[str] | Sequence[int], seeds: Sequence[int], **settings: Any) -> ImageResult:
+    def paint(self, conditions: Sequence[str] | Sequence[int], seeds: Sequence[int], **settings: Any) -> ImageResult:
         """One picture per prompt or class, in one batch; each depends on its own seed only.
 
         Args:
@@ -172,7 +172,7 @@ class ImageSubject:
             EngineError: the pipeline refuses the prompts or its settings.
         """
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        condition = {"class_labels" if self.classes else "prompt": list(asked)}
+        condition = {"class_labels" if self.classes else "prompt": list(conditions)}
         began = time.perf_counter()
         try:
             with warnings.catch_warnings():
@@ -182,14 +182,14 @@ class ImageSubject:
             raise EngineError(_told(error)) from error
         return ImageResult(out.images, out.tokens.cpu(), time.perf_counter() - began, out.stats, out.spent)
 
-    def draw(self, asked: Sequence[Any], seeds: Sequence[int], way: DrawingMethod, **settings: Any) -> ImageResult:
+    def draw(self, conditions: Sequence[Any], seeds: Sequence[int], way: DrawingMethod, **settings: Any) -> ImageResult:
         """The same, decoded in this way.
 
         Raises:
             EngineError: the drafter or an option does not fit, or the pipeline refuses the prompts or its settings.
         """
         self.go(way)
-        return self.paint(asked, seeds, **settings)
+        return self.paint(conditions, seeds, **settings)
 
     def label(self, said: str) -> Any:
         """What a prompt is to the model: the prompt, or the number of a class.
@@ -205,10 +205,10 @@ class ImageSubject:
             )
         return int(said)
 
-    def in_batches(self, asked: Sequence[Any], seeds: Sequence[int], size: int) -> Iterator[ImageResult]:
+    def in_batches(self, conditions: Sequence[Any], seeds: Sequence[int], size: int) -> Iterator[ImageResult]:
         """All of them, `size` at a time."""
-        for start in range(0, len(asked), size):
-            yield self.paint(asked[start : start + size], seeds[start : start + size])
+        for start in range(0, len(conditions), size):
+            yield self.paint(conditions[start : start + size], seeds[start : start + size])
 
 
 def load(model: str, device: str, dtype: str, **settings: Any) -> ImageSubject:

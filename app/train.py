@@ -161,8 +161,8 @@ def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape
     if method == "heads":
         about = families.of(pipe).describe(pipe)
         streams = 2 if pipe._settings({}, "latent", 1)["guidance_scale"] > 1 else 1
-        told = {"hidden": c.dim, "intermediate": intermediate or 192, "vocab": c.vocab, "grid": c.grid}
-        return HeadsDrafter(HeadsConfig.of({**told, "streams": streams, "target": about.name, **shape}))
+        values = {"hidden": c.dim, "intermediate": intermediate or 192, "vocab": c.vocab, "grid": c.grid}
+        return HeadsDrafter(HeadsConfig.of({**values, "streams": streams, "target": about.name, **shape}))
     return _made(
         method, families.of(pipe).describe(pipe), shape, heads=c.heads, rope="2d", grid=c.grid, rope_theta=c.rope_base,
         norm_eps=c.norm_eps, intermediate=intermediate or pipe.transformer.layers[0].feed_forward.w2.in_features,

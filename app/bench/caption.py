@@ -72,18 +72,18 @@ class CaptionBench:
 
     model: Any
     processor: Any
-    asked: list[Any]  # inputs, one prompt each
+    prompts: list[Any]  # inputs, one prompt each
     settings: dict[str, Any]
 
     def run(self, method: CaptionMethod, rows: int, count: int | None = None) -> CaptionRun:
         """The first `count` captions, all by default; garbage is collected and the drafter enabled before the clock."""
-        asked = self.asked[:count]
+        prompts = self.prompts[:count]
         with enabled(self.model, method.drafter, **method.options) as handle:
             batches = method.batches(self.model, self.processor, rows, **self.settings)
             gc.collect()
             wait(self.model.device)
             began = time.perf_counter()
-            for number, inputs in enumerate(asked):
+            for number, inputs in enumerate(prompts):
                 batches.add(number, inputs, seed=number)  # texts that are drawn share nothing
             ends: dict[Any, FinishedPrompt] = {}
             while batches.busy:
@@ -93,7 +93,7 @@ class CaptionBench:
         for end in ends.values():
             if end.error is not None:
                 raise end.error
-        answers = tuple(tuple(ends[number].tokens) for number in range(len(asked)))
+        answers = tuple(tuple(ends[number].tokens) for number in range(len(prompts)))
         return CaptionRun(seconds, answers, None if handle is None else handle.stats)
 
 
@@ -119,18 +119,18 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """All numbers of rows, one after the other; yields whenever the outcome has grown."""
     engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
     model = engine.model
-    asked = [
+    prompts = [
         chat_inputs(engine.processor, [q.prompt], [q.images]).to(model.device, model.dtype) for q in questions(args)
     ]
-    bench = CaptionBench(model, engine.processor, asked, engine.settings | (EVENLY if args.unrelated else {}))
+    bench = CaptionBench(model, engine.processor, prompts, engine.settings | (EVENLY if args.unrelated else {}))
     outcome.provenance = provenance(model.device, model.dtype) | {"model": args.model}
     chosen = matching(methods(model, args), None, args.without)
     kind = "unrelated texts" if args.unrelated else " ".join([*([args.prompt] if args.prompt else []), "captions"])
     for rows in args.rows:
         found = measure_rows(bench, rows, chosen, args.turns)
         outcome.records += [record | {"asked": kind} for record in found]
-        told = [f"{r['method']} {r['captions_per_s']:.2f}" for r in found if r["n"]]
-        say(f"{rows} at once, captions/s: {', '.join(told)}")
+        speeds = [f"{r['method']} {r['captions_per_s']:.2f}" for r in found if r["n"]]
+        say(f"{rows} at once, captions/s: {', '.join(speeds)}")
         yield
 
 
@@ -168,7 +168,7 @@ def measure_rows(bench: CaptionBench, rows: int, chosen: list[CaptionMethod], tu
     comparison.warm_up(rows + 2, [BASE], bench.model.device)  # more than one batch, and rows that are entered twice
     runs = comparison.measure([None] * turns)
     return [
-        {"suite": "caption", "method": m.name, "rows": rows, "captions": len(bench.asked)}
+        {"suite": "caption", "method": m.name, "rows": rows, "captions": len(bench.prompts)}
         | figures(m, runs, rows)
         | {"peak_mb": comparison.peaks.get(m.name), "note": comparison.notes.get(m.name, "")}
         for m in chosen

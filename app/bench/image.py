@@ -73,7 +73,7 @@ def measure(args: argparse.Namespace, outcome: Outcome, further: Further | None 
             f"{args.model} is a MAR: `mmspec generate --model {args.model} --compare` tells its speed, and in a clone "
             "`python -m benchmarks image` measures all its ways"
         )
-    measured = measures.asked(args)
+    measured = measures.wanted(args)
     if measured and args.quality_images < 2:
         raise BenchError("say of how many pictures the measures are: --quality-images N, 2 or more")
     if args.quality_images and not measured and further is None:
@@ -89,15 +89,15 @@ def measure(args: argparse.Namespace, outcome: Outcome, further: Further | None 
     gc.freeze()  # what is loaded stays: the collection before each call need not look through it
     try:
         chosen = matching(methods(bench.painter, args), args.methods, args.without)
-        asked = prompts(bench.painter, args, max(args.images, GRID if args.grid else 0))
+        conditions = prompts(bench.painter, args, max(args.images, GRID if args.grid else 0))
         for batch in args.batch if args.images else ():
-            found = timed(bench, chosen, asked[: args.images], batch, outcome.records)
+            found = timed(bench, chosen, conditions[: args.images], batch, outcome.records)
             outcome.records += found
-            told = [f"{r['method']} {r['speedup_e2e']:.2f}x" for r in found if r["speedup_e2e"]]
-            say(f"batch {batch}: {', '.join(told) or 'measured before'}")
+            speeds = [f"{r['method']} {r['speedup_e2e']:.2f}x" for r in found if r["speedup_e2e"]]
+            say(f"batch {batch}: {', '.join(speeds) or 'measured before'}")
             yield
         if args.grid:
-            draw_sheet(bench, chosen, asked[:GRID], args.grid)
+            draw_sheet(bench, chosen, conditions[:GRID], args.grid)
             yield
         if measured:
             yield from measure_pictures(bench, chosen, args, outcome)
@@ -204,13 +204,13 @@ def measure_pictures(
     if not left:
         return
     networks = measures.Measures(args, bench.painter.device)
-    asked = prompts(bench.painter, args, args.quality_images)
+    conditions = prompts(bench.painter, args, args.quality_images)
     for method in left:
-        facts: Record = {"suite": measures.SUITE, "n": len(asked), **method.facts, **measures.NOTHING, "note": ""}
+        facts: Record = {"suite": measures.SUITE, "n": len(conditions), **method.facts, **measures.NOTHING, "note": ""}
         try:
-            drawn = gallery_of(bench, method, 1, asked, args)
-            facts |= networks(drawn.images, None if bench.painter.classes else asked)
-            facts |= {"compression": drawn.compression, "seconds_per_image": drawn.seconds / len(asked)}
+            drawn = gallery_of(bench, method, 1, conditions, args)
+            facts |= networks(drawn.images, None if bench.painter.classes else conditions)
+            facts |= {"compression": drawn.compression, "seconds_per_image": drawn.seconds / len(conditions)}
         except EngineError as error:
             facts["note"] = f"failed: {str(error)[:200]}"
         outcome.records.append(facts)
@@ -218,13 +218,15 @@ def measure_pictures(
 
 
 def gallery_of(
-    bench: ImageBench, method: ImageMethod, run: int, asked: Sequence[Any], args: argparse.Namespace
+    bench: ImageBench, method: ImageMethod, run: int, conditions: Sequence[Any], args: argparse.Namespace
 ) -> gallery.Gallery:
     """The pictures of a method's run, one of each prompt, drawn or read from the folder that keeps them."""
     bench.go(method)
     keep = None if args.pictures is None else args.pictures / gallery.slug(method.name, run)
-    told = {"setting": method.setting, "settings": bench.painter.settings, "model": args.model}
+    facts = {"setting": method.setting, "settings": bench.painter.settings, "model": args.model}
     try:
-        return gallery.fill(bench.painter, asked, seeds_of(run, len(asked), bench.seed), args.quality_batch, keep, told)
+        return gallery.fill(
+            bench.painter, conditions, seeds_of(run, len(conditions), bench.seed), args.quality_batch, keep, facts
+        )
     except gallery.GalleryError as error:
         raise BenchError(str(error)) from error

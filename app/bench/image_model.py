@@ -59,7 +59,7 @@ class ModelSubject(ImageSubject):
         self._way = way
         return super().go(way)
 
-    def paint(self, asked: Sequence[Any], seeds: Sequence[int], **settings: Any) -> ImageResult:
+    def paint(self, conditions: Sequence[Any], seeds: Sequence[int], **settings: Any) -> ImageResult:
         """One picture per prompt, in one call of `draw`; the first seed is that of torch's generator.
 
         Raises:
@@ -70,12 +70,14 @@ class ModelSubject(ImageSubject):
         calls = self._calls = list[tuple[Tensor, dict[int, float]]]()
         began = time.perf_counter()
         try:
-            images = list(self._draw(list(asked), **{**self.settings, **settings}))
+            images = list(self._draw(list(conditions), **{**self.settings, **settings}))
         except Exception as error:  # of anybody's code: the method has failed, the others go on
             raise EngineError(f"cannot draw: {first_line(error)}") from error
         seconds = time.perf_counter() - began
-        if len(images) != len(asked) or not calls:
-            raise EngineError(f"{len(asked)} prompts gave {len(images)} pictures, by {len(calls)} calls of `generate`")
+        if len(images) != len(conditions) or not calls:
+            raise EngineError(
+                f"{len(conditions)} prompts gave {len(images)} pictures, by {len(calls)} calls of `generate`"
+            )
         rows = [row for tokens, _ in calls for row in tokens]
         stats = Stats() if handle is None else handle.stats
         if handle is None:  # one token after the other

@@ -82,8 +82,8 @@ class Mmspec(lmms):  # type: ignore[misc]
         """An answer to each request, in their order; those with the same settings share batches."""
         found: dict[int, GenerationResult] = {}
         gained, rounds = self._gained()
-        seconds, told = 0.0, tqdm(total=len(requests), disable=self.rank != 0, desc="mmspec answers")
-        with VideoReader(self.frames) as clips, told:
+        seconds, bar = 0.0, tqdm(total=len(requests), disable=self.rank != 0, desc="mmspec answers")
+        with VideoReader(self.frames) as clips, bar:
             for numbers in _batches([one.args[2] for one in requests], self.batch_size):
                 some = [requests[number].args for number in numbers]
                 inputs = inputs_of(self.engine.processor, [self._chat(one, clips) for one in some])
@@ -93,7 +93,7 @@ class Mmspec(lmms):  # type: ignore[misc]
                 for number, (context, _, settings, *_), answer in zip(numbers, some, answers, strict=True):
                     found[number] = answer
                     self.cache_hook.add_partial("generate_until", (context, settings), answer.text)
-                told.update(len(numbers))
+                bar.update(len(numbers))
         tokens = sum(one.token_counts.output_tokens for one in found.values())
         now = self._gained()
         per_forward = {"tokens_per_forward": (now[0] - gained) / (now[1] - rounds)} if now[1] > rounds else None

@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ".npz of mu and sigma")  # fmt: skip
 
 
-def asked(args: argparse.Namespace) -> bool:
+def wanted(args: argparse.Namespace) -> bool:
     """Whether anything is to be measured.
 
     Raises:
@@ -68,7 +68,7 @@ class Measures:
         self.inception = None if args.inception is None else Inception(args.inception, device)
         self.reference = None
         if args.reference is not None:
-            assert self.inception is not None, "asked() refuses this"
+            assert self.inception is not None, "wanted() refuses this"
             self.reference = self.inception.reference(args.reference)
 
     def __call__(self, pictures: Sequence[Image.Image], prompts: Sequence[str] | None) -> Record:

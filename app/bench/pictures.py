@@ -33,21 +33,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """A record for each folder; yields after each."""
-    if not measures.asked(args):
+    if not measures.wanted(args):
         raise BenchError("nothing is asked for; give --clip or --inception")
     if args.clip and args.prompts is None:
         raise BenchError("--clip compares pictures with their prompts; name the file with --prompts")
-    asked = prompts_of(args.prompts) if args.clip else []
+    prompts = prompts_of(args.prompts) if args.clip else []
     device = find_device(args.device)
     networks = measures.Measures(args, device)
     outcome.provenance = provenance(device, torch.float32) | {"model": "pictures"}
     for folder in args.folders:
         drawn = [load_image(path) for path in images(folder)]
-        if args.clip and len(asked) < len(drawn):
-            raise BenchError(f"{folder} holds {len(drawn)} pictures, {args.prompts} only {len(asked)} prompts")
+        if args.clip and len(prompts) < len(drawn):
+            raise BenchError(f"{folder} holds {len(drawn)} pictures, {args.prompts} only {len(prompts)} prompts")
         facts: dict[str, Any] = {"suite": measures.SUITE, "method": folder.name, "lossless": None, "setting": ""}
         facts |= measures.NOTHING | {"n": len(drawn), "folder": str(folder)}
-        outcome.records.append(facts | networks(drawn, asked[: len(drawn)] if args.clip else None))
+        outcome.records.append(facts | networks(drawn, prompts[: len(drawn)] if args.clip else None))
         yield
 
 

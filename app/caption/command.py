@@ -185,9 +185,9 @@ class Run:
         pending = self.todo.pending
         if not pending:
             return OK
-        asked = pending[0].asked
-        prompts = (("prompt", text) for text in asked.asked)
-        for what, text in (("system", asked.system), *prompts, ("answers begin", asked.start)):
+        choice = pending[0].choice
+        prompts = (("prompt", text) for text in choice.texts)
+        for what, text in (("system", choice.system), *prompts, ("answers begin", choice.start)):
             if text:
                 print(f"{what}: {plain(text)}")
         workers = places(self.options.devices)

@@ -35,19 +35,19 @@ class Sampled:
         self.sampling = False
         self.trouble = ""
 
-    def show(self, frames: Sequence[Image.Image], asked: PromptChoice) -> None:
+    def show(self, frames: Sequence[Image.Image], choice: PromptChoice) -> None:
         """What the model is being asked; the first from each due number on is kept."""
         if self._due and self._seen >= self._due[0]:
             del self._due[0]
-            self.kept.append((frames, asked))
+            self.kept.append((frames, choice))
         self._seen += 1
 
     def measure(self, engine: Engine, rows: int) -> None:
         """Caption what was kept on both paths, `rows` at once; in stock generate a batch waits for its longest row."""
         self.sampling = engine.sampling
 
-        def run(side: Side, asked: tuple[list[Shown], dict[str, int]]) -> tuple[list[str], float]:
-            shown, more = asked
+        def run(side: Side, request: tuple[list[Shown], dict[str, int]]) -> tuple[list[str], float]:
+            shown, more = request
             if not side.how:
                 return _timed(engine.flow(rows), shown)
             with engine.stock():
@@ -98,8 +98,8 @@ def _timed(captioner: Captioner, shown: list[Shown]) -> tuple[list[str], float]:
     """The texts in order, and the wall time."""
     begun = time.perf_counter()
     texts: dict[Any, str] = {}
-    for number, (frames, asked) in enumerate(shown):
-        captioner.add(number, frames, asked)
+    for number, (frames, choice) in enumerate(shown):
+        captioner.add(number, frames, choice)
     while captioner.busy:
         for answer in captioner.step():
             if answer.error is not None:

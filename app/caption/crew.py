@@ -164,8 +164,8 @@ class Crew:
         again = hand.worked or (not hand.trouble and hand.barren + 1 < STARTS)
         if again:
             self._hire(hand.slot, hand.place, 0 if hand.worked else hand.barren + 1)
-        told = "it is started again" if again else "the others go on" if self.hands else "nobody is left"
-        print(f"{' '.join(self._why.split())}; {told}", file=sys.stderr)
+        then = "it is started again" if again else "the others go on" if self.hands else "nobody is left"
+        print(f"{' '.join(self._why.split())}; {then}", file=sys.stderr)
 
     def _recorded(self, slot: str, names: set[str]) -> Iterator[Result]:
         """What a dead worker had written down but no longer told."""

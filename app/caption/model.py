@@ -31,7 +31,7 @@ class Answers(Protocol):
     free: int
     busy: bool
 
-    def add(self, ticket: Hashable, frames: Sequence[Image.Image], asked: PromptChoice, seed: int = 0) -> None: ...
+    def add(self, ticket: Hashable, frames: Sequence[Image.Image], choice: PromptChoice, seed: int = 0) -> None: ...
 
     def step(self) -> Sequence[Any]: ...  # each with ticket, text, tokens, seconds, error (None, or why no text)
 
@@ -42,14 +42,14 @@ class Model(Protocol):
     notes: list[str]
     drafter: Any
     # One that has `suggest_rows(frames, size)` is asked by --batch-size auto, and one that is `compilable` is compiled
-    # by `warm_up(frames, asked, rows)` where the run is long enough.
+    # by `warm_up(frames, choice, rows)` where the run is long enough.
 
     def flow(self, rows: int) -> Answers: ...
 
 
 def load(options: Options, place: str) -> Model:
     """The model behind the captions; FatalError if there is none. What --enable says goes to the engine by name."""
-    told = settings.enable(options)
+    enabled = settings.enable(options)
     module, _, function = options.engine.partition(":")
     try:
         loader = getattr(importlib.import_module(module), function)
@@ -58,8 +58,8 @@ def load(options: Options, place: str) -> Model:
             f"no engine {options.engine!r} ({error}); give MODULE:FUNCTION that Python can import"
         ) from error
     try:
-        asked = (options.model, options.drafter, place, options.dtype, options.max_new_tokens, options.temperature)
-        engine: Any = loader(*asked, **told)
+        arguments = (options.model, options.drafter, place, options.dtype, options.max_new_tokens, options.temperature)
+        engine: Any = loader(*arguments, **enabled)
         if (schema := settings.schema(options)) is not None:
             engine.keep_to(schema)
         if options.score:
@@ -84,11 +84,11 @@ def compiles(options: Options, items: int, frames: int, engine: Any) -> tuple[bo
         return False, ""
     able = getattr(engine, "compilable", False)
     if said is not None or not able:
-        told = COMPILING if able else "this model cannot be compiled"
-        return bool(said) and able, told * bool(said)
+        note = COMPILING if able else "this model cannot be compiled"
+        return bool(said) and able, note * bool(said)
     rounds = items * options.max_new_tokens / (2 * rows_for(options.batch_size, frames, engine))
-    told = f"{items} items are about {rounds:,.0f} rounds: {COMPILING} (--no-compile leaves it as it is)"
-    return rounds >= PAYS, told * (rounds >= PAYS)
+    note = f"{items} items are about {rounds:,.0f} rounds: {COMPILING} (--no-compile leaves it as it is)"
+    return rounds >= PAYS, note * (rounds >= PAYS)
 
 
 def area_for(wanted: int | str, engine: Any) -> tuple[int | None, str]:

@@ -81,10 +81,10 @@ def _figure(record: Record, picture: Image.Image | None) -> str:
         picture.save(data, "JPEG", quality=80)
         shown = f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}">'
     texts = record.get("captions") or [record.get("text", "")]
-    told = [f"<p>{escape(str(text))}</p>" for text in texts]
+    paragraphs = [f"<p>{escape(str(text))}</p>" for text in texts]
     likely = ", ".join(f"{score:.2f}" for score in scores if isinstance(score, int | float))
     small = escape(str(record.get("file_name"))) + f" · log-probability {likely}" * bool(likely)
-    return f"<figure>{shown}<figcaption><small>{small}</small>{''.join(told)}</figcaption></figure>"
+    return f"<figure>{shown}<figcaption><small>{small}</small>{''.join(paragraphs)}</figcaption></figure>"
 
 
 def _pictures(items: list[Item], options: Options) -> dict[str, Image.Image]:

@@ -25,7 +25,7 @@ class Task:
     """One item to caption and all that is decided about it before it is opened; travels to worker processes."""
 
     item: Item
-    asked: PromptChoice
+    choice: PromptChoice
     ask: str  # name of all that shapes the answer but the content
     stamp: str | None  # size and time of its file
     existing: str | None = None  # the caption that was there before any of ours
@@ -69,7 +69,7 @@ class Planner:
     def __init__(self, options: Options, shaping: dict[str, Any], prompts: Prompts, outputs: Outputs):
         self.options, self.shaping, self.prompts, self.outputs = options, shaping, prompts, outputs
         self.frames = options.policy.named
-        self.reads_existing = any("{existing}" in prompt for prompt in prompts.asked)
+        self.reads_existing = any("{existing}" in prompt for prompt in prompts.texts)
 
     def plan(self, inputs: Inputs) -> Plan:
         """Sort all items of this run's shard. OutputError if the output folder is another data set's."""
@@ -95,7 +95,7 @@ class Planner:
         stamp = stamp_of(item)
         same = record is not None and self._unchanged(record, item, stamp)
         came = item.existing or (record or {}).get("existing")  # what was there before any of ours
-        if record and same and options.resume and record.get("ask") == self._asked(item, came)[1]:
+        if record and same and options.resume and record.get("ask") == self._choice(item, came)[1]:
             todo.done += 1
             self._restore(record, sidecar, todo)
             return
@@ -104,7 +104,7 @@ class Planner:
             todo.kept += 1
             return
         existing = there or came
-        asked, named = self._asked(item, existing)
+        choice, named = self._choice(item, existing)
         if failure and failure.get("ask") == named and failure.get("stamp") == stamp and not options.retry_failed:
             todo.failed_before += 1
             return
@@ -114,11 +114,11 @@ class Planner:
                 "choose another --out, or --on-existing overwrite"
             )
         todo.anew += same
-        todo.pending.append(Task(item, asked, named, stamp, existing, sidecar))
+        todo.pending.append(Task(item, choice, named, stamp, existing, sidecar))
 
-    def _asked(self, item: Item, existing: str | None) -> tuple[PromptChoice, str]:
+    def _choice(self, item: Item, existing: str | None) -> tuple[PromptChoice, str]:
         """What is asked about the item, and the name of all that shapes the answer but its content."""
-        asked = self.prompts.of(replace(item, existing=existing))
+        choice = self.prompts.of(replace(item, existing=existing))
         more: Record = {}
         if item.kind == VIDEO:
             more = {"frames": self.frames}
@@ -126,7 +126,7 @@ class Planner:
                 more["max_frames"] = self.options.max_frames
         if existing and self.options.on_existing == "append":
             more |= {"on_existing": self.options.on_existing, "existing": existing}
-        return asked, ask(self.shaping | vars(asked) | more)
+        return choice, ask(self.shaping | vars(choice) | more)
 
     def _unchanged(self, record: Record, item: Item, stamp: str | None) -> bool:
         if stamp and record.get("stamp") == stamp and record.get("folder") == self.outputs.origin:

@@ -29,7 +29,7 @@ class PromptChoice:
     further: tuple[str, ...] = ()  # what is asked about the same item, too
 
     @property
-    def asked(self) -> tuple[str, ...]:
+    def texts(self) -> tuple[str, ...]:
         """All that is asked."""
         return self.text, *self.further
 
@@ -46,7 +46,7 @@ class Prompts(PromptChoice):
     """The same before the variables are filled in. PromptError where one cannot be."""
 
     def __post_init__(self) -> None:
-        if not all(text.strip() for text in self.asked):
+        if not all(text.strip() for text in self.texts):
             raise PromptError("the prompt is empty; write what to ask")
         for what, text in vars(self).items():
             for one in (text,) if isinstance(text, str) else text:

@@ -220,16 +220,16 @@ class Worker:
         self.rows = min(rows, max(1, self.job.items))
         if self._compiles:  # the next items are being decoded meanwhile
             task, media = self._waiting[0]
-            self.engine.warm_up(media.frames, task.asked, self.rows)
+            self.engine.warm_up(media.frames, task.choice, self.rows)
         self.flow = self.engine.flow(self.rows)
 
     def _ask(self, flow: Answers, task: Task, media: Media) -> None:
         name, drawn = task.item.name, self.job.shaping["seed"]
         seed = 0 if drawn is None else int(digest(f"{drawn} {media.content}".encode())[:12], 16)
         if self.sampler is not None:
-            self.sampler(media.frames, task.asked)
+            self.sampler(media.frames, task.choice)
         self._asked[name] = (task, media)
-        flow.add(name, media.frames, task.asked, seed)
+        flow.add(name, media.frames, task.choice, seed)
 
     def _answer(self, answer: Any) -> None:
         task, media = self._asked.pop(answer.ticket)
@@ -265,16 +265,16 @@ class Worker:
         self, task: Task, media: Media, answers: list[str], tokens: int = 0, seconds: float = 0.0, twin_of: str = "",
         finish: str = "", scores: tuple[float, ...] = (),
     ) -> None:  # fmt: skip
-        mode, further = self.job.options.on_existing, task.asked.further
-        texts = [combined(task.existing, task.asked.caption(answer), mode) for answer in answers]
+        mode, further = self.job.options.on_existing, task.choice.further
+        texts = [combined(task.existing, task.choice.caption(answer), mode) for answer in answers]
         facts = about(task, media.content, self.job) | self.job.shaping | {"tokens": tokens}
         facts |= facts_of(
-            prompt=task.asked.text, system=task.asked.system, start=task.asked.start, existing=task.existing,
+            prompt=task.choice.text, system=task.choice.system, start=task.choice.start, existing=task.existing,
             twin_of=twin_of, length=media.seconds, seconds=round(seconds, 4), finish=finish,
             answer=answers[0] if answers[0] != texts[0] else None, score=scores[0] if scores else None,
         )  # fmt: skip
         if further:
-            facts |= {"prompts": [task.asked.text, *further], "captions": texts}
+            facts |= {"prompts": [task.choice.text, *further], "captions": texts}
             facts |= {"answers": answers} if answers != texts else {}
             facts |= {"scores": list(scores)} if scores else {}
         result = Result(

@@ -44,17 +44,17 @@ class VllmFlow:
     def busy(self) -> bool:
         return bool(self._asked or self._refused)
 
-    def add(self, ticket: Hashable, frames: Sequence[Image.Image], asked: PromptChoice, seed: int = 0) -> None:
+    def add(self, ticket: Hashable, frames: Sequence[Image.Image], choice: PromptChoice, seed: int = 0) -> None:
         """One picture, or the frames of one clip as pictures in turn; `seed` fixes what is drawn."""
         name, self._count = str(self._count), self._count + 1
         try:
-            text = chat_text(self._engine.processor, asked.text, len(frames), asked.system, asked.start)
+            text = chat_text(self._engine.processor, choice.text, len(frames), choice.system, choice.start)
             prompt = {"prompt": text, "multi_modal_data": {"image": list(frames)}}
             self._engine.core.add_request(name, prompt, self._engine.sampling(seed))
         except Exception as error:  # a prompt too long, a picture that its processor refuses
             self._refused.append(CaptionResult(ticket, error=error))
         else:
-            self._asked[name] = (ticket, asked.start, time.perf_counter())
+            self._asked[name] = (ticket, choice.start, time.perf_counter())
 
     def step(self) -> list[CaptionResult]:
         """A part of the work; what has finished.

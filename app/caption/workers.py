@@ -87,6 +87,8 @@ def serve(job: Job, place: str, slot: str, line: Connection) -> None:
                         if tasks is None:
                             break
                         worker.give(tasks)
+                    elif line.poll():  # nothing comes unasked: the parent has gone
+                        line.recv()
                     if not worker.busy:  # another worker may end yet, and leave us its items
                         time.sleep(POLL)
                     results = worker.step()

@@ -55,12 +55,12 @@ class Desk:
         self, visitor: str, run: Callable[[threading.Event], Iterator[T]], refuse: Callable[[str], T]
     ) -> Iterator[T]:
         """What there is to see of a run, again and again; of one that fails or is refused, the reason."""
-        asked = self._ends.setdefault(visitor, threading.Event())
+        end = self._ends.setdefault(visitor, threading.Event())
         mine = self._lock.acquire(timeout=BUSY)
         try:
             if not mine:
                 raise RefusedError("The model is still busy with another run. Try again in a moment.")
-            with contextlib.closing(run(asked)) as looks:  # type: ignore[type-var]
+            with contextlib.closing(run(end)) as looks:  # type: ignore[type-var]
                 yield from looks
         except RefusedError as error:
             yield refuse(str(error))
@@ -71,7 +71,7 @@ class Desk:
             if mine:
                 free()
                 self._lock.release()
-            if self._ends.get(visitor) is asked:
+            if self._ends.get(visitor) is end:
                 del self._ends[visitor]
 
 

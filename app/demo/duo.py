@@ -82,14 +82,14 @@ class Duo(Race):
         both = ShownAnswer(), ShownAnswer(accelerated=True)
         return ChatTurn(*both, ask, time.perf_counter() - began, shown), inputs
 
-    def side(self, both: ChatTurn, one: ShownAnswer, asked: Any, limits: Limits) -> None:
+    def side(self, both: ChatTurn, one: ShownAnswer, request: Any, limits: Limits) -> None:
         if one is both.plain:
             for cold in (ShownAnswer(accelerated=True), ShownAnswer()):  # what only a first prefill of this shape costs
-                self._answer(cold, dataclasses.replace(both.ask, max_new_tokens=WARM_UP), asked, limits)
-        self._answer(one, both.ask, asked, limits)
+                self._answer(cold, dataclasses.replace(both.ask, max_new_tokens=WARM_UP), request, limits)
+        self._answer(one, both.ask, request, limits)
 
-    def end(self, both: ChatTurn, asked: Any, limits: Limits) -> ChatTurn:
-        return dataclasses.replace(both, over=True, difference=self._difference(both, asked))
+    def end(self, both: ChatTurn, request: Any, limits: Limits) -> ChatTurn:
+        return dataclasses.replace(both, over=True, difference=self._difference(both, request))
 
     def rest(self) -> None:
         mmspec.disable(self.model)

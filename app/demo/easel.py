@@ -173,8 +173,8 @@ class Easel(Race):
             )
         return self.pair(wish, self.rule(wish)), self.subject.label(wish.prompt.strip())
 
-    def side(self, both: Pair, one: Canvas, asked: Any, limits: Limits) -> None:
-        painting = self.painting(both.wish, asked, one is both.fast)
+    def side(self, both: Pair, one: Canvas, request: Any, limits: Limits) -> None:
+        painting = self.painting(both.wish, request, one is both.fast)
         began = time.perf_counter()
 
         def seen(_: Any, __: int, ___: int, state: dict[str, Any]) -> None:
@@ -189,7 +189,7 @@ class Easel(Race):
     def rule(self, wish: Wish) -> str:
         return wish.spec(self.codes)
 
-    def painting(self, wish: Wish, asked: Any, fast: bool) -> Callable[..., Any]:
+    def painting(self, wish: Wish, request: Any, fast: bool) -> Callable[..., Any]:
         """The call of the pipeline, which tells the callback that it is given of each forward."""
         way = self.subject.plain
         if fast:
@@ -201,13 +201,13 @@ class Easel(Race):
             )
         self.subject.go(way)
         settings = {"guidance_scale": wish.guidance, "temperature": wish.temperature}
-        return partial(self.subject.paint, [asked], [wish.seed], **settings)
+        return partial(self.subject.paint, [request], [wish.seed], **settings)
 
     def known(self, tokens: Any) -> Sequence[bool]:
         """The places that are there, from the tokens of one picture so far; these come row by row."""
         return [True] * len(tokens)
 
-    def end(self, both: Pair, asked: Any, limits: Limits) -> Pair:
+    def end(self, both: Pair, request: Any, limits: Limits) -> Pair:
         return replace(both, over=True)
 
     def rest(self) -> None:
@@ -242,17 +242,17 @@ class Studio(Easel):
     def rule(self, wish: Wish) -> str:
         return "cspd" if wish.method == CSPD else LOSSLESS
 
-    def painting(self, wish: Wish, asked: Any, fast: bool) -> Callable[..., Any]:
+    def painting(self, wish: Wish, request: Any, fast: bool) -> Callable[..., Any]:
         how: dict[str, Any] = {"ahead": wish.window, "prefill": wish.prefill}
         how |= {} if wish.method == ITSELF else {"draft": self.subject.draft}
         how |= {"rule": "cspd"} if wish.method == CSPD else {}
         way = how if fast else self.subject.plain
-        return partial(self.subject.draw, [asked], [wish.seed], way, guidance_scale=wish.guidance)
+        return partial(self.subject.draw, [request], [wish.seed], way, guidance_scale=wish.guidance)
 
     def known(self, tokens: Any) -> Sequence[bool]:
         return tokens.any(1).tolist()  # type: ignore[no-any-return]
 
-    def end(self, both: Pair, asked: Any, limits: Limits) -> Pair:
+    def end(self, both: Pair, request: Any, limits: Limits) -> Pair:
         """With plain drawing in fewer passes beside them."""
         fewer = None
         if both.speed_up is not None and not limits.over:
@@ -260,7 +260,7 @@ class Studio(Easel):
                 "guidance_scale": both.wish.guidance,
                 "num_inference_steps": max(1, self.subject.tokens // FEWER),
             }
-            made = self.subject.draw([asked], [both.wish.seed], None, **settings)
+            made = self.subject.draw([request], [both.wish.seed], None, **settings)
             fewer = made.work["passes"], made.seconds
         return replace(both, over=True, fewer=fewer)
 

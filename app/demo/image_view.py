@@ -97,7 +97,7 @@ def _bound(pair: Pair) -> str:
 def _exact(pair: Pair) -> str:
     plain, fast = (canvas.made.work for canvas in (pair.plain, pair.fast))
     small = "which leaves a small gain where both weigh alike, as on a CPU"
-    kept = f"here more than it saves, as {pair.fast.made.told['acceptance']:.0%} of the drafts are kept"
+    kept = f"here more than it saves, as {pair.fast.made.stats['acceptance']:.0%} of the drafts are kept"
     return (
         f"The exact rule keeps the distribution of one token a forward. It saves forwards of the transformer "
         f"({plain['passes']} → {fast['passes']}) and pays with evaluations of the head, which tests every draft "
@@ -106,8 +106,10 @@ def _exact(pair: Pair) -> str:
 
 
 def _cspd(pair: Pair, measured: Mapping[str, Any]) -> str:
-    told = pair.fast.made.told
-    kept = f"{told['tested'] - told['refused']:.0f} of {told['tested']:.0f} drafted tokens stayed as the smaller MAR "
+    stats = pair.fast.made.stats
+    kept = (
+        f"{stats['tested'] - stats['refused']:.0f} of {stats['tested']:.0f} drafted tokens stayed as the smaller MAR "
+    )
     said = f"{kept}drew them, by a rule that bounds no distortion."
     found = measured.get(f"cspd-{pair.wish.window}")
     if found is None:
@@ -145,13 +147,13 @@ def figures(pair: Pair) -> str:
     if pair.wish.method not in OF_MAR:
         rows += [("tokens accepted from drafts", "–", str(made.stats.accepted) if made else "–")]
     elif made and pair.plain.made:
-        work, told = (pair.plain.made.work, made.work), made.told
+        work, stats = (pair.plain.made.work, made.work), made.stats
         rows += [
             ("rows in them", *(f"{w['rows']:,}" for w in work)),
             ("forwards of the smaller one", "–", f"{work[1].get('draft_passes', 0):,}"),
             ("evaluations of the head, tokens times steps", *(f"{_evaluations(w):,}" for w in work)),
-            ("drafts tested", "–", f"{told.get('tested', 0):.0f}"),
-            ("drafts kept", "–", f"{told.get('tested', 0) - told.get('refused', 0):.0f}"),
-            ("mean chance to be kept", "–", f"{told.get('acceptance', 0):.0%}"),
+            ("drafts tested", "–", f"{stats.get('tested', 0):.0f}"),
+            ("drafts kept", "–", f"{stats.get('tested', 0) - stats.get('refused', 0):.0f}"),
+            ("mean chance to be kept", "–", f"{stats.get('acceptance', 0):.0%}"),
         ]
     return look.table(rows)

@@ -80,11 +80,11 @@ class Race:
         """
         raise NotImplementedError
 
-    def side(self, both: Any, one: Any, asked: Any, limits: Limits) -> None:
+    def side(self, both: Any, one: Any, request: Any, limits: Limits) -> None:
         """Run one of the two sides to its end, or to where the limits end it."""
         raise NotImplementedError
 
-    def end(self, both: Any, asked: Any, limits: Limits) -> Any:
+    def end(self, both: Any, request: Any, limits: Limits) -> Any:
         """What there is to see at the end; it is `over`."""
         raise NotImplementedError
 
@@ -98,18 +98,18 @@ class Race:
             RefusedError: the wish is not run.
         """
         try:
-            both, asked = self.begin(wish, stop)
+            both, request = self.begin(wish, stop)
             limits = Limits(stop, time.monotonic() + self.time_limit)
             for one in (both.plain, both.fast):
                 if not limits.over:
                     one.state = RUNNING
-                    work = partial(self.side, both, one, asked, limits)
+                    work = partial(self.side, both, one, request, limits)
                     with contextlib.closing(watched(work, stop)) as ticks:
                         for _ in ticks:
                             yield both
                 if one.state != DONE:
                     one.state = limits.state
-            yield self.end(both, asked, limits)
+            yield self.end(both, request, limits)
         except EngineError as error:
             raise RefusedError(str(error)) from error
         finally:

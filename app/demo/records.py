@@ -111,12 +111,12 @@ def read(folder: Path) -> ResultFolder:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             rows = [dict(row) for row in content.get("records", ()) if MEASURES.keys() & row]
-            told = {name: dict(content.get(name, {})) for name in ("provenance", "meaning")}
+            facts = {name: dict(content.get(name, {})) for name in ("provenance", "meaning")}
         except (OSError, ValueError, TypeError, AttributeError):
             found.trouble.append(f"{path.name}: it holds no records of mmspec bench")
             continue
         if rows:
-            found.runs[path.name] = {"records": rows, **told}
+            found.runs[path.name] = {"records": rows, **facts}
     return found
 
 
@@ -154,13 +154,13 @@ def origins(bench: ResultFolder, run: str, measure: str) -> str:
     parts = [f'<p class="mm-badge mm-different">left out {escape(t)}</p>' for t in bench.trouble]
     if not bench.runs:
         return "".join([*parts, NONE.format(escape(str(bench.folder)))])
-    told = bench.runs[run]
-    if measure in told["meaning"]:
-        said = f"<b>{escape(MEASURES[measure])}</b>: {escape(str(told['meaning'][measure]))}"
+    facts = bench.runs[run]
+    if measure in facts["meaning"]:
+        said = f"<b>{escape(MEASURES[measure])}</b>: {escape(str(facts['meaning'][measure]))}"
         parts.append(f'<p class="mm-small">{said}</p>')
     rows = "".join(
         f"<div><dt>{escape(str(k))}</dt><dd>{escape(v if isinstance(v, str) else json.dumps(v))}</dd></div>"
-        for k, v in {"file": run, **told["provenance"]}.items()
+        for k, v in {"file": run, **facts["provenance"]}.items()
     )
     summary = "<summary>Where this comes from</summary>"
     return "".join([*parts, f'<details class="mm-origin">{summary}<dl>{rows}</dl></details>'])

@@ -64,7 +64,7 @@ class Tab:
 
     def lay(self, legend: str, *more: Any) -> list[Any]:
         """Headline, stage and figures in the page under construction, with what replays the race."""
-        told = gr.HTML(self.start, elem_id=f"mm-{self.name}-summary")
+        summary = gr.HTML(self.start, elem_id=f"mm-{self.name}-summary")
         stage = gr.HTML(self.empty(), elem_id=f"mm-{self.name}-race")
         with gr.Row(elem_classes="mm-replay"):
             gr.HTML(legend)
@@ -74,7 +74,7 @@ class Tab:
                 gr.Button(label, size="sm", scale=0).click(None, js=REPLAY.format(stage.elem_id, rate), **QUICK)
         with gr.Accordion("Figures", open=False, elem_id=f"mm-{self.name}-figures"):
             figures = gr.Markdown(look.NO_FIGURES)
-        return [told, stage, figures]
+        return [summary, stage, figures]
 
 
 def tie(

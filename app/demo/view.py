@@ -118,8 +118,8 @@ def talk(before: Turns, prompt: str, frames: Sequence[Image.Image]) -> str:
     if not before:
         return shown
     lines = "".join(
-        f'<li class="mm-asked">{escape(asked)}</li><li class="mm-answered">{escape(answered)}</li>'
-        for asked, answered in before
+        f'<li class="mm-asked">{escape(question)}</li><li class="mm-answered">{escape(answer)}</li>'
+        for question, answer in before
     )
     return (
         f'{shown}<ol class="mm-talk" aria-label="conversation">{lines}<li class="mm-asked">{escape(prompt)}</li></ol>'

@@ -218,9 +218,9 @@ class Decoder:
             if self._closing:
                 break
             worker.begin()
-        told = "takes too long to start" if late else f"ends before it has started ({how})"
+        what = "takes too long to start" if late else f"ends before it has started ({how})"
         guard = "does the main program guard itself by `if __name__ == '__main__':`?"
-        raise DecoderError(f"a decoder process {told}; {guard}")
+        raise DecoderError(f"a decoder process {what}; {guard}")
 
     def _decode(self, worker: DecodeWorker, job: DecodeJob) -> Media | MediaError:
         """One item, in another process if need be."""

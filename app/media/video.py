@@ -119,7 +119,7 @@ def _film(
         _check_length(seconds, (stream.width, stream.height), path, limits)
         wanted = [shown[place] for place in policy.choose(times, [packet.key for packet in shown])]
     missing = {packet.pts for packet in wanted}
-    asked, pictures = len(missing), []
+    count, pictures = len(missing), []
     with _opened(data, path, limits) as (container, stream):
         for frame in _frames(container, stream, _runs(packets, wanted)):
             if frame.pts in missing and not frame.is_corrupt:
@@ -128,7 +128,7 @@ def _film(
                 pictures.append(_picture(frame, max_side))
             if not missing:
                 break
-    return _enough(pictures, asked, path), seconds
+    return _enough(pictures, count, path), seconds
 
 
 @contextlib.contextmanager
@@ -275,10 +275,10 @@ def _check_length(seconds: float, size: tuple[int, int], path: Path | str, limit
         raise MediaError(path, reason, f"cut it into shorter clips, {media.raising('--max-duration')}")
 
 
-def _enough(pictures: list[Image.Image], asked: int, path: Path | str) -> tuple[Image.Image, ...]:
+def _enough(pictures: list[Image.Image], count: int, path: Path | str) -> tuple[Image.Image, ...]:
     """The pictures, unless more than half of those asked for are lost."""
-    if not pictures or 2 * len(pictures) < asked:
-        raise MediaError(path, f"is damaged: {len(pictures)} of {asked} frames can be decoded", COPY_AGAIN)
+    if not pictures or 2 * len(pictures) < count:
+        raise MediaError(path, f"is damaged: {len(pictures)} of {count} frames can be decoded", COPY_AGAIN)
     return tuple(pictures)
 
 

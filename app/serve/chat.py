@@ -105,9 +105,9 @@ class ChatRequest(BaseModel, extra="allow"):
     @property
     def kept_to(self) -> dict[str, Any] | None:
         """That the answer keeps to."""
-        told = self.response_format.json_schema
+        schema = self.response_format.json_schema
         anything = {"type": "object"} if self.response_format.type == "json_object" else None
-        return anything if told is None else told.value
+        return anything if schema is None else schema.value
 
     def settings(self, temperature: float, most: int) -> dict[str, Any]:
         """For `generate`; the arguments stand in for what the request leaves open."""

@@ -89,17 +89,17 @@ class Service:
             raise ChatError(404, f"no model {name!r} here; this is {self.name!r}", "model", "model_not_found")
         return {"id": self.name, "object": "model", "created": 0, "owned_by": "mmspec"}
 
-    async def answer(self, asked: ChatRequest) -> AsyncIterator[Piece]:
+    async def answer(self, body: ChatRequest) -> AsyncIterator[Piece]:
         """The pieces of an answer; an empty one first, once the prompt is prepared."""
         began = time.perf_counter()
         self.open += 1
         try:
-            inputs, settings = await self._prepared(asked)
+            inputs, settings = await self._prepared(body)
             yield "", None, {}
             reader, most, length = self.engine.processor, settings["max_new_tokens"], inputs["input_ids"].shape[1]
-            writer = AnswerText(getattr(reader, "tokenizer", reader), asked.stops)
-            async for tokens, stats, done, _ in self.worker.answer(inputs, asked.seed % 2**63, settings):
-                if not (done or asked.stream or asked.stops):
+            writer = AnswerText(getattr(reader, "tokenizer", reader), body.stops)
+            async for tokens, stats, done, _ in self.worker.answer(inputs, body.seed % 2**63, settings):
+                if not (done or body.stream or body.stops):
                     continue
                 piece = writer.read(tokens, done)
                 if not (done or writer.stopped):
@@ -111,7 +111,7 @@ class Service:
                     "completion_tokens": len(tokens),
                     "total_tokens": length + len(tokens),
                 }
-                told = {
+                facts = {
                     "target_calls": stats.row_rounds,
                     "drafted_tokens": stats.drafted,
                     "accepted_tokens": stats.accepted,
@@ -119,24 +119,24 @@ class Service:
                     "seconds": round(time.perf_counter() - began, 6),
                 }
                 cut = len(tokens) >= most and not ends and not writer.stopped
-                yield piece, "length" if cut else "stop", {"usage": usage, "mmspec": told}
+                yield piece, "length" if cut else "stop", {"usage": usage, "mmspec": facts}
                 return
         finally:
             self.open -= 1
 
-    async def _prepared(self, asked: ChatRequest) -> tuple[Any, dict[str, Any]]:
+    async def _prepared(self, body: ChatRequest) -> tuple[Any, dict[str, Any]]:
         """What the model reads, and the settings of `generate`."""
-        chat = await asyncio.to_thread(lambda: [*asked.chat(self.pictures.load)])
+        chat = await asyncio.to_thread(lambda: [*body.chat(self.pictures.load)])
         try:
             job = self.engine.threads.submit(lambda processor: inputs_of(processor, [chat]))
             inputs = (await asyncio.wrap_future(job)).to(self.engine.model.dtype)
         except Exception as error:  # a chat that the template refuses, a picture too small for the processor
             raise ChatError(400, f"the model cannot read this chat ({first_line(error)})", "messages") from error
         length, context = inputs["input_ids"].shape[1], self.engine.model.config.get_text_config()
-        settings = asked.settings(self.temperature, self.most)
-        if asked.kept_to is not None:
+        settings = body.settings(self.temperature, self.most)
+        if body.kept_to is not None:
             try:
-                grammar = await asyncio.to_thread(json_grammar, self.engine.processor, asked.kept_to)
+                grammar = await asyncio.to_thread(json_grammar, self.engine.processor, body.kept_to)
             except (ImportError, ValueError) as error:
                 raise ChatError(400, f"response_format: {error}", "response_format") from error
             settings["logits_processor"] = [grammar]
@@ -157,10 +157,10 @@ def build(service: Service) -> FastAPI:
     async def refused(request: Request, error: Any) -> JSONResponse:
         if not isinstance(error, ChatError):
             status = getattr(error, "status_code", 500)
-            told = str(getattr(error, "detail", None) or first_line(error))
+            message = str(getattr(error, "detail", None) or first_line(error))
             if status in (404, 405):
-                told = f"{told}: {request.method} {request.url.path}; there are {', '.join(ADDRESSES)}"
-            error = ChatError(status, told)
+                message = f"{message}: {request.method} {request.url.path}; there are {', '.join(ADDRESSES)}"
+            error = ChatError(status, message)
         return JSONResponse({"error": error.body}, error.status)
 
     @app.get("/health")
@@ -180,17 +180,17 @@ def build(service: Service) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Any:
-        asked = ChatRequest.parse(await service.body(request))
-        service.model(asked.model or service.name)
-        pieces = service.answer(asked)
+        body = ChatRequest.parse(await service.body(request))
+        service.model(body.model or service.name)
+        pieces = service.answer(body)
         frame = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": service.name}
-        if asked.stream:
+        if body.stream:
             await _while_connected(request, anext(pieces))  # so that a wrong request has a status of its own
-            return StreamingResponse(_events(asked, pieces, frame), media_type="text/event-stream")
-        told = await _while_connected(request, _all(pieces))
-        message = {"role": "assistant", "content": "".join(text for text, _, _ in told)}
-        choice = {"index": 0, "message": message, "finish_reason": told[-1][1], "logprobs": None}
-        return frame | {"object": "chat.completion", "choices": [choice], **told[-1][2]}
+            return StreamingResponse(_events(body, pieces, frame), media_type="text/event-stream")
+        written = await _while_connected(request, _all(pieces))
+        message = {"role": "assistant", "content": "".join(text for text, _, _ in written)}
+        choice = {"index": 0, "message": message, "finish_reason": written[-1][1], "logprobs": None}
+        return frame | {"object": "chat.completion", "choices": [choice], **written[-1][2]}
 
     return app
 
@@ -212,16 +212,16 @@ async def _while_connected(request: Request, work: Any) -> Any:
         gone.cancel()
 
 
-async def _events(asked: ChatRequest, pieces: AsyncIterator[Piece], frame: dict[str, Any]) -> AsyncIterator[str]:
+async def _events(body: ChatRequest, pieces: AsyncIterator[Piece], frame: dict[str, Any]) -> AsyncIterator[str]:
     """An answer as server-sent events; what goes wrong now is an event, too."""
     frame = frame | {"object": "chat.completion.chunk"}
     delta: dict[str, Any] = {"role": "assistant", "content": ""}
     try:
-        async for text, finish, told in pieces:
+        async for text, finish, more in pieces:
             choice = {"index": 0, "delta": delta | {"content": text}, "finish_reason": finish, "logprobs": None}
-            usage = told.pop("usage", None)
-            yield _event(frame | {"choices": [choice], **told})
-            if usage and (asked.stream_options or {}).get("include_usage"):
+            usage = more.pop("usage", None)
+            yield _event(frame | {"choices": [choice], **more})
+            if usage and (body.stream_options or {}).get("include_usage"):
                 yield _event(frame | {"choices": [], "usage": usage})
             delta = {}
     except Exception as error:  # the status has been sent

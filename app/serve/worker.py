@@ -36,11 +36,11 @@ class ModelThread:
 
     async def answer(self, inputs: Any, seed: int, settings: dict[str, Any]) -> AsyncIterator[Progress]:
         """What a prompt has, after each round; closing the iterator frees its row. Raises what the model raised."""
-        loop, told = asyncio.get_running_loop(), asyncio.Queue[Progress]()
+        loop, updates = asyncio.get_running_loop(), asyncio.Queue[Progress]()
 
         def tell(progress: Progress) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(told.put_nowait, progress)
+                loop.call_soon_threadsafe(updates.put_nowait, progress)
 
         def begin() -> None:
             self._open.add(tell)
@@ -50,7 +50,7 @@ class ModelThread:
         try:
             done = False
             while not done:
-                progress = await told.get()
+                progress = await updates.get()
                 _, _, done, error = progress
                 if error is not None:
                     raise error
@@ -76,7 +76,7 @@ class ModelThread:
                     self._leave(tell)
                     tell(([], Stats(), True, error))
                 continue
-            told = [(end.ticket, (end.tokens, end.stats, True, end.error)) for end in finished]
-            told += [(ticket, (tokens, stats, False, None)) for ticket, tokens, stats in self.batches.written()]
-            for ticket, progress in told:
+            updates = [(end.ticket, (end.tokens, end.stats, True, end.error)) for end in finished]
+            updates += [(ticket, (tokens, stats, False, None)) for ticket, tokens, stats in self.batches.written()]
+            for ticket, progress in updates:
                 ticket(progress)  # type: ignore[operator]

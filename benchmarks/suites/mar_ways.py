@@ -135,10 +135,10 @@ def _speed(way: MarMethod, made: dict[str, list[MarImages]], batch: int) -> Reco
     pictures = sum(len(call.images) for call in mine)
     work = {name: sum(call.work.get(name, 0) for call in mine) / pictures if pictures else None for name in
             ("passes", "rows", "evaluations", "draft_rows", "draft_evaluations")}  # fmt: skip
-    tested = sum(call.told.get("tested", 0) for call in mine)
+    tested = sum(call.stats.get("tested", 0) for call in mine)
 
     def mean(name: str) -> float | None:
-        return sum(c.told[name] * c.told["tested"] for c in mine) / tested if tested else None
+        return sum(c.stats[name] * c.stats["tested"] for c in mine) / tested if tested else None
 
     return {
         "suite": SPEED, "method": way.name, "distribution": way.distribution, "batch": batch,

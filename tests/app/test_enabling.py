@@ -71,7 +71,7 @@ def test_the_list_explains_every_option_of_the_drafter(capsys: pytest.CaptureFix
     for name in ("compile=False", "auto=None", "depth=5", "draft_vocab=all", "prune=0.0"):
         assert f"  {name}  " in said
     assert "longest drafted path" in said and "window" not in said and "confidence" not in said
-    everything = enabling.told()
+    everything = enabling.help_text()
     assert "  window=16  " in everything and "  confidence=0.0  " in everything
     lines = [line for line in everything.splitlines() if line.startswith("  ") and "nothing of their own" not in line]
     assert all(line.partition("  ")[2].partition("  ")[2] for line in lines), "each is explained"
@@ -153,9 +153,9 @@ def test_wrong_words_are_told_in_two_lines(words: list[str], told: str, capsys: 
 
 
 def test_helps_name_values_not_constants() -> None:
-    assert "one of " not in "".join(line for line in enabling.told().splitlines() if "_BY" in line or "S:" in line)
+    assert "one of " not in "".join(line for line in enabling.help_text().splitlines() if "_BY" in line or "S:" in line)
     for word in ("neighbours", "gumbel", "uniform"):
-        assert f'"{word}"' in enabling.told()
+        assert f'"{word}"' in enabling.help_text()
 
 
 def test_a_methods_name_is_the_embedded_drafter_of_the_model() -> None:

@@ -106,7 +106,7 @@ def test_two_pictures_side_by_side(studio, mode):
     assert two.over and two.plain.state == two.fast.state == DONE and two.speed_up > 0
     assert len(two.plain.calls) == 16 == two.fast.count and all(two.fast.at) and two.fast.image is not None
     assert len(two.fast.calls) <= image_view.forwards(two.fast) == two.fast.made.work["passes"] < 17
-    assert two.plain.made.told == {} and two.fast.made.told["tested"] > 0
+    assert two.plain.made.stats == {} and two.fast.made.stats["tested"] > 0
     assert image_view.stage(two, marked=False).count("16 of 16 tokens drawn") == 2
     assert f"{two.fast.made.work['rows']:,}" in image_view.figures(two)
     measured = {"cspd-3": {"n": 128, "fd_all": 7.3, "noise": 9.8, "fd_real": 20.4}}
