@@ -66,14 +66,15 @@ def part(config: Json, key: str) -> Json:
     return found or {}
 
 
-def is_count(value: Any) -> TypeGuard[int]:
+def is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST
 
 
-def is_list(value: Any, least: int = 0) -> TypeGuard[list[int]]:
+def is_list(value: object, least: int = 0) -> TypeGuard[list[int]]:
     """Whether it is a list of numbers of layers, at least so many."""
-    fine = isinstance(value, list) and least <= len(value) <= MANY
-    return fine and all(_like(one, 0) and one >= 0 for one in value)
+    if not isinstance(value, list) or not least <= len(value) <= MANY:
+        return False
+    return all(_like(one, 0) and one >= 0 for one in value)
 
 
 def _is_allowed(name: str, value: Any, usual: Any) -> bool:

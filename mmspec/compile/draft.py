@@ -36,7 +36,7 @@ class _Within:
     pending: Tensor
     emitted: Tensor
     seeds: Tensor
-    memory: FeatureMemory
+    memory: Any  # one that is passing, see FeatureMemory
     rows: Sequence[Row] = ()
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,12 @@ from torch import Tensor
 from mmspec.protocols import Drafter, SessionView, Target, reported
 from mmspec.types import NO_TOKEN, Draft, Prompt
 
+
+class _HasShape(Protocol):
+    options: Any  # a Shape of the drafter's own
+
+
+Shaped = TypeVar("Shaped", bound=_HasShape)
 LENGTHS = 3  # that a chain of adaptive length may have: the longest, half of it and a quarter of it
 
 
@@ -21,7 +27,7 @@ def lengths(depth: int) -> list[int]:
     return sorted({max(1, depth >> i) for i in range(LENGTHS)})
 
 
-def variants(drafter: Any) -> dict[int, Any]:
+def variants(drafter: Shaped) -> dict[int, Shaped]:
     """The drafter at each length, with the same weights."""
     found = {}
     for depth in lengths(drafter.options.depth):
@@ -34,7 +40,7 @@ def variants(drafter: Any) -> dict[int, Any]:
 class _Lengths:
     """The drafter's memory of some rows, and how long the next draft of each is."""
 
-    inner: Any
+    inner: Any  # the drafter's own: Rows, or None
     depths: list[int]
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from statistics import median_low
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -95,7 +95,9 @@ class Successors:
         self.table = torch.full((vocab + 1, min(RANKS, vocab)), NO_TOKEN, dtype=torch.int32, device=device)
         # by how often the likeliest token came in a row before, and by rank: how often its token came, and was drafted
         self.tests = [[[0.0, 0.0] for _ in _FIRST] for _ in range(_STREAKS)]
-        self._shapes: dict[Any, tuple[int, tuple[Path, ...]]] = {}  # with the rounds that it has been in use
+        self._shapes: dict[
+            tuple[RecycleOptions, float, int], tuple[int, tuple[Path, ...]]
+        ] = {}  # with the rounds that it has been in use
 
     def learn(self, tokens: Tensor, ranked: Tensor) -> None:
         """Remember the likeliest tokens [B, N, RANKS] after the tokens [B, N] of scored nodes.
