@@ -14,12 +14,7 @@ from mmspec.modes import lasting
 from mmspec.tree import chain, from_paths, in_order
 from mmspec.types import Round, Tree
 
-SHARES = {
-    "uniform": (0.0, 0.0),
-    "horizontal": (1.0, 0.0),
-    "vertical": (0.0, 1.0),
-    "mixture": (0.5, 0.5),
-}  # left, above
+SHARES = {"uniform": (0.0, 0.0), "horizontal": (1.0, 0.0), "vertical": (0.0, 1.0), "mixture": (0.5, 0.5)}  # left, above
 NEAR = "neighbours"
 INITS = (*SHARES, NEAR)
 COUPLINGS = ("none", "maximal", "gumbel")
