@@ -82,16 +82,6 @@ class HeadsMemory(WindowMemory):
         self.features = path.gather(1, here[..., None].expand(wide))
         super().append(last)
 
-    def select(self, rows: Tensor) -> HeadsMemory:
-        found = super().select(rows)
-        assert isinstance(found, HeadsMemory)
-        return replace(found, features=self.features[rows])
-
-    def join(self, other: WindowMemory) -> HeadsMemory:
-        found = super().join(other)
-        assert isinstance(found, HeadsMemory) and isinstance(other, HeadsMemory)
-        return replace(found, features=torch.cat([self.features, other.features]))
-
 
 class HeadsDrafter(nn.Module):
     """A Jacobi window in which heads guess where the target has not spoken yet, or has read another token to the left.
