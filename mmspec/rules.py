@@ -251,14 +251,9 @@ def typical(*, epsilon: float, delta: float) -> Rule:
 
 
 def gsd(
-    codebook: Tensor | None = None,
-    embeddings: Tensor | None = None,
-    *,
-    group: int,
-    distance: float | None = None,
-    gap: float | None = None,
-    space: str = "codes",
-) -> Rule:
+    codebook: Tensor | None = None, embeddings: Tensor | None = None, *, group: int, distance: float | None = None,
+    gap: float | None = None, space: str = "codes",
+) -> Rule:  # fmt: skip
     """Grouped speculative decoding as published (So et al. 2025, §4): min(1, p(C)/q(C)), C around x in the order of p.
 
     Different tokens have different windows, so the chance can also be less than min(1, p/q): then x is refused more

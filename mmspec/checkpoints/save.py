@@ -53,15 +53,9 @@ def save_drafter(drafter: TrainedDrafter, folder: str | Path, layout: str = "mms
 
 
 def push_drafter(
-    drafter: TrainedDrafter,
-    repo_id: str,
-    *,
-    layout: str = "mmspec",
-    private: bool | None = None,
-    revision: str | None = None,
-    token: str | None = None,
-    message: str = "Upload drafter",
-) -> str:
+    drafter: TrainedDrafter, repo_id: str, *, layout: str = "mmspec", private: bool | None = None,
+    revision: str | None = None, token: str | None = None, message: str = "Upload drafter",
+) -> str:  # fmt: skip
     """Upload a drafter to the hub; an existing card is left alone.
 
     Args:

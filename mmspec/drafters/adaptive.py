@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +13,6 @@ from torch import Tensor
 from mmspec.protocols import Drafter, SessionView, Target, reported
 from mmspec.types import NO_TOKEN, Draft, Prompt
 
-
-class _HasShape(Protocol):
-    options: Any  # a Shape of the drafter's own
-
-
-Shaped = TypeVar("Shaped", bound=_HasShape)
 LENGTHS = 3  # that a chain of adaptive length may have: the longest, half of it and a quarter of it
 
 
@@ -27,7 +21,7 @@ def lengths(depth: int) -> list[int]:
     return sorted({max(1, depth >> i) for i in range(LENGTHS)})
 
 
-def variants(drafter: Shaped) -> dict[int, Shaped]:
+def variants(drafter: Any) -> dict[int, Any]:
     """The drafter at each length, with the same weights."""
     found = {}
     for depth in lengths(drafter.options.depth):
