@@ -273,7 +273,7 @@ def _opened(target: str, pictures: bool, dtype: torch.dtype) -> tuple[Any, Any]:
 
 def run(args: argparse.Namespace) -> int:
     config = getattr(drafter_class("block" if args.method in BLOCKS else args.method), "Config", None)
-    known = {f.name: f.default for f in fields(config) if f.default is not MISSING} if config else {}
+    known = {name: one for name, one in config.usual().items() if one is not MISSING} if config else {}
     try:
         recipe = _recipe(args)
         shape = _values("--shape", args.shape, known)

@@ -6,7 +6,6 @@ python examples/own_drafter.py
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +16,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, logging
 
 import mmspec
 from mmspec import zoo
-from mmspec.config import chosen
-from mmspec.protocols import SessionView, Target, TargetInfo
+from mmspec.config import Options, chosen
+from mmspec.protocols import Drafter, SessionView, Target, TargetInfo
 from mmspec.tree import chain
 from mmspec.types import NO_TOKEN, Draft, Prompt
 from mmspec.zoo import scenes
@@ -55,14 +54,14 @@ class PhraseDrafter:
         """The most nodes of a draft, its root included."""
         return self.options.depth + 1
 
-    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> PhraseDrafter:
+    def fit(self, target: TargetInfo, given: Options) -> PhraseDrafter:
         """This drafter with the options given to `enable`; any target will do."""
         return replace(self, options=chosen(self.options, given, "PhraseDrafter"))
 
-    def start(self, session: SessionView, target: Target, prompt: Prompt) -> None:
+    def start(self, session: SessionView[None], target: Target, prompt: Prompt) -> None:
         """It remembers nothing of a row."""
 
-    def propose(self, session: SessionView, target: Target) -> Draft:
+    def propose(self, session: SessionView[None], target: Target) -> Draft:
         lines = [[row.tokens[-1], *self._after(row.tokens)] for row in session.rows]  # the root is decided already
         tokens = torch.tensor(lines, device=session.pending.device)  # [B, depth + 1]
         return Draft(tokens, chain(self.nodes, tokens.device).expand(len(lines)))  # no distribution: point masses
@@ -100,6 +99,7 @@ if __name__ == "__main__":
         return_dict=True, return_tensors="pt",
     )  # fmt: skip
 
-    mmspec.enable(model, drafter=PhraseDrafter.read(texts, processor.tokenizer))
+    drafter: Drafter[None] = PhraseDrafter.read(texts, processor.tokenizer)  # a type checker holds it to the protocol
+    mmspec.enable(model, drafter=drafter)
     print(mmspec.verify(model, inputs))  # the same tokens as stock generate?
     print(mmspec.stats(model))

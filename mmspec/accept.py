@@ -107,16 +107,9 @@ def verify_chain(
 
 
 def _drawn(
-    rule: Rule,
-    distribution: Categorical,
-    last: Tensor,
-    q: Categorical,
-    x: Tensor,
-    after: Tensor,
-    refused: Tensor,
-    noise: Tensor,
-    vocab: int,
-) -> Tensor:
+    rule: Rule, distribution: Categorical, last: Tensor, q: Categorical, x: Tensor, after: Tensor, refused: Tensor,
+    noise: Tensor, vocab: int,
+) -> Tensor:  # fmt: skip
     """The next token [B]: from p after node `last`, or where the draft x at `after` was refused, from its residual."""
     if distribution.logits is None or rule.residual is not ordinary:
         p = distribution.weights(last, vocab)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 if TYPE_CHECKING:
     from mmspec.rules import Rule
@@ -80,7 +80,7 @@ class SpecConfig:
         return size_in_bytes(self.prefix_cache or 0)
 
     @classmethod
-    def split(cls, options: Options) -> tuple[SpecConfig, dict[str, Any]]:
+    def split(cls, options: Options) -> tuple[SpecConfig, Options]:
         """Split keyword arguments into these options and the drafter's; of the drafter's, None is left out."""
         shared = [f.name for f in fields(cls)]
         own = {name: value for name, value in options.items() if name not in shared and value is not None}
@@ -111,32 +111,32 @@ def option_names(options: Any) -> list[str]:
     return [f.name for f in fields(options) if f.init] if hasattr(options, "__dataclass_fields__") else []
 
 
-def size_in_bytes(value: Any) -> int:
+def size_in_bytes(value: object) -> int:
     """A number of bytes, or a text such as 512MB, 2G or 1.5 GiB, all multiples of 1024.
 
     Raises:
         ValueError: it is none of these.
     """
     if is_whole(value, 0):
-        return int(value)
+        return value
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)(?:I?B)?", value.upper() if isinstance(value, str) else "")
     if not found:
         raise ValueError(f"{value!r} is no size, as 512M, 2G or a number of bytes")
     return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))
 
 
-def is_whole(value: Any, least: int) -> bool:
+def is_whole(value: object, least: int) -> TypeGuard[int]:
     """Whether it is a whole number, and at least so large."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def whole(name: str, value: Any) -> None:
+def whole(name: str, value: object) -> None:
     """Refuse an option that is no whole number ≥ 1."""
     if not is_whole(value, 1):
         raise ValueError(f"{name} must be a whole number ≥ 1, or None for the drafter's own; got {value!r}")
 
 
-def one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
+def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
     """Refuse an option that is none of the allowed ones."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}")

@@ -90,11 +90,11 @@ class PrefixStore:
     bytes: int = 0
     age: int = 0
     _root: Segment = field(default_factory=lambda: _root(), repr=False)
-    _world: Any = field(default=None, repr=False)
+    _world: object = field(default=None, repr=False)
     _clock: int = 0
     _lock: Any = field(default_factory=threading.RLock, repr=False)
 
-    def read_by(self, world: Any) -> int:
+    def read_by(self, world: object) -> int:
         """Forget everything that was read with another `world`; returns the age.
 
         Args:

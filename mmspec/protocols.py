@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmspec.config import Options
 from mmspec.modes import Mode
@@ -112,14 +112,6 @@ def reported(memory: object) -> dict[str, float]:
     return dict(memory.stats) if isinstance(memory, Reporting) else {}
 
 
-class Vocabulary(Protocol):
-    """The tokens that a drafter on the target's head proposes from; see DraftVocab."""
-
-    ids: Tensor  # [V_d], the target's
-
-    def logits(self, head: nn.Module, hidden: Tensor) -> Tensor: ...
-
-
 class Target(Protocol):
     """The model whose distribution is kept: a stateless view of it, independent of any drafter.
 
@@ -159,7 +151,7 @@ class Target(Protocol):
     def embed(self, ids: Tensor) -> Tensor:
         """Input embeddings [..., H] of token ids; all streams read the same tokens."""
 
-    def head(self, hidden: Tensor, vocab: Vocabulary | None = None) -> Tensor:
+    def head(self, hidden: Tensor, vocab: Any = None) -> Tensor:
         """Raw logits [B, n, V] of final features [B, n, S·H]; of a DraftVocab's tokens alone where one is given.
 
         One is given on the option `draft_vocab`, which needs a target that says which tokens end an answer.

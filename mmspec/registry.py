@@ -32,47 +32,26 @@ class Entry:
     from_model: bool = False
 
 
+_D, _OF_MODELS = "mmspec.drafters.", "mmspec.pipelines.drafters."
 DRAFTERS: dict[str, Entry] = {
-    "ngram": Entry("mmspec.drafters.ngram", "NgramDrafter", "prompt lookup, no weights"),
-    "suffix": Entry(
-        "mmspec.drafters.suffix",
-        "SuffixDrafter",
-        "what followed the same words in this run, no weights; where a model ships with nothing",
-    ),
-    "recycle": Entry(
-        "mmspec.drafters.recycle", "RecycleDrafter", "what the model last found likeliest after each token, no weights"
-    ),
-    "plain": Entry("mmspec.drafters.plain", "Plain", "drafts nothing; for compile=True alone"),
-    "jacobi": Entry("mmspec.drafters.jacobi", "JacobiDrafter", "Jacobi window, no weights; for images"),
-    "eagle": Entry(
-        "mmspec.drafters.eagle", "EagleDrafter", "EAGLE-2-style feature drafter; reads EAGLE, EAGLE-3", trained=True
-    ),
-    "heads": Entry(
-        "mmspec.drafters.heads", "HeadsDrafter", "for pictures: heads that fill a Jacobi window", trained=True
-    ),
-    "block": Entry(
-        "mmspec.drafters.dflash", "BlockDrafter", "a block in one pass; reads DFlash, DSpark, DFlash2", trained=True
-    ),
-    "vispec": Entry(
-        "mmspec.drafters.vispec", "ViSpecDrafter", "summaries of images, and a global image vector", trained=True
-    ),
-    "msd": Entry("mmspec.drafters.msd", "MsdDrafter", "images enter as their embeddings", trained=True),
-    "flash": Entry(
-        "mmspec.drafters.flash_vlm", "FlashDrafter", "images as latents, several tokens a pass", trained=True
-    ),
-    "specvlm": Entry(
-        "mmspec.drafters.specvlm", "SpecVlmDrafter", "image tokens compressed by what a gate picks", trained=True
-    ),
-    "model": Entry(
-        "mmspec.pipelines.drafters.draft_model", "ModelDrafter", "a smaller model: draft=…", from_model=True
-    ),
-    "assistant": Entry(
-        "mmspec.pipelines.drafters.assistant", "AssistantDrafter", "Gemma-4's assistants: draft=…", from_model=True
-    ),
-    "mtp": Entry(
-        "mmspec.pipelines.drafters.mtp", "MtpDrafter", "the heads in the target's own checkpoint", from_model=True
-    ),
-}
+    "ngram": Entry(_D + "ngram", "NgramDrafter", "prompt lookup, no weights"),
+    "suffix": Entry(_D + "suffix", "SuffixDrafter",
+        "what followed the same words in this run, no weights; where a model ships with nothing"),
+    "recycle": Entry(_D + "recycle", "RecycleDrafter",
+        "what the model last found likeliest after each token, no weights"),
+    "plain": Entry(_D + "plain", "Plain", "drafts nothing; for compile=True alone"),
+    "jacobi": Entry(_D + "jacobi", "JacobiDrafter", "Jacobi window, no weights; for images"),
+    "eagle": Entry(_D + "eagle", "EagleDrafter", "EAGLE-2-style feature drafter; reads EAGLE, EAGLE-3", trained=True),
+    "heads": Entry(_D + "heads", "HeadsDrafter", "for pictures: heads that fill a Jacobi window", trained=True),
+    "block": Entry(_D + "dflash", "BlockDrafter", "a block in one pass; reads DFlash, DSpark, DFlash2", trained=True),
+    "vispec": Entry(_D + "vispec", "ViSpecDrafter", "summaries of images, and a global image vector", trained=True),
+    "msd": Entry(_D + "msd", "MsdDrafter", "images enter as their embeddings", trained=True),
+    "flash": Entry(_D + "flash_vlm", "FlashDrafter", "images as latents, several tokens a pass", trained=True),
+    "specvlm": Entry(_D + "specvlm", "SpecVlmDrafter", "image tokens compressed by what a gate picks", trained=True),
+    "model": Entry(_OF_MODELS + "draft_model", "ModelDrafter", "a smaller model: draft=…", from_model=True),
+    "assistant": Entry(_OF_MODELS + "assistant", "AssistantDrafter", "Gemma-4's assistants: draft=…", from_model=True),
+    "mtp": Entry(_OF_MODELS + "mtp", "MtpDrafter", "the heads in the target's own checkpoint", from_model=True),
+}  # fmt: skip
 
 # those of text that need no weights, for any model: the demo offers them, the tests hold them to stock's tokens
 OF_TEXT = [n for n, e in DRAFTERS.items() if not (e.trained or e.from_model or n in ("plain", "jacobi"))]

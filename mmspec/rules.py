@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -252,14 +251,9 @@ def typical(*, epsilon: float, delta: float) -> Rule:
 
 
 def gsd(
-    codebook: Tensor | None = None,
-    embeddings: Tensor | None = None,
-    *,
-    group: int,
-    distance: float | None = None,
-    gap: float | None = None,
-    space: str = "codes",
-) -> Rule:
+    codebook: Tensor | None = None, embeddings: Tensor | None = None, *, group: int, distance: float | None = None,
+    gap: float | None = None, space: str = "codes",
+) -> Rule:  # fmt: skip
     """Grouped speculative decoding as published (So et al. 2025, §4): min(1, p(C)/q(C)), C around x in the order of p.
 
     Different tokens have different windows, so the chance can also be less than min(1, p/q): then x is refused more
@@ -362,11 +356,11 @@ def _cells(codebook: Tensor, rule: str, radius: float | None, cells: int | None)
     return _Carried(ops.partition(codebook, radius, cells)), f"{rule}({given})"
 
 
-def _among(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def _among(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
 
 
-def _check(name: str, value: Any, fine: Callable[[Any], bool], allowed: str) -> None:
+def _check(name: str, value: object, fine: Callable[[float], bool], allowed: str) -> None:
     if not isinstance(value, (int, float)) or not fine(value):
         raise ValueError(f"{name} must be {allowed}; got {value!r}")

@@ -97,20 +97,14 @@ def _read(
         raise ValueError(f"fc.weight reads {wide} columns, which are no {len(features)} features of one width")
     own_head = "head.weight" in layout.optional and layout.present(files, "head.weight")
     made = {
-        **found,
-        "layers": layers,
-        "features": tuple(i + ahead for i in features),
+        **found, "layers": layers, "features": tuple(i + ahead for i in features),
         "target_hidden": 0 if wide == len(features) * H else wide // len(features),
-        "block": _whole(said, "block_size", 16),
-        "mask_token": _whole(said, "mask_token_id", least=0),
-        "bias": "layers.0.self_attn.q_proj.bias" in shapes,
-        "logit_scale": said.get("output_multiplier") or 1.0,
+        "block": _whole(said, "block_size", 16), "mask_token": _whole(said, "mask_token_id", least=0),
+        "bias": "layers.0.self_attn.q_proj.bias" in shapes, "logit_scale": said.get("output_multiplier") or 1.0,
         "softcap": said.get("final_logit_softcapping") or NO_CAP,
-        "draft_vocab": shapes["lm_head.weight"][0] if own_head else 0,
-        **_heads(said, files, H),
-        **_windows(said, layers, extra, causal),
-        **rotary.read(files.flat, False),
-    }
+        "draft_vocab": shapes["lm_head.weight"][0] if own_head else 0, **_heads(said, files, H),
+        **_windows(said, layers, extra, causal), **rotary.read(files.flat, False),
+    }  # fmt: skip
     kind = said.get("speculators_model_type") or ("dspark" if made["markov_rank"] else "dflash")
     anchored = said.get("sample_from_anchor")
     return {**made, "anchored": kind == "dspark" if anchored is None else bool(anchored)}
@@ -240,18 +234,12 @@ def _write_muse(c: BlockConfig) -> Settings:
 def _write_speculators(c: BlockConfig) -> Settings:
     kind = _kind(c)
     return {
-        "architectures": [_CLASSES[kind]],
-        "speculators_model_type": kind,
-        "speculators_config": verified(c, kind, c.most),
-        "transformer_layer_config": _layer(c),
-        "draft_vocab_size": c.draft_vocab or c.vocab,
-        "target_hidden_size": c.target_hidden or None,
-        "aux_hidden_state_layer_ids": list(c.features),
-        "block_size": c.block,
-        "sample_from_anchor": c.anchored,
-        "sliding_window_non_causal": not any(c.causal),
-        **_own(c),
-    }
+        "architectures": [_CLASSES[kind]], "speculators_model_type": kind,
+        "speculators_config": verified(c, kind, c.most), "transformer_layer_config": _layer(c),
+        "draft_vocab_size": c.draft_vocab or c.vocab, "target_hidden_size": c.target_hidden or None,
+        "aux_hidden_state_layer_ids": list(c.features), "block_size": c.block, "sample_from_anchor": c.anchored,
+        "sliding_window_non_causal": not any(c.causal), **_own(c),
+    }  # fmt: skip
 
 
 _PLAIN = {"rope_first": False, "bare_embeds": False}

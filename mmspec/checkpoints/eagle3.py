@@ -101,20 +101,13 @@ def _write(c: EagleConfig) -> Settings:
 
 def _write_speculators(c: EagleConfig) -> Settings:
     return {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "peagle" if c.parallel else "eagle3",
-        "speculators_config": verified(c, "eagle3", c.shape.depth),
-        "transformer_layer_config": eagle.layer(c),
-        "draft_vocab_size": c.draft_vocab,
-        "target_hidden_size": c.target_hidden or None,
-        _LISTED: list(c.features),
-        "norm_before_residual": c.norm_residual,
-        "norm_before_fc": False,
-        **_later(c),
-        **({"mask_token_id": c.mask_token} if c.parallel else {}),
-        "embed_requires_grad": False,
+        "architectures": ["Eagle3DraftModel"], "speculators_model_type": "peagle" if c.parallel else "eagle3",
+        "speculators_config": verified(c, "eagle3", c.shape.depth), "transformer_layer_config": eagle.layer(c),
+        "draft_vocab_size": c.draft_vocab, "target_hidden_size": c.target_hidden or None, _LISTED: list(c.features),
+        "norm_before_residual": c.norm_residual, "norm_before_fc": False, **_later(c),
+        **({"mask_token_id": c.mask_token} if c.parallel else {}), "embed_requires_grad": False,
         "tie_word_embeddings": False,
-    }
+    }  # fmt: skip
 
 
 LAYOUTS = {

@@ -93,15 +93,11 @@ def read(layout: Layout, files: Published) -> Settings:
     hidden = shapes[fc][0]
     theta = flat.get("rope_theta") or part(flat, "rope_parameters").get("rope_theta")
     found = {
-        "hidden": hidden,
-        "intermediate": shapes[f"{layer}.mlp.gate_proj.weight"][0],
-        "heads": heads,
-        "kv_heads": k // head_dim,
-        "head_dim": 0 if head_dim * heads == hidden else head_dim,
-        "vocab": _vocab(files),
+        "hidden": hidden, "intermediate": shapes[f"{layer}.mlp.gate_proj.weight"][0], "heads": heads,
+        "kv_heads": k // head_dim, "head_dim": 0 if head_dim * heads == hidden else head_dim, "vocab": _vocab(files),
         "rope_theta": theta or TrainedConfig.rope_theta,
         "norm_eps": flat.get("rms_norm_eps") or TrainedConfig.norm_eps,
-    }
+    }  # fmt: skip
     return checked(TrainedConfig, found)
 
 

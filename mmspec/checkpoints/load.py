@@ -20,13 +20,9 @@ Sizes = TargetInfo | Callable[[str], int]
 
 
 def load_drafter(
-    name_or_path: str | Path,
-    *,
-    target: Sizes | None = None,
-    revision: str | None = None,
-    allow_pickle: bool = False,
+    name_or_path: str | Path, *, target: Sizes | None = None, revision: str | None = None, allow_pickle: bool = False,
     layout: str | None = None,
-) -> FeatureDrafter:
+) -> FeatureDrafter:  # fmt: skip
     """A drafter from a folder, a file or the hub: see `pipelines.host.loading`, which knows the sizes of any target.
 
     Args:

@@ -64,7 +64,7 @@ def read(flat: Json, axes: bool) -> Settings:
     return found
 
 
-def _gain(said: Json) -> Any:
+def _gain(said: Json) -> float:
     """YaRN's factor of cosine and sine, as transformers makes it where the file says none."""
     factor, given = said.get("factor", 1.0), said.get("attention_factor")
     if given is not None or not isinstance(factor, int | float):

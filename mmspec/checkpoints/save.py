@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from reprlib import repr as briefly
-from typing import Any
 
 from safetensors.torch import save_file
 
@@ -17,11 +16,13 @@ from mmspec.checkpoints.card import card
 from mmspec.checkpoints.files import CONFIG, WEIGHTS, Settings
 from mmspec.checkpoints.layout import Published
 from mmspec.checkpoints.layouts import layout_named
+from mmspec.checkpoints.weights import TrainedDrafter
+from mmspec.drafters.trained import TrainedConfig
 
 CARD = "README.md"
 
 
-def save_drafter(drafter: Any, folder: str | Path, layout: str = "mmspec") -> None:
+def save_drafter(drafter: TrainedDrafter, folder: str | Path, layout: str = "mmspec") -> None:
     """Write model.safetensors, config.json and, unless there is one, a card.
 
     Args:
@@ -40,6 +41,7 @@ def save_drafter(drafter: Any, folder: str | Path, layout: str = "mmspec") -> No
     config = json.dumps(said, indent=2) + "\n"
     tensors = weights.split(table.over(getattr(drafter.config, "layers", 1)), drafter)
     if table.keys:
+        assert isinstance(drafter.config, TrainedConfig)
         _check(layout, said, {key: tuple(tensor.shape) for key, tensor in tensors.items()}, drafter.config)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -51,15 +53,9 @@ def save_drafter(drafter: Any, folder: str | Path, layout: str = "mmspec") -> No
 
 
 def push_drafter(
-    drafter: Any,
-    repo_id: str,
-    *,
-    layout: str = "mmspec",
-    private: bool | None = None,
-    revision: str | None = None,
-    token: str | None = None,
-    message: str = "Upload drafter",
-) -> str:
+    drafter: TrainedDrafter, repo_id: str, *, layout: str = "mmspec", private: bool | None = None,
+    revision: str | None = None, token: str | None = None, message: str = "Upload drafter",
+) -> str:  # fmt: skip
     """Upload a drafter to the hub; an existing card is left alone.
 
     Args:
@@ -96,7 +92,7 @@ def push_drafter(
     return str(address)
 
 
-def _check(name: str, said: Settings, shapes: dict[str, tuple[int, ...]], config: Any) -> None:
+def _check(name: str, said: Settings, shapes: dict[str, tuple[int, ...]], config: TrainedConfig) -> None:
     """Refuse a layout that would lose a setting: what it writes has to be read as it was.
 
     Raises:
@@ -120,7 +116,7 @@ def _check(name: str, said: Settings, shapes: dict[str, tuple[int, ...]], config
         raise ValueError(f"the layout {name!r} cannot hold this drafter: {'; '.join(lost)}. Use layout 'mmspec'")
 
 
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
     """Write beside the file, then put it in its place, so that nobody ever reads half of it."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

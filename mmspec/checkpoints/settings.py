@@ -64,8 +64,6 @@ def read(name: str, files: Published, kind: type[values.Made]) -> values.Made:
     Raises:
         ValueError: a setting that is missing or makes no sense.
     """
-    if name == "mmspec":
-        return values.own(kind, files.config)
     layout = layout_named(name)
     found = {**layout.usual, **layout.fixed, **layout.read(layout, files)}
     verifier = part(part(files.config, "speculators_config"), "verifier").get("name_or_path")
@@ -82,9 +80,7 @@ def describe(name: str, method: str, config: FileConfig) -> Settings:
     """
     layout, said = layout_named(name), config.to_dict()
     marker = {"layout": name, "method": method, "version": __version__}
-    if name == "mmspec":
-        return {"mmspec": marker, **said}
-    wrong = [f"its method is {method!r}, not {layout.method!r}"] if method != layout.method else []
+    wrong = [f"its method is {method!r}, not {layout.method!r}"] if layout.method not in ("", method) else []
     fixed = {key: want for key, want in layout.fixed.items() if key in said}
     wrong += [f"{key} is {said[key]!r}, not {want!r}" for key, want in fixed.items() if said[key] != want]
     rows, read = said.get("draft_vocab", 0), said.get("features", ())
@@ -96,5 +92,5 @@ def describe(name: str, method: str, config: FileConfig) -> Settings:
         raise ValueError(
             f"the layout {name!r} ({layout.about}) cannot hold this drafter: {'; '.join(wrong)}. Use layout 'mmspec'"
         )
-    marker |= {key: said[key] for key in RECORDED if key in said}
-    return {**layout.write(config), "mmspec": marker}
+    marker |= {key: said[key] for key in RECORDED if layout.keys and key in said}
+    return {"mmspec": marker, **layout.write(config)}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmspec.checkpoints.layout import Layout
+from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.eagle import EagleConfig
 from mmspec.drafters.feature import FeatureDrafter
+from mmspec.drafters.heads import HeadsDrafter
 
-Shape = tuple[int, ...]
+TrainedDrafter = FeatureDrafter | BlockDrafter | HeadsDrafter
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # in which a drafter can run
 
 
@@ -79,22 +82,23 @@ def _one_bias_switch(layout: Layout, config: EagleConfig) -> bool:
     return "img_fc.bias" in layout.optional and not getattr(config, "fc_bias", True)
 
 
-def split(layout: Layout, drafter: FeatureDrafter) -> dict[str, Tensor]:
+def split(layout: Layout, drafter: TrainedDrafter) -> dict[str, Tensor]:
     """The drafter's tensors in a layout, contiguous and on the CPU; token ids as offsets where it has them so.
 
     Raises:
         ValueError: the layout has no place for one of them.
     """
     tensors: dict[str, Tensor] = {}
+    config: Any = drafter.config  # EAGLE's where tensors are fused
     for ours, tensor in drafter.state_dict().items():
         theirs = layout.theirs(ours)
-        parts = tensor.split(_rows(drafter.config, ours)) if len(theirs) > 1 else [tensor]
+        parts = tensor.split(_rows(config, ours)) if len(theirs) > 1 else [tensor]
         tensors.update(zip(theirs, parts, strict=True))
     if "d2t" in tensors:
         ids = tensors["d2t"].cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(drafter.config.vocab, dtype=torch.bool).index_fill_(0, ids, True)
-    if _one_bias_switch(layout, drafter.config) and tensors.pop("img_fc.bias").any():
+        tensors["t2d"] = torch.zeros(config.vocab, dtype=torch.bool).index_fill_(0, ids, True)
+    if _one_bias_switch(layout, config) and tensors.pop("img_fc.bias").any():
         raise ValueError(f"{layout.about}, has a bias in img_fc only where fc has one. Use layout 'mmspec'")
     return {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
 

@@ -97,14 +97,9 @@ class PiecewiseFunction:
 
     @_alone
     def __init__(
-        self,
-        function: Function,
-        inputs: Sequence[Tensor],
-        own: Iterable[Tensor],
-        compile: Compile | None = None,
-        variants: Sequence[int] = (),
-        graphed: bool = True,
-    ) -> None:
+        self, function: Function, inputs: Sequence[Tensor], own: Iterable[Tensor], compile: Compile | None = None,
+        variants: Sequence[int] = (), graphed: bool = True,
+    ) -> None:  # fmt: skip
         given, self._device = list(own), inputs[0].device
         kind = self._device.type
         self._cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -36,7 +36,7 @@ class _Within:
     pending: Tensor
     emitted: Tensor
     seeds: Tensor
-    memory: FeatureMemory
+    memory: Any  # one that is passing, see FeatureMemory
     rows: Sequence[Row] = ()
 
     @property
@@ -57,13 +57,9 @@ class CapturedDraft:
     """
 
     def __init__(
-        self,
-        drafter: Capturable,
-        weights: Callable[[], Iterable[Tensor]],
-        vocab: int,
-        held: Held,
+        self, drafter: Capturable, weights: Callable[[], Iterable[Tensor]], vocab: int, held: Held,
         depth: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.drafter, self.weights, self.vocab, self.held = drafter, weights, vocab, held
         self.features, self.nodes = drafter.features, drafter.nodes
         self.rows = 1 + (depth or drafter.options.depth)  # that a round can hand over, if the one before drafted
@@ -91,16 +87,8 @@ class CapturedDraft:
         after = memory.lengths.plus(counts, count)
         attend = self.drafter.attending(memory, replace(memory, lengths=after), self.rows)
         o, drawn = self.drafter.options, draws(self.drafter.options, session)
-        key = (
-            o.tree,
-            o.depth,
-            o.width,
-            o.size,
-            self.drafter.head.vocab,
-            drawn,
-            target.guidance,
-            *(t.shape for t in inputs),
-        )
+        shape, head = (o.tree, o.depth, o.width, o.size), self.drafter.head
+        key = (shape, head.vocab, drawn, target.guidance, *(t.shape for t in inputs))
 
         def made() -> PiecewiseFunction:
             captured = self._capture(target, drawn, inputs, memory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -100,7 +100,10 @@ def joined(several: Sequence[Path]) -> Path:
     return Path(*(torch.cat([getattr(path, part) for path in several]) for part in ("states", "noise", "log_std")))
 
 
-def kernel(x: Tensor, out: Output, guidance: Tensor | None, row: Sequence[Any]) -> tuple[Tensor, Tensor]:
+Row = Sequence[float] | Sequence[Tensor]  # a, b, c, d of a step, see `Chain.steps`
+
+
+def kernel(x: Tensor, out: Output, guidance: Tensor | None, row: Row) -> tuple[Tensor, Tensor]:
     """Mean and log standard deviation [..., C] of a step from x [..., C]; `row` as `Chain.steps` has it."""
     C, (a, b, c, d) = x.shape[-1], row
     eps = out[0][..., :C]
@@ -109,7 +112,7 @@ def kernel(x: Tensor, out: Output, guidance: Tensor | None, row: Sequence[Any]) 
     return x * a - eps * b, out[0][..., C:] * c + d
 
 
-def step(x: Tensor, out: Output, guidance: Tensor | None, noise: Tensor, row: Sequence[Any]) -> tuple[Tensor, Tensor]:
+def step(x: Tensor, out: Output, guidance: Tensor | None, noise: Tensor, row: Row) -> tuple[Tensor, Tensor]:
     """The state after a step, and the log standard deviation [..., C]; noise [..., C] as `Chain.shaken` gives it."""
     mean, log_std = kernel(x, out, guidance, row)
     return torch.addcmul(mean, log_std.exp(), noise), log_std

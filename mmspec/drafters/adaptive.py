@@ -34,7 +34,7 @@ def variants(drafter: Any) -> dict[int, Any]:
 class _Lengths:
     """The drafter's memory of some rows, and how long the next draft of each is."""
 
-    inner: Any
+    inner: Any  # the drafter's own: Rows, or None
     depths: list[int]
 
     @property

@@ -96,8 +96,7 @@ class BlockDrafter(BlockNetwork):
         check_fit(self.config, target)
         if self.config.mask_token >= target.vocab:
             raise ValueError(f"its mask token {self.config.mask_token} is none of the {target.vocab} of {target.name}")
-        fitted: BlockDrafter = placed(self, target, options)
-        return fitted
+        return placed(self, target, options)
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -13,6 +12,7 @@ from mmspec.functional import Linear, linear
 from mmspec.modes import lasting, stock_class
 from mmspec.protocols import TargetInfo
 
+_State = list[tuple[int, int, torch.dtype, torch.device]]  # of a head's tensors: where they lie, how often written to
 _MADE: WeakValueDictionary[tuple[tuple[int, ...], torch.device], DraftVocab] = WeakValueDictionary()
 
 
@@ -28,7 +28,7 @@ class DraftVocab:
 
     def __init__(self, ids: Tensor) -> None:
         self.ids = ids
-        self._cut: WeakKeyDictionary[nn.Module, tuple[Any, list[Tensor]]] = WeakKeyDictionary()
+        self._cut: WeakKeyDictionary[nn.Module, tuple[_State, list[Tensor]]] = WeakKeyDictionary()
 
     @classmethod
     def of(cls, wanted: int | Sequence[int], target: TargetInfo) -> DraftVocab:
@@ -70,7 +70,7 @@ class DraftVocab:
         """Its rows of weight and bias; where the head was written to since, renewed in their place."""
         own = [t for t in (head.weight, head.bias) if isinstance(t, Tensor)]
         state = [(t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype, t.device) for t in own]
-        before, rows = self._cut.get(head, (None, []))
+        before, rows = self._cut.get(head, ([], []))
         if before != state:
             with lasting():
                 fresh = [t[self.ids.to(t.device)] for t in own]

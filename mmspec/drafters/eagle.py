@@ -117,8 +117,7 @@ class EagleDrafter(FeatureDrafter):
         check_fit(self.config, target)
         if options.prune and target.ends is None:
             raise ValueError("prune leaves out visual tokens of a prompt, and a prompt for a picture has none")
-        fitted: EagleDrafter = placed(self, target, options)
-        return fitted
+        return placed(self, target, options)
 
     def chosen(self, given: Options) -> TreeOptions:
         """What the user gave, elsewhere what its config recommends.

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -238,8 +237,8 @@ class FeatureMemory:
         positions = torch.cat([self.positions, other.positions])
         both = None if self.context is None or other.context is None else torch.cat([self.context, other.context])
         lengths, padded = self.lengths.join(other.lengths), self.padded or other.padded
-        held: dict[str, Any] = {"lengths": lengths, "positions": positions, "padded": padded}
-        return replace(self, **held, open_slots=torch.cat(open_slots), context=both)
+        slots = torch.cat(open_slots)
+        return replace(self, lengths=lengths, positions=positions, padded=padded, open_slots=slots, context=both)
 
     def attend(
         self, at: Lengths, ancestors: Tensor | None, slots: RaggedBuffer | None = None, scale: float | None = None
@@ -264,7 +263,7 @@ class FeatureMemory:
         return [self.positions, *([] if self.context is None else [self.context])]
 
     @contextmanager
-    def passing(self, state: Sequence[Tensor]) -> Iterator[Any]:
+    def passing(self, state: Sequence[Tensor]) -> Iterator[PassThroughMemory]:
         """For a capture: a memory of these rows that began empty, with this state. Its attentions are cuts, numbered by
         how far in they append."""
         yield PassThroughMemory(*state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from mmspec.functional import Linear
 from mmspec.kernels import reference as ops
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.types import FINAL, NO_TOKEN, Draft, Prompt, Round
+
+if TYPE_CHECKING:
+    from mmspec.compile.held import Held
 
 
 @dataclass(frozen=True)
@@ -79,16 +82,6 @@ class HeadsMemory(WindowMemory):
         self.features = path.gather(1, here[..., None].expand(wide))
         super().append(last)
 
-    def select(self, rows: Tensor) -> HeadsMemory:
-        found = super().select(rows)
-        assert isinstance(found, HeadsMemory)
-        return replace(found, features=self.features[rows])
-
-    def join(self, other: WindowMemory) -> HeadsMemory:
-        found = super().join(other)
-        assert isinstance(found, HeadsMemory) and isinstance(other, HeadsMemory)
-        return replace(found, features=torch.cat([self.features, other.features]))
-
 
 class HeadsDrafter(nn.Module):
     """A Jacobi window in which heads guess where the target has not spoken yet, or has read another token to the left.
@@ -110,7 +103,7 @@ class HeadsDrafter(nn.Module):
         super().__init__()
         self.config, c = config, config
         self.jacobi = JacobiDrafter(features=c.features)
-        self.held: Any = None  # what is captured of them (mmspec.compile.held.Held); None: they run as they are
+        self.held: Held | None = None  # what is captured of them; None: they run as they are
         wide = c.streams * c.hidden
         self.norms = nn.ModuleList(nn.RMSNorm(wide, 1e-6) for _ in range(4))
         self.embed_norm = nn.RMSNorm(c.hidden, 1e-6)
@@ -145,12 +138,12 @@ class HeadsDrafter(nn.Module):
                 f"these heads foretell a chain of at most {c.columns} tokens; got {options}. Leave proactive out, and "
                 f"choose window ≤ {c.columns + 1}"
             )
-        fitted: HeadsDrafter = beside(self, target)
+        fitted = beside(self, target)
         fitted.options = options
         fitted.jacobi = replace(self.jacobi, vocab=target.vocab, options=options)
         return fitted
 
-    def captured(self, held: Any) -> HeadsDrafter:
+    def captured(self, held: Held) -> HeadsDrafter:
         """The same, with its forward captured and compiled, a function for each shape."""
         found = copy.copy(self)
         found.held = held
@@ -239,5 +232,5 @@ class HeadsDrafter(nn.Module):
         return said * own + above * (1 - on * own) * over + self.leave(x)
 
 
-def _none(*_: Any) -> Tensor:
+def _none(*_: Tensor) -> Tensor:
     raise AssertionError("heads have no attention")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -15,6 +16,30 @@ _GAIN = 0.25  # tokens that a draft has to promise, or none is made, where no pr
 LEAST = 0.02  # how likely a node has to be where a price says how many are worth it
 
 Node = TypeVar("Node")
+
+
+class Rates:
+    """How often guesses of each kind came true: every token that comes tests one, drafted or not.
+
+    Args:
+        doubt: tests that the first guess of a rate is worth.
+        latest: tests of a kind after which half of them are forgotten.
+    """
+
+    def __init__(self, doubt: float, latest: int) -> None:
+        self.doubt, self.latest = doubt, latest
+        self.tests: defaultdict[tuple[int, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def of(self, kind: tuple[int, ...], first: float) -> float:
+        true, tests = self.tests[kind]
+        return (true + self.doubt * first) / (tests + self.doubt)
+
+    def test(self, kind: tuple[int, ...], true: bool) -> None:
+        test = self.tests[kind]
+        test[0] += true
+        test[1] += 1
+        if test[1] >= self.latest:
+            test[:] = [half / 2 for half in test]
 
 
 def worth(rows: int, device: str = "cuda") -> float:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 
 from mmspec.config import Options
-from mmspec.drafters.likely import worthwhile
+from mmspec.drafters.likely import Rates, worthwhile
 from mmspec.drafters.shape import Sizes
 from mmspec.protocols import PerRow, SessionView, Target, TargetInfo
 from mmspec.switch import Price, Prices
@@ -32,25 +31,13 @@ class Index:
     run: int = 0  # tokens in a row that were guessed right
 
 
-class Hits:
-    """How often a guess came true, by the length of its n-gram and by the guesses before that came true in a row.
+def _hits() -> Rates:
+    return Rates(_DOUBT, _LATEST)
 
-    Every token of an answer tests one, drafted or not.
-    """
 
-    def __init__(self) -> None:
-        self._cells: defaultdict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
-
-    def rate(self, order: int, run: int) -> float:
-        true, tests = self._cells[order, min(run, _RUNS - 1)]
-        return (true + _DOUBT * _FIRST) / (tests + _DOUBT)
-
-    def test(self, order: int, run: int, true: bool) -> None:
-        cell = self._cells[order, min(run, _RUNS - 1)]
-        cell[0] += true
-        cell[1] += 1
-        if cell[1] >= _LATEST:
-            cell[:] = [half / 2 for half in cell]
+def _kind(order: int, run: int) -> tuple[int, int]:
+    """Of a guess: the length of its n-gram, and how many guesses before came true in a row."""
+    return order, min(run, _RUNS - 1)
 
 
 @dataclass(frozen=True)
@@ -67,7 +54,7 @@ class NgramDrafter:
     options: Sizes = _USUAL
     features: tuple[int, ...] = ()
     shares: ClassVar[bool] = True  # whether it drafts may depend on the clock, see `SpecConfig.auto`
-    hits: Hits = field(default_factory=Hits, repr=False, compare=False)
+    hits: Rates = field(default_factory=_hits, repr=False, compare=False)  # by order, and guesses right in a row
     prices: Prices | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -81,7 +68,7 @@ class NgramDrafter:
             ValueError: an option of another drafter.
         """
         depth = _USUAL.with_(given, "the ngram drafter").depth
-        return replace(self, options=Sizes(depth, 1, depth + 1), hits=Hits())
+        return replace(self, options=Sizes(depth, 1, depth + 1), hits=_hits())
 
     def start(self, session: SessionView[PerRow[Index]], target: Target, prompt: Prompt) -> PerRow[Index]:
         return PerRow([Index() for _ in session.rows])
@@ -114,7 +101,7 @@ class NgramDrafter:
             return copied
         promises, likely = [1.0], 1.0
         for step in range(len(copied)):
-            likely *= self.hits.rate(min(order + step, max(self.orders)), index.run + step)
+            likely *= self.hits.of(_kind(min(order + step, max(self.orders)), index.run + step), _FIRST)
             promises.append(promises[-1] + likely)
         return copied[: worthwhile(promises, price) - 1]
 
@@ -123,7 +110,7 @@ class NgramDrafter:
         order, at = self._match(index, tokens, end)
         if order:
             true = tokens[at] == tokens[end]
-            self.hits.test(order, index.run, true)
+            self.hits.test(_kind(order, index.run), true)
             index.run = index.run + 1 if true else 0
         else:
             index.run = 0

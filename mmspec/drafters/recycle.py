@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from statistics import median_low
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from mmspec.config import Options
-from mmspec.drafters.likely import LEAST, likeliest, worth
+from mmspec.drafters.likely import LEAST, Rates, likeliest, worth
 from mmspec.drafters.shape import Sizes
 from mmspec.modes import lasting
 from mmspec.protocols import PerRow, SessionView, Target, TargetInfo
@@ -94,8 +94,10 @@ class Successors:
         self.lock = threading.Lock()
         self.table = torch.full((vocab + 1, min(RANKS, vocab)), NO_TOKEN, dtype=torch.int32, device=device)
         # by how often the likeliest token came in a row before, and by rank: how often its token came, and was drafted
-        self.tests = [[[0.0, 0.0] for _ in _FIRST] for _ in range(_STREAKS)]
-        self._shapes: dict[Any, tuple[int, tuple[Path, ...]]] = {}  # with the rounds that it has been in use
+        self.rates = Rates(_DOUBT, _LATEST)
+        self._shapes: dict[
+            tuple[RecycleOptions, float, int], tuple[int, tuple[Path, ...]]
+        ] = {}  # with the rounds that it has been in use
 
     def learn(self, tokens: Tensor, ranked: Tensor) -> None:
         """Remember the likeliest tokens [B, N, RANKS] after the tokens [B, N] of scored nodes.
@@ -132,7 +134,7 @@ class Successors:
         """
         for node, onward in zip(path, (*path[1:], 0), strict=True):
             for child, rank in shape.below[node].items():
-                self._test(streak, rank, child == onward)
+                self.rates.test(_kind(streak, rank), child == onward)
             if onward:
                 streak = 0 if shape.below[node][onward] else streak + 1
         return 0 if 0 in shape.below[path[-1]].values() else None
@@ -141,20 +143,12 @@ class Successors:
         """A token against what was known to follow, where nothing of it was drafted; the streak after it."""
         for rank, one in enumerate(known):
             if one != NO_TOKEN:
-                self._test(streak, rank, one == token)
+                self.rates.test(_kind(streak, rank), one == token)
         return streak + 1 if known[0] == token else 0
-
-    def _test(self, streak: int, rank: int, true: bool) -> None:
-        test = self.tests[min(streak, _STREAKS - 1)][rank]
-        test[0] += true
-        test[1] += 1
-        if test[1] >= _LATEST:
-            test[:] = [half / 2 for half in test]
 
     def rate(self, rank: int, streak: int = 0) -> float:
         """How often the token of a rank comes where it is drafted."""
-        true, tests = self.tests[min(streak, _STREAKS - 1)][rank]
-        return (true + _DOUBT * _FIRST[rank]) / (tests + _DOUBT)
+        return self.rates.of(_kind(streak, rank), _FIRST[rank])
 
     def shape(
         self, options: RecycleOptions, least: float, streak: int = 0, price: Price | None = None
@@ -175,9 +169,9 @@ class Successors:
             found = likeliest(root, after, options.depth, options.size, least, price)
             used, paths = 0, tuple(path for path, _ in found)
         drafted = {path[-1] for path in paths}
-        for rank, test in enumerate(self.tests[streak]):
-            if rank not in drafted:
-                test[:] = [_FADES * one for one in test]
+        for rank in {*range(len(_FIRST))} - drafted:
+            test = self.rates.tests[streak, rank]
+            test[:] = [_FADES * one for one in test]
         self._shapes[key] = used + 1, paths
         return paths
 
@@ -274,6 +268,10 @@ class RecycleDrafter:
                 streak = now if before is None else known.compared(before[row], pending[row], now)
             streaks.append(streak)
         return streaks
+
+
+def _kind(streak: int, rank: int) -> tuple[int, int]:
+    return min(streak, _STREAKS - 1), rank
 
 
 def _onward(shape: RankTree, path: Sequence[int], streak: int) -> int:

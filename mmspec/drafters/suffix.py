@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -15,7 +14,7 @@ import torch
 
 from mmspec.config import Options, whole
 from mmspec.drafters.automaton import SuffixAutomaton
-from mmspec.drafters.likely import LEAST, filled, likeliest, worth
+from mmspec.drafters.likely import LEAST, Rates, filled, likeliest, worth
 from mmspec.drafters.shape import Sizes
 from mmspec.protocols import PerRow, SessionView, Target, TargetInfo
 from mmspec.switch import Price, Prices
@@ -68,24 +67,6 @@ class _Match:
     last: int = 0  # the state of the row's whole text
 
 
-class Rates:
-    """How often guesses of each kind came true: every token that comes tests them, drafted or not."""
-
-    def __init__(self) -> None:
-        self._cells: defaultdict[tuple[int, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
-
-    def of(self, guess: _Guess) -> float:
-        true, tests = self._cells[guess.cell]
-        return (true + _DOUBT * guess.share) / (tests + _DOUBT)
-
-    def test(self, guess: _Guess, token: int) -> None:
-        cell = self._cells[guess.cell]
-        cell[0] += guess.token == token
-        cell[1] += 1
-        if cell[1] >= _LATEST:
-            cell[:] = [half / 2 for half in cell]
-
-
 class Phrases:
     """What this run has read and written, for all rows and calls; calls of several threads take turns.
 
@@ -98,7 +79,7 @@ class Phrases:
     def __init__(self, memory: int = _USUAL.memory) -> None:
         self.memory, self.lock = memory, threading.Lock()
         self.automata = [SuffixAutomaton()]  # the younger first
-        self.rates = Rates()
+        self.rates = Rates(_DOUBT, _LATEST)
 
     def opened(self, texts: Sequence[Sequence[int]]) -> list[_Match]:
         """Read a prompt, in the pieces that pictures leave of it; where its last one has come to."""
@@ -115,7 +96,7 @@ class Phrases:
         for token in tokens:
             matches = self._turned(matches)
             for guess in self._guesses(*_longest(matches)):
-                self.rates.test(guess, token)
+                self.rates.test(guess.cell, guess.token == token)
             self._read(matches, token)
         return matches
 
@@ -159,7 +140,8 @@ class Phrases:
         automaton, state, length = _longest(matches)
 
         def after(guess: _Guess) -> list[tuple[float, _Guess]]:
-            found = [(self.rates.of(one), one) for one in self._guesses(automaton, guess.state, guess.length)]
+            guesses = self._guesses(automaton, guess.state, guess.length)
+            found = [(self.rates.of(one.cell, one.share), one) for one in guesses]
             return heapq.nlargest(options.width, found, key=itemgetter(0))
 
         root = _Guess(NO_TOKEN, state, length, (), 1.0)

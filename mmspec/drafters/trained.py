@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from torch import nn
 
@@ -15,6 +15,8 @@ from mmspec.drafters.shape import ALL, USUAL, Shape, TreeOptions
 from mmspec.protocols import TargetInfo
 from mmspec.types import FINAL
 
+Network = TypeVar("Network", bound=nn.Module)
+Values = dict[str, Any]  # of a config, by name
 _PADDED = 1.01  # some targets have a few more embeddings than others: LLaVA 32000 by its authors, 32064 in transformers
 
 
@@ -25,7 +27,7 @@ class FileConfig:
     named: ClassVar[str]  # in messages
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> Self:
+    def of(cls, values: Values) -> Self:
         """From what `to_dict` gave, or JSON made of it.
 
         Raises:
@@ -35,25 +37,25 @@ class FileConfig:
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise ValueError(f"config.json has unknown fields {', '.join(unknown)}; {cls.named} has {sorted(known)}")
-        frozen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        frozen: Values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         for name, part in cls._parts().items():
             own = {f.name: frozen.pop(f.name) for f in fields(part) if f.name in frozen}
             frozen |= {name: replace(part, **own)} if own else {}
         return cls(**frozen)
 
     @classmethod
-    def _parts(cls) -> dict[str, Any]:
+    def _parts(cls) -> Values:
         """What is a dataclass of its own, as it is usually."""
         return {f.name: f.default for f in fields(cls) if is_dataclass(f.default)}
 
     @classmethod
-    def usual(cls) -> dict[str, Any]:
+    def usual(cls) -> Values:
         """What it holds as a file has it: by name, with the default of each; MISSING where a file must say it."""
         parts = cls._parts()
         own = {f.name: f.default for f in fields(cls) if f.name not in parts}
         return own | {name: value for part in parts.values() for name, value in vars(part).items()}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Values:
         """Itself as a file has it."""
         held = asdict(self)
         return {k: v for k, v in held.items() if not isinstance(v, dict)} | {
@@ -94,7 +96,7 @@ class TrainedConfig(FileConfig, Rope):
         self.check(self.head_dim or self.hidden // self.heads)
 
 
-def check_fit(c: Any, target: TargetInfo) -> None:
+def check_fit(c: TrainedConfig, target: TargetInfo) -> None:
     """Refuse a target that a drafter with this config was not made for.
 
     Raises:
@@ -109,10 +111,9 @@ def check_fit(c: Any, target: TargetInfo) -> None:
     if not c.draft_vocab:
         wanted["head width"] = (c.hidden, target.hidden)
     wrong = [f"{name} {mine} (target: {theirs})" for name, (mine, theirs) in wanted.items() if mine != theirs]
-    turns: tuple[Any, ...] = (c.rope, c.grid)
-    asked: tuple[Any, ...] = ("1d", 0)
+    turns, asked = (c.rope, c.grid, 0.0), ("1d", 0, 0.0)
     if target.grid:
-        turns, asked = (*turns, c.rope_theta), ("2d", target.grid, target.rope_theta)
+        turns, asked = (c.rope, c.grid, c.rope_theta), ("2d", target.grid, target.rope_theta)
     if turns != asked:
         wrong.append(f"rotary positions {_turns(*turns)} (target: {_turns(*asked)})")
     wrong += [f"layer {i} (target: {target.layers} layers)" for i in c.features if i >= target.layers]
@@ -127,7 +128,7 @@ def _turns(rope: str, grid: int, theta: float = 0.0) -> str:
     return f"{rope!r}" + (f" on a grid of {grid}" if grid else "") + (f", base {theta:g}" if theta else "")
 
 
-def placed(drafter: Any, target: TargetInfo, options: TreeOptions) -> Any:
+def placed(drafter: Network, target: TargetInfo, options: TreeOptions) -> Network:
     """A drafter for itself with these options, on the target's device and in its dtype; the given one stays as it is.
 
     Where nothing moves, both have the same layers; else those of the new one are copies.
@@ -135,7 +136,7 @@ def placed(drafter: Any, target: TargetInfo, options: TreeOptions) -> Any:
     Raises:
         ValueError: a draft vocabulary that the target has not, or fewer tokens than a node has branches.
     """
-    fitted = beside(drafter, target)
+    fitted: Any = beside(drafter, target)  # a drafter with a head
     fitted.options = options
     if not fitted.head.own:
         fitted.head = TargetHead(None if options.draft_vocab == ALL else DraftVocab.of(options.draft_vocab, target))
@@ -143,10 +144,10 @@ def placed(drafter: Any, target: TargetInfo, options: TreeOptions) -> Any:
             raise ValueError(
                 f"a tree with {options.branches} branches per node needs a draft_vocab of as many tokens; lower width"
             )
-    return fitted
+    return fitted  # type: ignore[no-any-return]
 
 
-def beside(drafter: Any, target: TargetInfo) -> Any:
+def beside(drafter: Network, target: TargetInfo) -> Network:
     """A drafter of the same weights on the target's device and in its dtype; the given one stays as it is."""
     own = [*drafter.parameters(), *drafter.buffers()]
     stays = all(t.device == target.device and (t.dtype == target.dtype or not t.is_floating_point()) for t in own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -12,14 +13,9 @@ from torch import Tensor
 from mmspec.config import is_whole, one_of, whole
 from mmspec.modes import lasting
 from mmspec.tree import chain, from_paths, in_order
-from mmspec.types import Round, Tree
+from mmspec.types import Round, Tree, join, select
 
-SHARES = {
-    "uniform": (0.0, 0.0),
-    "horizontal": (1.0, 0.0),
-    "vertical": (0.0, 1.0),
-    "mixture": (0.5, 0.5),
-}  # left, above
+SHARES = {"uniform": (0.0, 0.0), "horizontal": (1.0, 0.0), "vertical": (0.0, 1.0), "mixture": (0.5, 0.5)}  # left, above
 NEAR = "neighbours"
 INITS = (*SHARES, NEAR)
 COUPLINGS = ("none", "maximal", "gumbel")
@@ -79,20 +75,15 @@ class WindowMemory:
         here = count + torch.arange(self.decided.shape[1], device=path.device)
         self.decided = torch.cat([self.decided, path], 1).gather(1, here)
 
-    def select(self, rows: Tensor) -> WindowMemory:
-        distribution = None if self.q is None else self.q[rows]
-        return replace(self, decided=self.decided[rows], ends=self.ends[rows], q=distribution)
+    def select(self, rows: Tensor) -> Self:
+        return select(self, rows)
 
-    def join(self, other: WindowMemory) -> WindowMemory:
-        distribution = self.q if self.q is not None else other.q
-        if distribution is not None:  # where there are no guesses, what fills their place is never read
-            distributions = [
-                distribution.new_zeros(len(m.ends), *distribution.shape[1:]) if m.q is None else m.q
-                for m in (self, other)
-            ]
-            distribution = torch.cat(distributions)
-        decided, ends = torch.cat([self.decided, other.decided]), torch.cat([self.ends, other.ends])
-        return replace(self, decided=decided, ends=ends, q=distribution)
+    def join(self, other: Self) -> Self:
+        q = self.q if self.q is not None else other.q
+        if q is None:
+            return join(self, other, {})
+        none = [q.new_zeros(len(m.ends), *q.shape[1:]) if m.q is None else m.q for m in (self, other)]  # never read
+        return join(replace(self, q=none[0]), replace(other, q=none[1]), {})
 
 
 @dataclass(frozen=True)

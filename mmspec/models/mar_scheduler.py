@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from itertools import accumulate
-from typing import Any
 
 import torch
 from diffusers import ConfigMixin, SchedulerMixin
@@ -44,13 +43,13 @@ class MARScheduler(SchedulerMixin, ConfigMixin):
         self.alphas_cumprod = alpha_bar(num_train_timesteps)
         self.set_timesteps(min(100, num_train_timesteps))
 
-    def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:
+    def set_timesteps(self, num_inference_steps: int, device: torch.device | str | None = None) -> None:
         """Choose the steps of `step` and `kernel`."""
         self.num_inference_steps = num_inference_steps
         self.current = self.chain(num_inference_steps, device)
         self.timesteps = self.current.timesteps
 
-    def chain(self, steps: int, device: Any = None) -> Chain:
+    def chain(self, steps: int, device: torch.device | str | None = None) -> Chain:
         """The sampler's steps spread evenly over the training clock, both ends included.
 
         Raises:
@@ -108,7 +107,7 @@ class MARScheduler(SchedulerMixin, ConfigMixin):
         clean = (sample - rest * model_output.chunk(2, -1)[0]) / root
         return DDPMSchedulerOutput(before, clean) if return_dict else (before, clean)
 
-    def scale_model_input(self, sample: Tensor, timestep: Any = None) -> Tensor:
+    def scale_model_input(self, sample: Tensor, timestep: Tensor | None = None) -> Tensor:
         return sample
 
     def add_noise(self, original_samples: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:

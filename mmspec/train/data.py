@@ -225,7 +225,7 @@ def _dataset(name: str, clips: Clips | None) -> list[TrainingSample]:
     return [sample(index) for index in range(len(table))]
 
 
-def _asked(words: Any) -> str:
+def _asked(words: object) -> str:
     """The question of a cell: itself, or the first turn of a conversation (LLaVA's and ShareGPT's form)."""
     if isinstance(words, list):
         first = words[0] if words else ""
@@ -277,7 +277,7 @@ def batches(
         yield order[place][process::processes]
 
 
-def lengths_sorted(lengths: Sequence[Any], size: int) -> list[list[int]]:
+def lengths_sorted(lengths: Sequence[tuple[int, int]], size: int) -> list[list[int]]:
     """Indices grouped into batches of similar length, so that padding is small."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     return [order[i : i + size] for i in range(0, len(order), size)]

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from mmspec.drafters.draft_vocab import DraftVocab
@@ -30,7 +30,7 @@ from mmspec.train.recipes import Recipe
 from mmspec.train.trace import Lesson, Teaches, Trace
 
 
-def optimizers(network: Any, recipe: Recipe) -> list[torch.optim.Optimizer]:
+def optimizers(network: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """AdamW, with the matrices given to Muon where the recipe says so."""
     parameters = [p for p in network.parameters() if p.requires_grad]
     matrices = [p for p in parameters if recipe.muon and p.ndim == 2]
@@ -43,7 +43,7 @@ def optimizers(network: Any, recipe: Recipe) -> list[torch.optim.Optimizer]:
     return found
 
 
-def bar(wanted: bool) -> dict[str, Any]:
+def bar(wanted: bool) -> dict[str, float]:
     """tqdm's options for a bar that goes on in a terminal, and is a line every half minute in a log."""
     every = 0.1 if sys.stderr.isatty() else 30.0
     return {"disable": not wanted, "mininterval": every, "maxinterval": max(10.0, every)}

@@ -9,24 +9,23 @@ import copy
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mmspec.drafters.specvlm import SELECT
+from mmspec.drafters.specvlm import SELECT, SpecVlmDrafter
 from mmspec.train.objective import losses
 from mmspec.train.recipes import Recipe
 from mmspec.train.trace import Teaches, Trace
 
 
-def learns_after(drafter: Any, recipe: Recipe) -> bool:
+def learns_after(drafter: nn.Module, recipe: Recipe) -> bool:
     """Whether a drafter has a gate that chooses, and it did not learn along with the rest."""
-    chooses = getattr(drafter, "gate", None) is not None and drafter.config.gate == SELECT
+    chooses = isinstance(drafter, SpecVlmDrafter) and drafter.gate is not None and drafter.config.gate == SELECT
     return chooses and recipe.gate_learns == "after"
 
 
-def learn(drafter: Any, teacher: Teaches, traces: Iterable[Trace], recipe: Recipe) -> dict[str, float]:
+def learn(drafter: SpecVlmDrafter, teacher: Teaches, traces: Iterable[Trace], recipe: Recipe) -> dict[str, float]:
     """Fit the gate to what every branch costs on some samples, and nothing else.
 
     It minimises Σ_i π_i (L_i + c · n_i / N), where π is the softmax of its logits, L_i the drafter's loss through
@@ -41,6 +40,7 @@ def learn(drafter: Any, teacher: Teaches, traces: Iterable[Trace], recipe: Recip
         The share of the samples that chooses each branch, most first.
     """
     drafter.eval()
+    assert drafter.gate is not None
     plain = replace(recipe, rollouts=0, noise=0.0)
     branches = []
     for name in drafter.config.branches:
@@ -64,7 +64,7 @@ def learn(drafter: Any, teacher: Teaches, traces: Iterable[Trace], recipe: Recip
     return {drafter.config.branches[i]: n / len(questions) for i, n in chosen.most_common()}
 
 
-def _cost(fixed: Any, teacher: Teaches, trace: Trace, recipe: Recipe) -> Tensor:
+def _cost(fixed: SpecVlmDrafter, teacher: Teaches, trace: Trace, recipe: Recipe) -> Tensor:
     """The loss on one sample with one branch, and what its rows add to it."""
     loss = losses(fixed, fixed, teacher, trace, recipe)[0]
     seen, valid = trace.visual[:, 1:], trace.valid[:, :-1]

@@ -8,20 +8,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from mmspec.config import Options
-from mmspec.drafters.heads import HeadsDrafter, View
+from mmspec.drafters.heads import HeadsDrafter, HeadsMemory, View
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.train.data import TrainingSample
 from mmspec.train.distil import Distillation, bar
 from mmspec.train.trace import Teaches
 from mmspec.types import Draft, Prompt
 
+Note = tuple[int, int, View]  # number of the picture, tokens decided, and what was seen
 PARTS = 3  # of a run: before each, some of the pictures are drawn with the heads as they are by then
 ROUNDS = 32  # of a picture that are learnt from, about
 OWN = 0.15  # weight of positions whose guess the drafter takes from the target, over that of the others
@@ -29,7 +30,7 @@ OWN = 0.15  # weight of positions whose guess the drafter takes from the target,
 
 class Draws(Teaches, Protocol):
     def draw(
-        self, samples: Sequence[TrainingSample], drafter: Any, seeds: Sequence[int]
+        self, samples: Sequence[TrainingSample], drafter: WindowRecorder, seeds: Sequence[int]
     ) -> tuple[list[list[int]], float]:
         """A picture for each sample, by its seed, with this drafter: the tokens, and how many a forward gave."""
 
@@ -58,11 +59,11 @@ class WindowRecorder:
     def fit(self, target: TargetInfo, given: Options) -> WindowRecorder:
         return WindowRecorder(self.heads.fit(target, {"window": self.nodes}), self.note, self.silent)
 
-    def start(self, session: SessionView, target: Target, prompt: Prompt) -> Any:
+    def start(self, session: SessionView[HeadsMemory], target: Target, prompt: Prompt) -> HeadsMemory:
         return self.heads.start(session, target, prompt)
 
     @torch.no_grad()
-    def propose(self, session: SessionView, target: Target) -> Draft:
+    def propose(self, session: SessionView[HeadsMemory], target: Target) -> Draft:
         draft = self.heads.jacobi.propose(session, target)
         view = self.heads.view(session, draft)
         for b, row in enumerate(session.rows):
@@ -142,11 +143,11 @@ class HeadsTraining(Distillation):
         """Pictures drawn with the heads as they are, what these saw, and how many tokens a forward gave."""
         self.network.eval()
         random = torch.Generator().manual_seed(self.recipe.seed * 100003 + part)
-        kept, said, taus = list[tuple[int, int, View]](), list[Tensor](), list[float]()
+        kept, said, taus = list[Note](), list[Tensor](), list[float]()
         for first in range(0, len(samples), self.recipe.writing):
-            group, seen = samples[first : first + self.recipe.writing], list[tuple[int, int, View]]()
+            group, seen = samples[first : first + self.recipe.writing], list[Note]()
 
-            def note(row: int, emitted: int, view: View, first: int = first, seen: list[Any] = seen) -> None:
+            def note(row: int, emitted: int, view: View, first: int = first, seen: list[Note] = seen) -> None:
                 seen.append((first + row, emitted, view._replace(features=view.features.half())))
 
             seeds = [self.recipe.seed * 100003 + part * len(self.samples) + first + i for i in range(len(group))]

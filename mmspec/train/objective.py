@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.train.recipes import Recipe
@@ -32,7 +32,9 @@ def list_mle(logits: Tensor, p: Tensor, ranked: int) -> Tensor:
     return (rest - s).sum(-1)
 
 
-def losses(drafter: Learns, network: Any, teacher: Teaches, trace: Trace, recipe: Recipe) -> tuple[Tensor, Tensor]:
+def losses(
+    drafter: Learns, network: nn.Module, teacher: Teaches, trace: Trace, recipe: Recipe
+) -> tuple[Tensor, Tensor]:
     """The weighted loss of all unrolled steps and rollouts, and the chance that each step's token is the target's.
 
     Row j pairs the embedding at j + 1 with the features at j and predicts the feature at j + 1, hence token j + 2. A

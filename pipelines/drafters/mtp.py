@@ -212,8 +212,7 @@ class MtpDrafter(FeatureDrafter):
             )
         if options.draws and options.draft_vocab != ALL:
             raise ValueError("draws=True needs all of the target's head; leave draft_vocab out, or give draws=False")
-        fitted: MtpDrafter = placed(self, target, options)
-        return fitted
+        return placed(self, target, options)
 
     def forward(
         self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, steps: int, start: int = 0,

@@ -33,90 +33,57 @@ def test_missing_and_extra_of_our_own(tmp_path):
         load(tmp_path)
 
 
-def test_one_bias_of_three(tmp_path):
-    config, t = eagle()
-    t["layers.0.self_attn.k_proj.bias"] = torch.zeros(KV * D)
-    with pytest.raises(
-        ValueError, match=r"missing: layers.0.self_attn.q_proj.bias, layers.0.self_attn.v_proj.bias; extra: n"
-    ):
-        load(put(tmp_path, config, t))
+def flat(**change) -> dict:
+    """A change of the layer's settings, as speculators nests them."""
+    return {"transformer_layer_config": {**LLAMA, **change}}
+
+
+ROWS = torch.zeros(V_D, dtype=torch.long)
 
 
 @pytest.mark.parametrize(
-    ("key", "tensor", "reason"),
+    ("published", "said", "tensors", "reason"),
     [
-        ("layers.0.self_attn.v_proj.weight", torch.zeros(5, H), r"v_proj.weight is \[5, 32\], expected \[16, 32\]"),
-        ("layers.0.mlp.down_proj.weight", torch.zeros(H, 9), r"down_proj.weight is \[32, 9\], expected \[32, 48\]"),
-        ("layers.0.self_attn.k_proj.weight", torch.zeros(5, H), "k_proj.weight 5"),
-        ("layers.0.self_attn.q_proj.weight", torch.zeros(33, H), "q_proj.weight has 33 rows"),
-        ("fc.weight", torch.zeros(H, 5), r"fc.weight is \[32, 5\]"),
-        ("fc.weight", torch.zeros(H), r"fc.weight has the shape \[32\]"),
-        ("fc.bias", torch.zeros(H, dtype=torch.int8), "fc.bias holds torch.int8, expected floats"),
+        (eagle, {}, {"layers.0.self_attn.k_proj.bias": torch.zeros(KV * D)},
+         r"missing: layers.0.self_attn.q_proj.bias, layers.0.self_attn.v_proj.bias; extra: n"),
+        (eagle, {}, {"layers.0.self_attn.v_proj.weight": torch.zeros(5, H)},
+         r"v_proj.weight is \[5, 32\], expected \[16, 32\]"),
+        (eagle, {}, {"layers.0.mlp.down_proj.weight": torch.zeros(H, 9)},
+         r"down_proj.weight is \[32, 9\], expected \[32, 48\]"),
+        (eagle, {}, {"layers.0.self_attn.k_proj.weight": torch.zeros(5, H)}, "k_proj.weight 5"),
+        (eagle, {}, {"layers.0.self_attn.q_proj.weight": torch.zeros(33, H)}, "q_proj.weight has 33 rows"),
+        (eagle, {}, {"fc.weight": torch.zeros(H, 5)}, r"fc.weight is \[32, 5\]"),
+        (eagle, {}, {"fc.weight": torch.zeros(H)}, r"fc.weight has the shape \[32\]"),
+        (eagle, {}, {"fc.bias": torch.zeros(H, dtype=torch.int8)}, "fc.bias holds torch.int8, expected floats"),
+        (eagle3, {}, {"d2t": torch.arange(V_D) + V},
+         "token ids from 61 to 99, outside the vocabulary of 61; it must hold offsets"),
+        (eagle3, {}, {"d2t": ROWS, "t2d": torch.zeros(V, dtype=torch.bool)}, "d2t and t2d disagree"),
+        (eagle3, {}, {"d2t": ROWS[:3]}, r"d2t is \[3\], expected \[20\]"),
+        (eagle3, {}, {"d2t": torch.zeros(V_D)}, "d2t holds torch.float32, expected int64"),
+        (eagle3, {}, {"embed_tokens.weight": torch.zeros(V, 16)}, "an embedding of its own"),
+        (speculators, {"norm_before_fc": True}, {}, r"missing: input_norm\.weight"),
+        (speculators, {"fc_norm": True}, {}, r"missing: fc_norm\.0\.weight, fc_norm\.1\.weight, fc_norm\.2\.weight"),
+        (speculators, {"embed_requires_grad": True}, {}, "embeddings of its own"),
+        (speculators, {"speculators_model_type": "mlp"}, {}, "the method 'mlp' of speculators"),
+        (speculators, {"speculators_model_type": "peagle"}, {}, "missing: mask_hidden|mask_token"),
+        (speculators, flat(num_hidden_layers=2), {}, r"missing: layers\.1\.input_layernorm"),
+        (speculators, flat(hidden_act="gelu"), {}, "another activation than silu"),
+        (speculators, flat(rope_scaling={"rope_type": "longrope"}), {}, "scaled by 'longrope'"),
+        (speculators, flat(rope_scaling={"mrope_section": [16, 24, 24]}), {}, "must add up to 4"),
+        (speculators, flat(layer_types=["sliding_attention"]), {}, "sliding window"),
+        (speculators, {"transformer_layer_config": [1]}, {}, "_layer_config in config.json must be an object"),
+        (speculators, flat(num_attention_heads="4"), {}, "must give num_attention_heads"),
+        (speculators, {}, {"layers.0.self_attn.q_norm.weight": torch.ones(D)}, "norms of the queries and keys"),
+        *((eagle, {name: True}, {}, "mmspec's network has not that") for name in (
+            "norm_before_fc", "fc_norm", "norm_output")),
+        (eagle, {"caption_dim": 2048, "input_type": "t2i"}, {},
+         r"LANTERN's drafters for LlamaGen .*by row and column in interleaved pairs"),
     ],
-)
-def test_wrong_shapes(tmp_path, key, tensor, reason):
-    config, t = eagle()
+)  # fmt: skip
+def test_what_a_file_may_not_hold(tmp_path, published, said, tensors, reason):
+    config, t = published()
     with pytest.raises(ValueError, match=reason):
-        load(put(tmp_path, config, {**t, key: tensor}))
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"d2t": torch.arange(V_D) + V}, "token ids from 61 to 99, outside the vocabulary of 61; it must hold offsets"),
-        ({"d2t": torch.zeros(V_D, dtype=torch.long), "t2d": torch.zeros(V, dtype=torch.bool)}, "d2t and t2d disagree"),
-        ({"d2t": torch.zeros(3, dtype=torch.long)}, r"d2t is \[3\], expected \[20\]"),
-        ({"d2t": torch.zeros(V_D)}, "d2t holds torch.float32, expected int64"),
-        ({"embed_tokens.weight": torch.zeros(V, 16)}, "an embedding of its own"),
-    ],
-)
-def test_wrong_maps(tmp_path, change, reason):
-    config, t = eagle3()
-    with pytest.raises(ValueError, match=reason):
-        load(put(tmp_path, config, {**t, **change}))
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"norm_before_fc": True}, r"missing: input_norm\.weight"),
-        ({"fc_norm": True}, r"missing: fc_norm\.0\.weight, fc_norm\.1\.weight, fc_norm\.2\.weight"),
-        ({"embed_requires_grad": True}, "embeddings of its own"),
-        ({"speculators_model_type": "mlp"}, "the method 'mlp' of speculators"),
-        ({"speculators_model_type": "peagle"}, "missing: mask_hidden|mask_token"),
-        ({"transformer_layer_config": {**LLAMA, "num_hidden_layers": 2}}, r"missing: layers\.1\.input_layernorm"),
-        ({"transformer_layer_config": {**LLAMA, "hidden_act": "gelu"}}, "another activation than silu"),
-        ({"transformer_layer_config": {**LLAMA, "rope_scaling": {"rope_type": "longrope"}}}, "scaled by 'longrope'"),
-        ({"transformer_layer_config": {**LLAMA, "rope_scaling": {"mrope_section": [16, 24, 24]}}}, "must add up to 4"),
-        ({"transformer_layer_config": {**LLAMA, "layer_types": ["sliding_attention"]}}, "sliding window"),
-        ({"transformer_layer_config": [1]}, "transformer_layer_config in config.json must be an object"),
-        ({"transformer_layer_config": {**LLAMA, "num_attention_heads": "4"}}, "must give num_attention_heads"),
-    ],
-)
-def test_networks_that_we_do_not_have(tmp_path, change, reason):
-    config, t = speculators()
-    with pytest.raises(ValueError, match=reason):
-        load(put(tmp_path, {**config, **change}, t))
-
-
-@pytest.mark.parametrize("change", [{"norm_before_fc": True}, {"fc_norm": True}, {"norm_output": True}])
-def test_norms_that_eagle_1_has_not(tmp_path, change):
-    config, t = eagle()
-    with pytest.raises(ValueError, match="mmspec's network has not that"):
-        load(put(tmp_path, {**config, **change}, t))
-
-
-def test_drafters_of_lantern_are_named(tmp_path):
-    config, t = eagle()
-    folder = put(tmp_path, {**config, "caption_dim": 2048, "input_type": "t2i"}, t)
-    with pytest.raises(ValueError, match=r"LANTERN's drafters for LlamaGen .*by row and column in interleaved pairs"):
-        load(folder)
-
-
-def test_norms_of_queries_are_named(tmp_path):
-    config, t = speculators()
-    with pytest.raises(ValueError, match="norms of the queries and keys"):
-        load(put(tmp_path, config, {**t, "layers.0.self_attn.q_norm.weight": torch.ones(D)}))
+        load(put(tmp_path, {**config, **said}, {**t, **tensors}))
 
 
 def test_mrope_is_read_with_a_warning(tmp_path):
@@ -193,9 +160,14 @@ def test_nothing_there(tmp_path):
         load("no/where", revision="v1")
 
 
+DEEP = "[" * 100_000
+TOO_DEEP = r"config.json is nested too deep to be read"
+
+
 @pytest.mark.parametrize(
-    ("text", "reason"), [("{", "not JSON"), ("[]", "holds a list"), ("\xff", "not JSON"), ("", "not JSON")]
-)
+    ("text", "reason"), [("{", "not JSON"), ("[]", "holds a list"), ("\xff", "not JSON"), ("", "not JSON"),
+                         (DEEP, TOO_DEEP), ('{"a": ' + DEEP, TOO_DEEP)], ids=range(6)
+)  # fmt: skip
 def test_broken_config(tmp_path, text, reason):
     put(tmp_path, *eagle())
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
@@ -213,24 +185,15 @@ def test_broken_config(tmp_path, text, reason):
         ),
         ({"hidden": 0}, "hidden = 0"),
         ({"surprise": 1}, "unknown fields surprise"),
+        *(({"features": odd}, r"features is .*, expected a list of 1 to 64 whole numbers from -1")
+          for odd in ([-7], [-1, -2], [])),
     ],
-)
+)  # fmt: skip
 def test_broken_config_of_our_own(tmp_path, change, reason):
     save.save_drafter(ours(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ValueError, match=reason):
-        load(tmp_path)
-
-
-DEEP = "[" * 100_000
-
-
-@pytest.mark.parametrize("text", [DEEP, '{"a": ' + DEEP])
-def test_a_config_nested_too_deep(tmp_path, text):
-    put(tmp_path, *eagle())
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"config.json is nested too deep to be read"):
         load(tmp_path)
 
 
@@ -283,7 +246,7 @@ def test_tensors_of_eight_bits(tmp_path, layout, kind):
         load(tmp_path)
 
 
-NUMBERS = [f.name for f in dataclasses.fields(EagleConfig) if f.type in ("int", "float")]
+NUMBERS = [name for name, one in EagleConfig.usual().items() if one is dataclasses.MISSING or type(one) in (int, float)]
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -335,15 +298,6 @@ def test_odd_architectures_and_layer_types(tmp_path, odd):
     config, t = speculators()
     changed = {**config, "architectures": odd, "transformer_layer_config": {**LLAMA, "layer_types": odd}}
     load(put(tmp_path, changed, t))  # neither says anything that matters
-
-
-@pytest.mark.parametrize("odd", [[-7], [-1, -2], []])
-def test_features_that_no_target_has(tmp_path, odd):
-    save.save_drafter(ours(), tmp_path)
-    own = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**own, "features": odd}))
-    with pytest.raises(ValueError, match=r"features is .*, expected a list of 1 to 64 whole numbers from -1"):
-        load(tmp_path)
 
 
 def test_a_config_nested_too_deep_of_heads(tmp_path):

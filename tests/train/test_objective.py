@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,31 +32,23 @@ def _softmax(row: list[float]) -> list[float]:
     return [math.exp(s) / whole for s in row]
 
 
-def test_cross_entropy_is_the_formula(distributions: tuple[Tensor, Tensor]) -> None:
-    logits, p = distributions
-    for row, (s, target) in enumerate(zip(logits.tolist(), p.tolist(), strict=True)):
-        q = _softmax(s)
-        wanted = -sum(target[v] * math.log(q[v]) for v in range(V))
-        assert cross_entropy(logits, p)[row].item() == pytest.approx(wanted, rel=1e-5)
+def _list_mle(s: list[float], p: list[float], ranked: int) -> float:
+    order = sorted(range(V), key=lambda v: -p[v])[:ranked]
+    return sum(math.log(sum(math.exp(s[v]) for v in order[i:])) - s[order[i]] for i in range(len(order)))
 
 
-def test_law_distance_is_the_formula(distributions: tuple[Tensor, Tensor]) -> None:
-    logits, p = distributions
-    for row, (s, target) in enumerate(zip(logits.tolist(), p.tolist(), strict=True)):
-        q = _softmax(s)
-        wanted = sum(abs(q[v] - target[v]) for v in range(V))
-        assert law_distance(logits, p)[row].item() == pytest.approx(wanted, rel=1e-5)
+FORMULAS: dict[str, tuple[Callable[..., Tensor], Callable[[list[float], list[float]], float]]] = {
+    "cross-entropy": (cross_entropy, lambda s, p: -sum(p[v] * math.log(_softmax(s)[v]) for v in range(V))),
+    "law distance": (law_distance, lambda s, p: sum(abs(_softmax(s)[v] - p[v]) for v in range(V))),
+    **{f"list {n}": (partial(list_mle, ranked=n), partial(_list_mle, ranked=n)) for n in (1, 4, 10, 99)},
+}
 
 
-@pytest.mark.parametrize("ranked", [1, 4, 10, 99])
-def test_list_mle_is_the_formula(distributions: tuple[Tensor, Tensor], ranked: int) -> None:
-    logits, p = distributions
-    for row, (s, target) in enumerate(zip(logits.tolist(), p.tolist(), strict=True)):
-        order = sorted(range(V), key=lambda v: -target[v])[:ranked]
-        wanted = 0.0
-        for i in range(len(order)):
-            wanted -= s[order[i]] - math.log(sum(math.exp(s[order[m]]) for m in range(i, len(order))))
-        assert list_mle(logits, p, ranked)[row].item() == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_losses_are_the_formulas(distributions: tuple[Tensor, Tensor], name: str) -> None:
+    loss, formula = FORMULAS[name]
+    wanted = [formula(s, p) for s, p in zip(*(t.tolist() for t in distributions), strict=True)]
+    assert loss(*distributions).tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-5 if "list" in name else None)
 
 
 class ToyHead:
