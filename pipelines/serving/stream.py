@@ -62,9 +62,7 @@ def stream(
     if rows != 1:
         raise ValueError(f"stream follows one row; got {rows}. Call it once for each, or use model.generate")
     if settings.get("streamer") is not None:
-        raise ValueError(
-            "stream puts a streamer of its own into the call; leave streamer out, and iterate"
-        )
+        raise ValueError("stream puts a streamer of its own into the call; leave streamer out, and iterate")
     model = families.unwrap(model_or_pipe)
     answers = settings.get("num_return_sequences") or setting(
         "num_return_sequences", settings.get("generation_config"), getattr(model, "generation_config", None)
