@@ -14,6 +14,7 @@ from torch.nn.modules import module as everywhere
 T = TypeVar("T")
 Mode = type[AbstractContextManager[None]]
 _INERT = "transformers.utils.output_capturing"  # its hooks stay once installed, and sleep unless a call asks for them
+LOOKS_ON = "mmspec_looks_on"  # a hook that has this attribute takes nothing, changes nothing and keeps nothing
 
 
 def each_module(*models: Any) -> Iterator[Any]:
@@ -34,11 +35,11 @@ def stock_class(kind: type[T]) -> type[T]:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether hooks run before or after its forward."""
+    """Whether hooks run before or after its forward that may change or keep what it computes."""
     if not (module._forward_pre_hooks or module._forward_hooks):
         return False
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return any(getattr(hook, "__module__", None) != _INERT for hook in hooks)
+    return any(getattr(hook, "__module__", None) != _INERT and not hasattr(hook, LOOKS_ON) for hook in hooks)
 
 
 def hooked_everywhere() -> bool:

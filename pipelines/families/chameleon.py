@@ -100,7 +100,7 @@ class ChameleonPatch(DecoderOnlyPatch):
         if mode not in MODES:
             raise ValueError(f"multimodal_generation_mode must be one of {', '.join(MODES)}; got {mode!r}")
         if mode == "text-only":
-            return stock(self).generate(self, inputs, *args, **kwargs)
+            return DecoderOnlyPatch.generate(self, inputs, *args, **kwargs)
         ids = kwargs.get("input_ids") if inputs is None else inputs
         if ids is None:
             raise ValueError("a picture needs a prompt of token ids; pass input_ids")

@@ -12,9 +12,9 @@ from mmspec.pipelines.host import devices, quantized, renamed
 from mmspec.pipelines.host.call import Call, calling, current
 from mmspec.pipelines.host.decoder import decoder, embedding
 from mmspec.pipelines.host.hooks import Taps, stock
-from mmspec.pipelines.host.loops import like_generate, loops
+from mmspec.pipelines.host.loops import like_generate, loops, reached
 from mmspec.pipelines.host.model import HostModel
-from mmspec.pipelines.host.names import origin, translated
+from mmspec.pipelines.host.names import by_name, origin, translated
 from mmspec.pipelines.host.processors import followed
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.host.readable import head_shape, unsupported
@@ -69,7 +69,7 @@ class DecoderOnlyPatch(loops(_run, _leave, _keeps)):  # type: ignore[misc]
 
     @like_generate
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs = translated(kwargs)
+        args, kwargs = by_name(stock(self).generate, args, translated(kwargs))
         custom = kwargs.get("custom_generate")
         if callable(custom) and not str(getattr(custom, "__module__", "")).startswith("mmspec."):
             kwargs["custom_generate"] = watched(custom, type(self)._mmspec_patch)
@@ -84,7 +84,8 @@ class DecoderOnlyPatch(loops(_run, _leave, _keeps)):  # type: ignore[misc]
         return found
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """What stock's `generate_batch` begins with."""
+        """What stock's `generate_batch` begins with, and `generate` where it hands over to that."""
+        reached()
         self._say("mmspec does not accelerate generate_batch, whose cache is its own; ContinuousBatcher does")
         return stock(self).init_continuous_batching(self, *args, **kwargs)
 

@@ -39,7 +39,7 @@ class JanusPatch(janus.UpToTheLoop, DecoderOnlyPatch):
     ) -> Any:
         given, patch = (inputs, attention_mask, logits_processor), Patch.of(self)
         if patch is None or kwargs.get("generation_mode", "text") != "image":
-            return janus.stock_generate(self, *given, **kwargs)
+            return DecoderOnlyPatch.generate(self, *janus.own(*given), **kwargs)
         ready = janus.prepared(self, *given, **kwargs)
         if not isinstance(ready, Prepared):
             return ready

@@ -62,6 +62,8 @@ current: ContextVar[Current | None] = ContextVar("mmspec_current", default=None)
 def calling(**known: Any) -> Iterator[Current]:
     """Within, this is known of the call under way, beside what was known before."""
     around = current.get()
+    if around is not None and around.reached:  # by what the loop of another call asks: nobody watches this one
+        around = replace(around, watch=None)
     token = current.set(now := Current(**known) if around is None else replace(around, **known))
     try:
         yield now
@@ -176,7 +178,8 @@ class Call:
 
         A model that lies on the CPU may be one that moves at its forward, so it draws nothing there.
         """
-        ids, device = self.input_ids.long(), model.device
+        ids, device = self.input_ids, model.device
+        ids = ids if ids.is_floating_point() else ids.long()  # numbers that are no ids stock's embedding refuses
         if device.type in ("cpu", "meta") or device == ids.device:
             return replace(self, input_ids=ids)
 

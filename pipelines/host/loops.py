@@ -52,35 +52,33 @@ def loops(
             streamer: Any = None,
             **model_kwargs: Any,
         ) -> Any:
-            _reached()
+            reached()
             given = (input_ids, logits_processor, stopping_criteria, generation_config)
             if found := run(self, Call(*given, synced_gpus, streamer, model_kwargs)):
                 return found[0]
             return stock(self)._sample(self, *given, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
 
         def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
-            _reached()
+            reached()
             leave(self, True)
             return stock(self)._beam_search(self, *args, **kwargs)
 
         def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
-            _reached()
+            reached()
             leave(self, False)
             return stock(self)._assisted_decoding(self, *args, **kwargs)
 
     return Loops
 
 
-def _reached() -> None:
+def reached() -> None:
     """The call under way has come to a loop of ours."""
     if (now := current.get()) is not None:
         now.reached = True
 
 
 def as_call(
-    model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
-    tokenizer: Any = None, **arguments: Any,
-) -> Call:  # fmt: skip
-    """As `custom_generate`: what `generate` hands to its loop. That it asks for `tokenizer` keeps `stop_strings`
-    working."""
+    model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **arguments: Any
+) -> Call:
+    """As `custom_generate`: what `generate` hands to its loop. Stock gives it no tokenizer: see `at_strings`."""
     return Call(input_ids, logits_processor, stopping_criteria, generation_config, arguments=arguments)

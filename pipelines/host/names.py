@@ -74,6 +74,15 @@ def bound(method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, An
     return found
 
 
+def by_name(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a call of a stock method, all but the first by name; as they came where stock refuses them."""
+    names = list(signature(method).parameters)[2:]
+    more = dict(zip(names, args[1:], strict=False))
+    if len(more) < len(args) - 1 or more.keys() & kwargs.keys():
+        return args, kwargs
+    return args[:1], {**more, **kwargs}
+
+
 def cache_name(function: Callable[..., Any]) -> str:
     """How a stock function calls the KV cache.
 

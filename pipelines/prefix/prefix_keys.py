@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from mmspec.compile.version import version
 from mmspec.modes import ambient
@@ -78,6 +79,7 @@ _WHOLE: tuple[tuple[Callable[[Any, Call], Any], str], ...] = (
     (lambda t, c: not _placed(c), "its positions are left to the model"),
     (lambda t, c: c.arguments.get(ENCODED), "its pictures were encoded before the prefill"),
     (lambda t, c: _unknown(t.model, c), "it has inputs that are neither text nor pictures"),
+    (lambda t, c: _no_tensors(t.model, c), "its vision tower is given more than tensors"),
     (lambda t, c: _holes(c), "its attention mask has holes, or padding at its end"),
     (lambda t, c: len(c.input_ids) == 1 and c.returns_cache and _padding(c)[0], "the cache is asked for with padding"),
 )
@@ -123,11 +125,12 @@ def _digest(values: Mapping[str, Any]) -> list[int]:
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(values):
         value = values[name]
-        if isinstance(value, Tensor):
-            digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
-            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        else:
-            digest.update(f"{name} {value!r} ".encode())
+        for path, part in tree_flatten_with_path(value)[0]:  # a list's repr would leave out most of a large tensor
+            if isinstance(part, Tensor):
+                digest.update(f"{name}{keystr(path)} {part.dtype} {tuple(part.shape)} ".encode())
+                digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            else:
+                digest.update(f"{name}{keystr(path)} {part!r} ".encode())
     both = digest.digest()
     return [int.from_bytes(part, "little", signed=True) for part in (both[:8], both[8:])]
 
@@ -144,6 +147,12 @@ def _unknown(model: Any, call: Call) -> bool:
     types = [call.arguments.get(name) for name in TYPES]
     wide = any(t is not None and t.shape != call.input_ids.shape for t in types)
     return wide or any(call.arguments.get(name) is not None for name in PICTURES if name not in known)
+
+
+def _no_tensors(model: Any, call: Call) -> bool:
+    """Whether the tower is told which layer to read, or how, or given lists: what is kept is found by tensors."""
+    values = [call.arguments.get(name) for name in encoded(model)]
+    return any(value is not None and not isinstance(value, Tensor) for value in values)
 
 
 def _padding(call: Call) -> list[int]:

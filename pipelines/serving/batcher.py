@@ -16,6 +16,7 @@ from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host import readable
 from mmspec.pipelines.host.assisted import setting
 from mmspec.pipelines.host.call import TYPES
+from mmspec.pipelines.host.processors.stopping import at_strings
 from mmspec.statistics import Stats
 
 TOGETHER = 8192  # tokens of prompts that are read at once at most, padding included
@@ -92,10 +93,7 @@ class Batcher:
             raise ValueError(f"rows must be at least 1; got {rows}")
         self.model, self.rows, self.stats, self.scored = families.unwrap(model), rows, Stats(), scored
         self.generation = generation
-        if (answers := self._setting("num_return_sequences") or 1) > 1:
-            raise ValueError(
-                f"a prompt gets one answer here; got num_return_sequences={answers}, so add it several times"
-            )
+        self._one_answer()
         self._tokenizer = getattr(processor, "tokenizer", processor)
         self._waiting: list[QueuedPrompt] = []
         self._finished: list[FinishedPrompt] = []
@@ -126,11 +124,13 @@ class Batcher:
             **settings: as for `model.generate`, for this prompt, before those of all.
 
         Raises:
-            ValueError: not one prompt.
+            ValueError: not one prompt, or several answers to it.
         """
         if len(inputs["input_ids"]) != 1:
             raise ValueError(f"add takes one prompt at a time; got {len(inputs['input_ids'])}")
-        self._waiting.insert(0 if ahead else len(self._waiting), QueuedPrompt(ticket, dict(inputs), seed, settings))
+        prompt = QueuedPrompt(ticket, dict(inputs), seed, settings)
+        self._one_answer(prompt)
+        self._waiting.insert(0 if ahead else len(self._waiting), prompt)
 
     def cancel(self, ticket: Hashable) -> None:
         """Give up a prompt: it is not read, or its row is free before the next round; nothing is handed back of it."""
@@ -142,12 +142,27 @@ class Batcher:
         yield from ()
 
     def step(self) -> list[FinishedPrompt]:
-        """A part of the work; returns what has finished."""
-        raise NotImplementedError
+        """A part of the work; returns what has finished.
 
-    def _hand_out(self) -> list[FinishedPrompt]:
+        Where it is interrupted, as from the keyboard, prompts without an answer wait again, from their beginning.
+        """
+        before = [*self.running, *self._waiting]
+        try:
+            self._work()
+        except BaseException:  # half of the state may have been written
+            ended = {end.ticket for end in self._finished}
+            self._restart()
+            self._waiting = [one for one in before if one.ticket not in ended]
+            raise
         found, self._finished = self._finished, []
         return found
+
+    def _work(self) -> None:
+        """That part; what has ended goes to `_finished`."""
+        raise NotImplementedError
+
+    def _restart(self) -> None:
+        """Let go of the prompts under way."""
 
     def _take(self, together: bool) -> list[QueuedPrompt]:
         """The prompts to read next, in one batch: the one that has waited longest, and others of its shape."""
@@ -167,6 +182,12 @@ class Batcher:
             one.begun = one.begun or time.perf_counter()
         return group
 
+    def _one_answer(self, prompt: QueuedPrompt | None = None) -> None:
+        if (answers := self._setting("num_return_sequences", prompt) or 1) > 1:
+            raise ValueError(
+                f"a prompt gets one answer here; got num_return_sequences={answers}, so add it several times"
+            )
+
     def _setting(self, name: str, prompt: QueuedPrompt | None = None) -> Any:
         """A setting of `generate`, as it is given here, in a configuration given here, or in the model's own."""
         given = self.generation | (prompt.settings if prompt else {})
@@ -180,12 +201,15 @@ class Batcher:
         inputs = _padded([one.inputs for one in group], pads[0] if pads else 0)
         inputs = {k: v.to(self.model.device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
         settings = self.generation | group[0].settings
-        tokenizer = {"tokenizer": self._tokenizer} if "stop_strings" in settings else {}
-        return self.model.generate(**inputs, **tokenizer, **settings, **how)
+        if (strings := self._setting("stop_strings", group[0])) is not None:
+            criteria = [*(settings.get("stopping_criteria") or ()), at_strings(strings, self._tokenizer)]
+            settings |= {"stop_strings": None, "stopping_criteria": criteria}
+        return self.model.generate(**inputs, **(settings | how))
 
     def _answer(self, group: list[QueuedPrompt]) -> None:
         """One call of `generate` from beginning to end."""
-        more = {"return_dict_in_generate": True, "output_logits": True} if self.scored else {}
+        named = self.scored or self._setting("return_dict_in_generate", group[0])
+        more = {"return_dict_in_generate": self.scored, "output_logits": self.scored} if named else {}
         with seeded(group[0].seed, self.model):
             out = self._generate(group, **more)
         logits = torch.stack(out.logits, 1) if self.scored else None  # [B, T, V]
@@ -228,14 +252,13 @@ class StaticBatcher(Batcher):
     When sampling, the rows of a batch share its noise: what one draws depends on its neighbours.
     """
 
-    def step(self) -> list[FinishedPrompt]:
+    def _work(self) -> None:
         """A whole batch."""
         if group := self._take(together=True):
             try:
                 self._answer(group)
             except Exception as error:  # out of memory, a picture that the model refuses: the others go on
                 self._again(group, error)
-        return self._hand_out()
 
 
 @contextlib.contextmanager

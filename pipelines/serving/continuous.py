@@ -82,8 +82,8 @@ class ContinuousBatcher(Batcher):
             if row.prompt is not None:  # type: ignore[attr-defined]
                 yield row.prompt.ticket, row.tokens[row.start :], row.stats  # type: ignore[attr-defined]
 
-    def step(self) -> list[FinishedPrompt]:
-        """Read waiting prompts into free rows, then one round of all rows; returns what has finished."""
+    def _work(self) -> None:
+        """Read waiting prompts into free rows, then one round of all rows."""
         with torch.no_grad(), self._handle.running(self.model):
             if self._waiting:
                 self._session.retire()
@@ -93,7 +93,6 @@ class ContinuousBatcher(Batcher):
             if self._session.rows:
                 self._round()
                 self._collect()
-        return self._hand_out()
 
     def _round(self) -> None:
         assert self._target is not None

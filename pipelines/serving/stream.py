@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from mmspec.modes import LOOKS_ON
 from mmspec.pipelines.families import table as families
+from mmspec.pipelines.host.assisted import setting
 from mmspec.pipelines.host.call import calling
 from mmspec.pipelines.host.streaming import StepStreamer, Stopped
 from mmspec.types import Round
@@ -47,19 +49,26 @@ def stream(
         model_or_pipe: enabled or not; a stock model makes one token a step.
         inputs: what a processor returned, one row, as for `model.generate(**inputs)`.
         stop: set it from any thread to end the generation.
-        settings: as for `generate`, such as `max_new_tokens` and `do_sample`.
+        settings: as for `generate`, such as `max_new_tokens` and `do_sample`; no `streamer`.
 
     Yields:
         Steps; all their `tokens` together are the answer, end-of-sequence included.
 
     Raises:
-        ValueError: more than one row.
+        ValueError: more than one row, several answers to it, or a streamer of the caller's own.
         Exception: whatever `generate` raised.
     """
     rows = len(inputs["input_ids"])
     if rows != 1:
         raise ValueError(f"stream follows one row; got {rows}. Call it once for each, or use model.generate")
+    if settings.get("streamer") is not None:
+        raise ValueError("stream puts a streamer of its own into the call; leave streamer out, and iterate")
     model = families.unwrap(model_or_pipe)
+    answers = settings.get("num_return_sequences") or setting(
+        "num_return_sequences", settings.get("generation_config"), getattr(model, "generation_config", None)
+    )
+    if (answers or 1) > 1:
+        raise ValueError(f"stream follows one answer; got num_return_sequences={answers}. Call it once for each")
     relay = _Relay(stop)
     work = threading.Thread(
         target=contextvars.copy_context().run, args=(relay.run, model, inputs, settings), daemon=True
@@ -107,6 +116,8 @@ class _Relay:
         if model.device.type != "cpu":
             torch.accelerator.synchronize(model.device)
         self._send((), 0)
+
+    setattr(_read, LOOKS_ON, True)
 
     def _round(self, round_: Round) -> None:
         self._in_rounds = True

@@ -88,7 +88,8 @@ def verify(model_or_pipe: Any, inputs: Any, max_new_tokens: int = 64) -> Report:
     handle = Patch.of(model)
     if handle is None:
         raise UnsupportedError(f"{mine.__name__} is not enabled; call mmspec.enable(model) first")
-    settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1}
+    settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1, "num_return_sequences": 1}
+    settings["return_dict_in_generate"] = False
     before = (handle.stats.gained, handle.stats.row_rounds)
     fast = model.generate(**inputs, **settings)
     gained, rounds = handle.stats.gained - before[0], handle.stats.row_rounds - before[1]
@@ -112,9 +113,9 @@ def verify(model_or_pipe: Any, inputs: Any, max_new_tokens: int = 64) -> Report:
 
 def _stock(model: Any, inputs: Any, settings: dict[str, Any]) -> Any:
     """One call on the stock path; the patch comes back whatever happens."""
-    patch = put_on(model, None)
+    patch, scored = put_on(model, None), {"return_dict_in_generate": True, "output_scores": True}
     try:
-        return model.generate(**inputs, **settings, return_dict_in_generate=True, output_scores=True)
+        return model.generate(**inputs, **(settings | scored))
     finally:
         put_on(model, patch)
 

@@ -151,6 +151,23 @@ def test_a_stream_raises_what_generate_raised(inputs: Any) -> None:
     two = {"input_ids": inputs["input_ids"].repeat(2, 1)}
     with pytest.raises(ValueError, match="one row; got 2"):
         list(stream(tiny_llava.model(), two))
+    with pytest.raises(ValueError, match="one answer; got num_return_sequences=3"):
+        list(stream(tiny_llava.model(), inputs, do_sample=True, num_return_sequences=3))
+    with pytest.raises(ValueError, match="leave streamer out"):
+        list(stream(tiny_llava.model(), inputs, streamer=object()))
+
+
+def test_a_stream_has_no_steps_of_a_call_within_it(inputs: Any) -> None:
+    """A criterion may ask the model itself, about the answer so far."""
+    model, settings = tiny_llava.model(), {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(**inputs, **settings)[0, inputs["input_ids"].shape[1] :].tolist()
+
+    def asks(ids: Any, scores: Any, **_: Any) -> bool:
+        return len(model.generate(torch.tensor([[5, 6, 7]]), **settings)[0]) < 9
+
+    mmspec.enable(model)
+    steps = list(stream(model, inputs, **settings, stopping_criteria=[asks]))
+    assert [token for step in steps for token in step.tokens] == expected
 
 
 # ------------------------------------------------------------------------------------------------ a run

@@ -40,6 +40,13 @@ def test_identical_and_the_picture_matters() -> None:
     assert "identical to stock generate on 1 of 1 rows; another picture changes the answer" in str(report)
 
 
+def test_what_a_model_is_configured_to_return_does_not_matter() -> None:
+    model, inputs = tiny_llava.model(), tiny_vlms.prompt("llava", "image first", 0)
+    model.generation_config.update(return_dict_in_generate=True, do_sample=True, num_return_sequences=2)
+    with mmspec.enable(model):
+        assert mmspec.verify(model, inputs, 4).ok
+
+
 def test_an_answer_that_no_picture_changes_is_no_fault() -> None:
     model, inputs = tiny_llava.model(), tiny_vlms.prompt("llava", "image first", 0)
     for weight in model.model.multi_modal_projector.parameters():

@@ -381,6 +381,15 @@ def test_chameleon_writes_as_before() -> None:
             draw(model, text, multimodal_generation_mode="unrestricted")
 
 
+@pytest.mark.parametrize("name", ["chameleon", "janus"])
+def test_words_may_be_drafted_as_a_call_asks(name: str) -> None:
+    model, ids = tiny_image_models.model(name), torch.tensor([[1, 5, 6, 7, 8, 9]])
+    call = {"max_new_tokens": 6, "do_sample": False, "prompt_lookup_num_tokens": 2}
+    stock = model.generate(ids, **call)
+    with mmspec.enable(model, drafter="ngram") as handle:
+        assert torch.equal(model.generate(ids, **call), stock) and handle.stats.rounds
+
+
 def test_chameleon_never_falls_back_to_text() -> None:
     model, call = tiny_image_models.model("chameleon"), PAINTERS["chameleon"].call(1)
     with mmspec.enable(model, on_unsupported="fallback"), pytest.raises(UnsupportedError, match="no image mode"):

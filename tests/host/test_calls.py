@@ -401,6 +401,29 @@ def test_outputs_that_stock_leaves_out_are_left_out(llava: Any) -> None:
     assert handle.stats.rounds
 
 
+def test_bad_words_that_are_all_ends_of_sequence(llava: Any) -> None:
+    """Stock takes them off the list, and keeps a processor without any."""
+    call = {"input_ids": words(9), **PLAIN, "bad_words_ids": [[7]], "eos_token_id": 7, "repetition_penalty": 1.3}
+    stock = llava.generate(**call)
+    with mmspec.enable(llava):
+        assert torch.equal(llava.generate(**call), stock)
+
+
+def test_arguments_without_their_names(llava: Any) -> None:
+    """A configuration in the second place may ask for drafts as one that is named does; one argument twice is none."""
+    ids, config = words(9), T.GenerationConfig(**PLAIN, prompt_lookup_num_tokens=3)
+    stock = llava.generate(ids, config)
+    with mmspec.enable(llava) as handle:
+        assert torch.equal(llava.generate(ids, config), stock) and handle.stats.rounds
+        with pytest.raises(TypeError, match="multiple values"):
+            llava.generate(ids, config, generation_config=config)
+
+
+def test_numbers_that_are_no_ids(llava: Any) -> None:
+    with mmspec.enable(llava), pytest.raises(RuntimeError, match="FloatTensor"):
+        llava.generate(words(9).float(), **PLAIN)
+
+
 @pytest.mark.parametrize("shape", [(1, 0), (0, 4)])
 def test_prompts_without_tokens(llava: Any, shape: tuple[int, int]) -> None:
     with mmspec.enable(llava), pytest.raises(mmspec.UnsupportedError, match="input_ids is empty"):

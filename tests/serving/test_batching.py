@@ -17,7 +17,7 @@ from hostile_drafters import eagle, feature_drafter
 from PIL import Image
 from tiny_vlms import FAMILIES, IMAGE
 from torch import Tensor
-from transformers import AutoProcessor, GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers import AutoProcessor, AutoTokenizer, GenerationConfig, LogitsProcessor, StoppingCriteria
 
 import mmspec
 from mmspec import zoo
@@ -382,6 +382,56 @@ def test_a_criterion_of_the_users_ends_each_row_as_if_alone(sampled: bool) -> No
     assert sampled or want == [alone(model, one, **options) for one in asked]
 
 
+@pytest.mark.parametrize("kind", [ContinuousBatcher, StaticBatcher])
+def test_stop_strings_are_read_by_the_processor(kind: type[Batcher]) -> None:
+    """Of the call, or of a configuration; stock gives a `custom_generate` no tokenizer."""
+    model, asked = tiny_vlms.model("llava"), prompts("llava", KINDS[:2])
+    tokenizer = AutoTokenizer.from_pretrained(zoo.path("scenes-video"))
+    how = {"max_new_tokens": 8, "stop_strings": [tokenizer.decode(alone(model, one)[3:5]) for one in asked]}
+    want = [alone(model, one, **how, tokenizer=tokenizer) for one in asked]
+    assert max(map(len, want)) < 8
+    with mmspec.enable(model, drafter=eagle(model, depth=3, width=3, size=9)):
+        for options in (settings(**how), {"generation_config": GenerationConfig(**how, do_sample=False)}):
+            assert answers(kind(model, tokenizer, 1, **options), asked) == want
+
+
+@pytest.mark.parametrize("kind", [ContinuousBatcher, StaticBatcher])
+def test_a_model_that_returns_dictionaries(kind: type[Batcher]) -> None:
+    model, asked = tiny_vlms.model("llava"), prompts("llava", KINDS[:2])
+    want = [alone(model, one) for one in asked]
+    with mmspec.enable(model):
+        for scored in (False, True):
+            flow = kind(model, None, 1, scored=scored, **settings(return_dict_in_generate=True))
+            assert answers(flow, asked) == want
+
+
+class Key(StoppingCriteria):
+    """Somebody presses Ctrl-C once, while rows take the tokens of a round."""
+
+    pressed = False
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> bool:
+        if not self.pressed and input_ids.shape[1] > 15:
+            self.pressed = True
+            raise KeyboardInterrupt
+        return False
+
+
+@pytest.mark.parametrize("kind", [ContinuousBatcher, StaticBatcher])
+def test_an_interruption_costs_no_prompt_and_no_token(kind: type[Batcher]) -> None:
+    model, asked, key = tiny_vlms.model("llava"), prompts("llava", KINDS[:4]), Key()
+    want = [alone(model, one) for one in asked]
+    with mmspec.enable(model, drafter=eagle(model, depth=3, width=3, size=9)):
+        rows = 1 + (kind is ContinuousBatcher)  # stock asks a criterion about several rows at once
+        flow, ends = kind(model, None, rows, **settings(stopping_criteria=[key])), {}
+        for number, inputs in enumerate(asked):
+            flow.add(number, inputs)
+        while flow.busy:
+            with contextlib.suppress(KeyboardInterrupt):
+                ends |= {end.ticket: end.tokens for end in flow.step()}
+    assert key.pressed and [ends[number] for number in range(4)] == want
+
+
 def test_beams_are_answered_by_stock() -> None:
     model, asked = tiny_vlms.model("llava"), prompts("llava", KINDS[:3])
     options = settings(num_beams=2, eos_token_id=ENDS)
@@ -401,6 +451,8 @@ def test_refusals() -> None:
             ContinuousBatcher(model, None, 2, num_return_sequences=2)
         with pytest.raises(ValueError, match="one prompt at a time; got 4"):
             ContinuousBatcher(model, None, 2).add(0, tiny_vlms.prompt("llava", "ragged"))
+        with pytest.raises(ValueError, match="one answer here; got num_return_sequences=3"):
+            ContinuousBatcher(model, None, 2).add(0, tiny_vlms.prompt("llava", "text only"), num_return_sequences=3)
     with mmspec.enable(model, reproducible=True), pytest.raises(ValueError, match="each row has its seed"):
         ContinuousBatcher(model, None, 2)
 

@@ -23,7 +23,9 @@ import mmspec
 from mmspec import zoo as embedded
 from mmspec.config import SpecConfig, size_in_bytes
 from mmspec.pipelines.host.names import CACHE
+from mmspec.pipelines.prefix import prefix_keys
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
+from mmspec.pipelines.serving.stream import stream
 
 Inputs = dict[str, Tensor]
 DRAFTERS: dict[str, Callable[[Any], Any]] = {
@@ -269,6 +271,32 @@ def test_calls_that_are_left_alone_say_why() -> None:
         ("the cache is the caller's own", 1),
         ("its pictures were encoded before the prefill", 2),
     ]
+
+
+def test_what_the_tower_is_told_beside_tensors_is_heard() -> None:
+    model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "image first")
+    want = [tiny_vlms.generate(model, inputs, vision_feature_layer=layer) for layer in (-1, -2)]
+    with mmspec.enable(model, "plain", prefix_cache="64MB") as handle:
+        found = [tiny_vlms.generate(model, inputs, vision_feature_layer=layer) for layer in (-1, -2)]
+    assert all(map(torch.equal, found, want)) and not torch.equal(*want)
+    assert dict(handle.stats.read_whole) == {"its vision tower is given more than tensors": 2}
+
+
+def test_lists_of_tensors_are_told_apart_by_all_of_them() -> None:
+    large = torch.zeros(5000)
+    other = large.index_fill(0, torch.tensor([2500]), 1)
+    assert repr(large) == repr(other) and prefix_keys._digest({"x": [large]}) != prefix_keys._digest({"x": [other]})
+
+
+def test_a_streamed_call_keeps_and_finds() -> None:
+    """What watches for the end of the prefill is no hook that might change it."""
+    model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "image first")
+    want = tiny_vlms.generate(model, inputs, max_new_tokens=6)[0, inputs["input_ids"].shape[1] :].tolist()
+    with mmspec.enable(model, prefix_cache="64MB") as handle:
+        for _ in range(2):
+            steps = list(stream(model, inputs, max_new_tokens=6, do_sample=False))
+            assert [token for step in steps for token in step.tokens] == want and steps[0].tokens == ()
+    assert handle.stats.prefix["reused tokens"] > 0 and not handle.stats.read_whole
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])

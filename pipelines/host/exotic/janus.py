@@ -57,9 +57,13 @@ class Preparation:
     config: Any = None
 
 
-def stock_generate(model: Any, inputs: Any, attention_mask: Any, logits_processor: Any, **kwargs: Any) -> Any:
-    processors = LogitsProcessorList(logits_processor or ())  # stock adds to the list that it is given
-    return stock(model).generate(model, inputs, attention_mask, processors, **kwargs)
+def stock_generate(model: Any, *given: Any, **kwargs: Any) -> Any:
+    return stock(model).generate(model, *own(*given), **kwargs)
+
+
+def own(inputs: Any, attention_mask: Any, logits_processor: Any) -> tuple[Any, Any, LogitsProcessorList]:
+    """These arguments of stock's `generate`, which adds to the list of processors that it is given."""
+    return inputs, attention_mask, LogitsProcessorList(logits_processor or ())
 
 
 def prepared(model: Any, *args: Any, **kwargs: Any) -> Prepared | Any:

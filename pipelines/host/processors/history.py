@@ -131,7 +131,10 @@ def no_repeat_ngram(processor: Any, scores: Tensor, before: Prefixes) -> Tensor:
 
 def sequence_bias(processor: Any, scores: Tensor, before: Prefixes) -> Tensor:
     """The stock one itself, which looks at the end of a prefix only."""
-    ids = before.last(max(map(len, processor.sequence_bias)))
+    biased = processor.sequence_bias
+    if not biased:  # bad words that are ends of sequence, and so no bad words
+        return scores
+    ids = before.last(max(map(len, biased)))
     return processor(ids.flatten(0, 1), scores.flatten(0, 1)).view_as(scores)  # type: ignore[no-any-return]
 
 

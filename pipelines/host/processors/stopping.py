@@ -42,6 +42,11 @@ def unheard(criteria: Iterable[Any], rows: int, scored: bool) -> str | None:
     return None
 
 
+def at_strings(strings: str | list[str], tokenizer: Any) -> StopStringCriteria:
+    """What stock makes of `stop_strings`; a `custom_generate` is not given the tokenizer for it."""
+    return StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
+
+
 class Endings:
     """A StoppingCriteriaList, asked row by row.
 
