@@ -22,8 +22,8 @@ def path_decay(g: Tensor, ancestors: Tensor) -> Tensor:
     """
     if g.shape[2] == 1:
         return g
-    told = ancestors.to(g.dtype)
-    return g @ told.transpose(1, 2) if g.dim() == 3 else told[:, None] @ g
+    above = ancestors.to(g.dtype)
+    return g @ above.transpose(1, 2) if g.dim() == 3 else above[:, None] @ g
 
 
 def _faded(x: Tensor, G: Tensor) -> Tensor:
@@ -31,19 +31,19 @@ def _faded(x: Tensor, G: Tensor) -> Tensor:
     return x * (G if G.dim() == 4 else G[..., None]).exp()
 
 
-def _reads(asked: Tensor, k: Tensor, G: Tensor, ancestors: Tensor) -> Tensor:
+def _reads(queries: Tensor, k: Tensor, G: Tensor, ancestors: Tensor) -> Tensor:
     """Σ_d a_id · k_jd · e^(G_i − G_j), [B, H, T, n, n], zero where j is no ancestor of i.
 
     Args:
-        asked: T questions of each node, [B, H, T, n, K].
+        queries: T of each node, [B, H, T, n, K].
     """
     if k.shape[2] == 1:
-        return (asked * k[:, :, None]).sum(-1, keepdim=True)
+        return (queries * k[:, :, None]).sum(-1, keepdim=True)
     shape = ancestors[:, None] if G.dim() == 3 else ancestors[:, None, :, :, None]
     decay = (G.unsqueeze(3) - G.unsqueeze(2)).masked_fill(~shape, -torch.inf).exp()
     if G.dim() == 4:
-        return torch.einsum("bhtik,bhjk,bhijk->bhtij", asked, k, decay)
-    return (asked.flatten(2, 3) @ k.transpose(-1, -2)).view(*asked.shape[:4], -1) * decay[:, :, None]
+        return torch.einsum("bhtik,bhjk,bhijk->bhtij", queries, k, decay)
+    return (queries.flatten(2, 3) @ k.transpose(-1, -2)).view(*queries.shape[:4], -1) * decay[:, :, None]
 
 
 def recurrent_tree(
@@ -62,10 +62,10 @@ def recurrent_tree(
         state: [B, H, K, V], before the root; it is read once.
         ancestors: bool [B, n, n]; a parent stands before its children.
     """
-    asked = q[:, :, None] if beta is None else torch.stack([q, k], 2)
+    queries = q[:, :, None] if beta is None else torch.stack([q, k], 2)
     twice = G if beta is None else torch.cat([G, G], 2)
-    before = (_faded(asked.flatten(2, 3), twice) @ state).view(*asked.shape[:4], -1)
-    reads = _reads(asked, k, G, ancestors)
+    before = (_faded(queries.flatten(2, 3), twice) @ state).view(*queries.shape[:4], -1)
+    reads = _reads(queries, k, G, ancestors)
     if beta is None:
         u = v
     else:

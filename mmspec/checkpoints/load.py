@@ -50,8 +50,8 @@ def drafter_of(
         name = detect(config, tensors) if layout is None else layout
         table = layout_named(name)
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-        told = target if callable(target) else partial(_of, target)
-        found = Published(config, settings.opened(config), shapes, told)
+        info = target if callable(target) else partial(_of, target)
+        found = Published(config, settings.opened(config), shapes, info)
         if table.keys:  # not our own names
             settings.refuse(name, found)
             table = table.over(llama.layers(found.flat))

@@ -76,8 +76,8 @@ class BlockNetwork(nn.Module):
         """
         if self.confidence is None:
             raise ValueError("this drafter has no confidence head")
-        told = self.markov.w1(before) if self.config.confidence_markov and self.markov is not None else None
-        return self.confidence(hidden, told)  # type: ignore[no-any-return]
+        before_it = self.markov.w1(before) if self.config.confidence_markov and self.markov is not None else None
+        return self.confidence(hidden, before_it)  # type: ignore[no-any-return]
 
     def forward(
         self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, steps: int, start: int = 0,

@@ -43,8 +43,8 @@ class DraftVocab:
             raise ValueError(f"draft_vocab is for text, and {target.name} draws pictures; leave it out")
         most = wanted if isinstance(wanted, int) else wanted[-1] + 1
         if most > target.vocab:
-            asked = f"{wanted} tokens" if isinstance(wanted, int) else f"the id {wanted[-1]}"
-            raise ValueError(f"draft_vocab asks for {asked}; {target.name} has {target.vocab}, from 0 on")
+            what = f"{wanted} tokens" if isinstance(wanted, int) else f"the id {wanted[-1]}"
+            raise ValueError(f"draft_vocab asks for {what}; {target.name} has {target.vocab}, from 0 on")
         ends = [i for i in target.ends if i < target.vocab]
         ids = tuple(sorted({*range(wanted), *ends})) if isinstance(wanted, int) else tuple(wanted)
         key = (ids, target.device)

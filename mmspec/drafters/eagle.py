@@ -125,8 +125,8 @@ class EagleDrafter(FeatureDrafter):
         Raises:
             ValueError: an option that it does not have, or values that do not go together or not with its head.
         """
-        c, told = self.config, {"draft_vocab": self.config.proposes} if self.config.proposes else {}
-        options = TreeOptions.like(c.shape).with_({**told, **given}, self.method)
+        c, kept = self.config, {"draft_vocab": self.config.proposes} if self.config.proposes else {}
+        options = TreeOptions.like(c.shape).with_({**kept, **given}, self.method)
         if options.draft_vocab != ALL and c.draft_vocab:
             raise ValueError(f"this drafter has a head of its own, with {c.draft_vocab} rows; leave draft_vocab out")
         if options.draws and c.draft_vocab:

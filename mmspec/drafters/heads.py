@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadsConfig(FileConfig):
-    """What the heads of a model that draws are told.
+    """What the heads of a model that draws are made with.
 
     Attributes:
         hidden, vocab: H and V of the target.

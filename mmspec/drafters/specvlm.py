@@ -136,15 +136,15 @@ class Gate(nn.Module):
         nn.init.zeros_(self.up.weight)
         nn.init.zeros_(self.up.bias)
 
-    def asked(self, features: Tensor, visual: Tensor, valid: Tensor) -> Tensor:
+    def question_of(self, features: Tensor, visual: Tensor, valid: Tensor) -> Tensor:
         """The question [B, F] of prompts, from features [B, T, F]; `valid` [B, T] where they are a prompt's."""
         here = question(visual, valid).to(features.dtype)[..., None]
         normed = F.rms_norm(features, features.shape[-1:], eps=self.eps)
         return (normed * here).sum(1) / here.sum(1).clamp(min=1)
 
-    def forward(self, asked: Tensor) -> Tensor:
+    def forward(self, question: Tensor) -> Tensor:
         """Logits [B, branches] of questions [B, F]."""
-        return self.up(F.silu(self.down(asked)))
+        return self.up(F.silu(self.down(question)))
 
     def draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """A branch [B] of each prompt by the Gumbel-softmax, and 1 [B, 1] with the gradient of its share.
@@ -199,7 +199,7 @@ class SpecVlmDrafter(EagleDrafter):
         if c.gate == SELECT and self.training:
             return torch.randint(len(c.branches), (len(features),), device=features.device)
         if c.gate == SELECT and self.gate is not None:
-            return self.gate(self.gate.asked(features, visual, valid)).argmax(-1)
+            return self.gate(self.gate.question_of(features, visual, valid)).argmax(-1)
         number = 0 if c.gate == SELECT else c.branches.index(c.gate)
         return torch.full((len(features),), number, device=features.device)
 
@@ -212,11 +212,11 @@ class SpecVlmDrafter(EagleDrafter):
         rows = embeds, features, valid, positions
         if self.config.gate == WEIGHT:
             assert self.gate is not None, "there are two branches at least"
-            return self.weighed(spans, self.gate(self.gate.asked(features, visual, valid)).softmax(-1), *rows)
+            return self.weighed(spans, self.gate(self.gate.question_of(features, visual, valid)).softmax(-1), *rows)
         if self.config.gate == CONCAT:
             return self.compressed(spans, None, *rows)
         if self.training and self.gate is not None and self.gate.heat is not None:
-            choice, weight = self.gate.draw(self.gate(self.gate.asked(features, visual, valid)))
+            choice, weight = self.gate.draw(self.gate(self.gate.question_of(features, visual, valid)))
             return self.compressed(spans, choice, *rows, weight=weight)
         return self.compressed(spans, self.choose(features, visual, valid), *rows)
 

@@ -65,7 +65,7 @@ class FileConfig:
 
 @dataclass(frozen=True)
 class TrainedConfig(FileConfig, Rope):
-    """What every trained drafter is told; rotary positions are said by what it is besides, a Rope.
+    """What every trained drafter is made with; rotary positions are said by what it is besides, a Rope.
 
     Attributes:
         hidden, intermediate, heads, kv_heads, head_dim, vocab, norm_eps: as in Llama and Qwen3.
@@ -111,11 +111,11 @@ def check_fit(c: TrainedConfig, target: TargetInfo) -> None:
     if not c.draft_vocab:
         wanted["head width"] = (c.hidden, target.hidden)
     wrong = [f"{name} {mine} (target: {theirs})" for name, (mine, theirs) in wanted.items() if mine != theirs]
-    turns, asked = (c.rope, c.grid, 0.0), ("1d", 0, 0.0)
+    turning, wanted = (c.rope, c.grid, 0.0), ("1d", 0, 0.0)
     if target.grid:
-        turns, asked = (c.rope, c.grid, c.rope_theta), ("2d", target.grid, target.rope_theta)
-    if turns != asked:
-        wrong.append(f"rotary positions {_turns(*turns)} (target: {_turns(*asked)})")
+        turning, wanted = (c.rope, c.grid, c.rope_theta), ("2d", target.grid, target.rope_theta)
+    if turning != wanted:
+        wrong.append(f"rotary positions {_turns(*turning)} (target: {_turns(*wanted)})")
     wrong += [f"layer {i} (target: {target.layers} layers)" for i in c.features if i >= target.layers]
     if wrong:
         raise ValueError(

@@ -211,8 +211,8 @@ def _dataset(name: str, clips: Clips | None) -> list[TrainingSample]:
     def sample(index: int) -> TrainingSample:
         prompt = _asked(texts[index]) if texts is not None else ""
         if videos is not None and clips is not None:
-            asked = prompt or _PROMPTS[index % len(_PROMPTS)]
-            return TrainingSample(partial(frames, index), asked, clips.count, clip=True)
+            question = prompt or _PROMPTS[index % len(_PROMPTS)]
+            return TrainingSample(partial(frames, index), question, clips.count, clip=True)
         count = 0 if pictures is None else len(bare[index][pictures][0]) if pictures == "images" else 1
         return TrainingSample(
             partial(load, index, pictures) if count and pictures else list,

@@ -124,8 +124,8 @@ class Distillation:
                 f"vocabulary={recipe.vocabulary} is for drafters of EAGLE's layer on the target's head; this "
                 f"{drafter.method!r} has another, so leave it out"
             )
-        asked = [replace(s, prompt=f"{s.prompt} {recipe.suffix}") if recipe.suffix else s for s in samples]
-        self.held_out, self.samples, self.texts = asked[: recipe.held_out], asked[recipe.held_out :], list(texts)
+        prompted = [replace(s, prompt=f"{s.prompt} {recipe.suffix}") if recipe.suffix else s for s in samples]
+        self.held_out, self.samples, self.texts = prompted[: recipe.held_out], prompted[recipe.held_out :], list(texts)
         self.optimizers = optimizers(drafter, recipe)
         self.network, *prepared = self.accelerator.prepare(drafter, *self.optimizers)
         self.optimizers = prepared
@@ -173,13 +173,13 @@ class Distillation:
                     file.write(json.dumps(new) + "\n")
                     file.flush()
         counts = torch.tensor([len(broken), len(mine)], device=self.accelerator.device)
-        unread, asked = self.accelerator.reduce(counts, "sum").tolist()  # of all processes: they stop together or go on
-        told = f"{unread} of {asked} samples ({name}) cannot be read"
-        told += f"; the first: {broken[min(broken)]}" if broken else ""
-        if unread and unread == asked:
-            raise UnreadableError(told)
+        unread, count = self.accelerator.reduce(counts, "sum").tolist()  # of all processes: they stop together or go on
+        why = f"{unread} of {count} samples ({name}) cannot be read"
+        why += f"; the first: {broken[min(broken)]}" if broken else ""
+        if unread and unread == count:
+            raise UnreadableError(why)
         if broken:
-            warnings.warn(f"left out: {told}", stacklevel=2)
+            warnings.warn(f"left out: {why}", stacklevel=2)
         return [done.get(i, []) for i in range(len(samples))]
 
     def _way(self, samples: list[TrainingSample]) -> str:
@@ -205,7 +205,7 @@ class Distillation:
     def run(self, save_every: float = 300.0, measure_every: int = 250) -> float:
         """Train to the recipe's end, from the last checkpoint if there is one; returns the held-out τ."""
         held, shown = self.lesson(self.held_out, "held-out"), self.lesson(self.samples, "train")
-        told = self.lesson(self.texts, "text") if self.recipe.texts else None
+        text = self.lesson(self.texts, "text") if self.recipe.texts else None
         if self.drafter.head.own:
             cut_head(self.drafter, self.teacher, self._seen(self.answers(self.samples, "train")))
         elif self.recipe.vocabulary:
@@ -215,7 +215,7 @@ class Distillation:
         steps = tqdm(total=self.recipe.steps, initial=self.step, desc="train", **bar(wanted))
         saved = time.monotonic()
         tau = self.measure(held) if self.step else 1.0
-        for trace in self._traces(shown, told):
+        for trace in self._traces(shown, text):
             began = time.process_time()
             loss, agree = self.update(trace)
             self.seconds += time.process_time() - began
@@ -243,15 +243,15 @@ class Distillation:
         counts = torch.bincount(tokens, minlength=vocab)[:vocab]
         return self.accelerator.reduce(counts.to(self.accelerator.device), "sum")
 
-    def _traces(self, shown: Lesson, told: Lesson | None) -> Iterator[Trace]:
+    def _traces(self, shown: Lesson, text: Lesson | None) -> Iterator[Trace]:
         """What the steps from `self.step` on learn from: batches of one kind, with pictures or, in some stages, not."""
         r, process, processes = self.recipe, self.accelerator.process_index, self.accelerator.num_processes
-        lessons = [lesson for lesson in (shown, told) if lesson]
+        lessons = [lesson for lesson in (shown, text) if lesson]
         orders = [batches(lesson.lengths, r.batch, r.seed, self.step, process, processes) for lesson in lessons]
         for step in range(self.step, r.steps):
             chosen = [next(order) for order in orders]
-            text = told is not None and np.random.default_rng([r.seed, 5, step]).random() >= r.pictures(step)
-            yield lessons[int(text)].trace(chosen[int(text)])
+            alone = text is not None and np.random.default_rng([r.seed, 5, step]).random() >= r.pictures(step)
+            yield lessons[int(alone)].trace(chosen[int(alone)])
 
     def update(self, trace: Trace) -> tuple[float, Tensor]:
         """One optimizer step on one batch."""

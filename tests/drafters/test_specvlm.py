@@ -178,7 +178,7 @@ def test_the_gate_is_the_formula_and_its_best_branch_is_taken() -> None:
     f, visual, valid = (given[k] for k in ("features", "visual", "valid"))
     gate, asked = drafter.gate, question(visual, valid)
     with torch.no_grad():
-        found = gate(gate.asked(f, visual, valid))
+        found = gate(gate.question_of(f, visual, valid))
         for b in range(len(f)):
             q = torch.stack(
                 [f[b, j] / (f[b, j].square().mean() + 1e-6).sqrt() for j in range(f.shape[1]) if asked[b, j]]
@@ -206,7 +206,9 @@ def test_the_weighted_sum_is_the_formula(layout: str) -> None:
     drafter, given = specvlm(gate=WEIGHT, branches=WEIGHED), rows(layout)
     with torch.no_grad():
         drafter.gate.up.weight.mul_(20)  # so that the weights differ
-        weights = drafter.gate(drafter.gate.asked(*(given[k] for k in ("features", "visual", "valid")))).softmax(-1)
+        weights = drafter.gate(drafter.gate.question_of(*(given[k] for k in ("features", "visual", "valid")))).softmax(
+            -1
+        )
         encoded = drafter.encode_prompt(**given)
         for b in range(len(encoded.x)):
             same_rows(encoded, b, literal(drafter, WEIGHT, given, b, weights[b]))
