@@ -110,12 +110,12 @@ def check_fit(c: TrainedConfig, target: TargetInfo) -> None:
         wanted["vocabulary"] = (c.vocab, target.vocab)
     if not c.draft_vocab:
         wanted["head width"] = (c.hidden, target.hidden)
-    wrong = [f"{name} {mine} (target: {theirs})" for name, (mine, theirs) in wanted.items() if mine != theirs]
-    turning, wanted = (c.rope, c.grid, 0.0), ("1d", 0, 0.0)
+    wrong = [f"{name} {mine} (target: {theirs})" for name, (mine, theirs) in its.items() if mine != theirs]
+    turning, its = (c.rope, c.grid, 0.0), ("1d", 0, 0.0)
     if target.grid:
-        turning, wanted = (c.rope, c.grid, c.rope_theta), ("2d", target.grid, target.rope_theta)
-    if turning != wanted:
-        wrong.append(f"rotary positions {_turns(*turning)} (target: {_turns(*wanted)})")
+        turning, its = (c.rope, c.grid, c.rope_theta), ("2d", target.grid, target.rope_theta)
+    if turning != its:
+        wrong.append(f"rotary positions {_turns(*turning)} (target: {_turns(*its)})")
     wrong += [f"layer {i} (target: {target.layers} layers)" for i in c.features if i >= target.layers]
     if wrong:
         raise ValueError(
