@@ -110,7 +110,7 @@ def check_fit(c: TrainedConfig, target: TargetInfo) -> None:
         wanted["vocabulary"] = (c.vocab, target.vocab)
     if not c.draft_vocab:
         wanted["head width"] = (c.hidden, target.hidden)
-    wrong = [f"{name} {mine} (target: {theirs})" for name, (mine, theirs) in its.items() if mine != theirs]
+    wrong = [f"{name} {mine} (target: {theirs})" for name, (mine, theirs) in wanted.items() if mine != theirs]
     turning, its = (c.rope, c.grid, 0.0), ("1d", 0, 0.0)
     if target.grid:
         turning, its = (c.rope, c.grid, c.rope_theta), ("2d", target.grid, target.rope_theta)
