@@ -13,10 +13,10 @@ from PIL import Image
 
 import mmspec
 from mmspec.app import embedded
-from mmspec.app.caption.prompts import PromptChoice
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, free_memory, load_quietly, unloadable
 from mmspec.app.embedded import STOCK
 from mmspec.app.preparing import THREADS, Preparing, ProcessorThreads
+from mmspec.app.prompt import PromptChoice
 from mmspec.compile.held import settled
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.families import table as families

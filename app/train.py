@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from mmspec.app import train_block
-from mmspec.app.caption.journal import write_whole
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
+from mmspec.app.files import write_whole
 from mmspec.app.media.clips import HELP, USUAL, VideoReader, policy
 from mmspec.app.media.video import FramePolicy
 from mmspec.app.options import Pairs, count, from_zero

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmspec.app.bench import report
-from mmspec.app.caption.journal import write_whole
 from mmspec.app.compare import Named
 from mmspec.app.devices import EngineError
+from mmspec.app.files import write_whole
 from mmspec.app.provenance import load_average
 from mmspec.media import MediaError
 

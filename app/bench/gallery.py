@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image
 
-from mmspec.app.caption.journal import write_whole
+from mmspec.app.files import write_whole
 from mmspec.app.painter import ImageResult, ImageSubject
 
 

@@ -20,7 +20,6 @@ from mmspec.app import embedded
 from mmspec.app.caption import report, settings
 from mmspec.app.caption.crew import Crew
 from mmspec.app.caption.finals import FAILURES, OutputError
-from mmspec.app.caption.journal import write_whole
 from mmspec.app.caption.mirror import Mirror, push_to_hub
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.options import BESIDE, ENGINE, Options
@@ -32,6 +31,7 @@ from mmspec.app.caption.run import Job
 from mmspec.app.caption.settings import SettingsError
 from mmspec.app.caption.workers import Alone, places
 from mmspec.app.enabling import EnableError
+from mmspec.app.files import write_whole
 from mmspec.app.media.inputs import Inputs, open_inputs
 from mmspec.app.media.items import Item
 from mmspec.app.media.remote import is_address

@@ -8,10 +8,10 @@ from typing import Any
 
 from PIL import Image
 
-from mmspec.app.caption.prompts import PromptChoice
 from mmspec.app.compare import Comparison, Side
 from mmspec.app.devices import first_line
 from mmspec.app.engine import Captioner, Engine
+from mmspec.app.prompt import PromptChoice
 from mmspec.pipelines.serving.batcher import StaticBatcher
 
 SAMPLE = 6  # items

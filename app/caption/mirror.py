@@ -11,9 +11,10 @@ from pathlib import Path
 
 from mmspec.app.caption.finals import FAILURES, LOG, SHARD, OutputError, noted
 from mmspec.app.caption.formats import NAMES
-from mmspec.app.caption.journal import digest, write_whole
+from mmspec.app.caption.journal import digest
 from mmspec.app.caption.outputs import STATE
 from mmspec.app.caption.settings import FILE
+from mmspec.app.files import write_whole
 from mmspec.app.media.remote import filesystem, unreachable
 
 EVERY = 300.0  # seconds between two checkpoints

@@ -11,7 +11,7 @@ from PIL import Image
 
 from mmspec.app.caption import settings
 from mmspec.app.caption.options import AUTO, Options
-from mmspec.app.caption.prompts import PromptChoice
+from mmspec.app.prompt import PromptChoice
 
 TOKENS = 1280  # visual tokens of a picture, where the model makes as many as there are pixels
 PICTURE = (1024, 768)  # what is taken for an ordinary picture while none has been seen

@@ -12,7 +12,8 @@ from typing import Any
 
 from mmspec.app.caption import formats
 from mmspec.app.caption.finals import FAILURES, Finals, OutputError
-from mmspec.app.caption.journal import FAILED, Journal, Ledger, Record, digest, hold, line_of, write_whole
+from mmspec.app.caption.journal import FAILED, Journal, Ledger, Record, digest, hold, line_of
+from mmspec.app.files import write_whole
 from mmspec.app.media.items import Item
 
 STATE = ".mmspec"  # folder in the output folder: journals, locks, the resolved options

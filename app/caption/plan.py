@@ -11,12 +11,13 @@ from typing import Any
 from mmspec.app.caption.journal import Record, digest
 from mmspec.app.caption.options import Options
 from mmspec.app.caption.outputs import OutputError, Outputs, Sidecars, UnwritableTextError
-from mmspec.app.caption.prompts import PromptChoice, Prompts
+from mmspec.app.caption.prompts import Prompts
 from mmspec.app.caption.settings import ask
 from mmspec.app.media.inputs import Inputs
 from mmspec.app.media.items import VIDEO, Item
 from mmspec.app.media.remote import RemoteSource
 from mmspec.app.media.video import FramePolicy
+from mmspec.app.prompt import PromptChoice
 from mmspec.media import MediaError
 
 

@@ -9,36 +9,13 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from mmspec.app.media.items import Item
+from mmspec.app.prompt import PromptChoice
 
 VARIABLES = ("name", "dir", "tags", "existing")
 
 
 class PromptError(Exception):
     """A prompt that cannot be used."""
-
-
-@dataclass(frozen=True)
-class PromptChoice:
-    """What the model is asked about one item, with all variables filled in."""
-
-    text: str
-    system: str = ""
-    start: str = ""  # the model's answer is made to begin with this
-    prepend: str = ""  # these two are set around the answer afterwards, unseen by the model
-    append: str = ""
-    further: tuple[str, ...] = ()  # what is asked about the same item, too
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """All that is asked."""
-        return self.text, *self.further
-
-    def caption(self, answer: str) -> str:
-        """The caption that a model's answer gives; `start` is put before it unless it is there already."""
-        answer = answer.strip()
-        if not answer.startswith(self.start.strip()):
-            answer = _joined(self.start.strip(), answer)
-        return f"{self.prepend}{answer}{self.append}"
 
 
 @dataclass(frozen=True)
@@ -75,11 +52,6 @@ def _check(text: str, what: str) -> None:
         if name is not None and (name not in VARIABLES or form or conversion):
             given = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
             raise PromptError(f"unknown variable {{{given}}} in the {what} {_short(text)}; {allowed}")
-
-
-def _joined(start: str, answer: str) -> str:
-    """Both with a space between, but none before punctuation that goes on with the last word."""
-    return f"{start}{answer}" if not start or not answer or answer[0] in ",.;:!?'’)" else f"{start} {answer}"
 
 
 def _short(text: str) -> str:

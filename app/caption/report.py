@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from mmspec.app.caption import page
-from mmspec.app.caption.journal import Ledger, write_whole
+from mmspec.app.caption.journal import Ledger
 from mmspec.app.caption.options import PAGES, Options
 from mmspec.app.caption.plan import Plan
 from mmspec.app.caption.run import Result
 from mmspec.app.caption.workers import places
+from mmspec.app.files import write_whole
 from mmspec.app.media.items import Item
 
 if TYPE_CHECKING:  # torch is imported only once it is clear that there is something to caption

@@ -14,11 +14,11 @@ from typing import Any
 from PIL import Image
 
 from mmspec.app.caption.model import FatalError
-from mmspec.app.caption.prompts import PromptChoice
 from mmspec.app.embedded import STOCK
 from mmspec.app.engine import CaptionResult
 from mmspec.app.extras import installing
 from mmspec.app.media import video
+from mmspec.app.prompt import PromptChoice
 from mmspec.pipelines.prompts import chat_text
 
 ROWS = 256  # items given to vLLM at once; how many it runs together it decides itself

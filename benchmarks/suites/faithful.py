@@ -14,7 +14,7 @@ from PIL import Image
 from benchmarks.zoo import score
 from benchmarks.zoo.score import Stated
 from mmspec.app import embedded
-from mmspec.app.caption.prompts import PromptChoice
+from mmspec.app.prompt import PromptChoice
 from mmspec.zoo import pictures, scenes
 from mmspec.zoo.pictures import Picture
 

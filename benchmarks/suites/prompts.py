@@ -18,12 +18,12 @@ from mmspec.app import embedded
 from mmspec.app.bench import report
 from mmspec.app.bench.caption import HELD_OUT
 from mmspec.app.bench.command import Outcome, say
-from mmspec.app.caption.prompts import PromptChoice
 from mmspec.app.caption.settings import KEPT
 from mmspec.app.compare import Comparison, Side, over
 from mmspec.app.devices import wait
 from mmspec.app.engine import Engine, load
 from mmspec.app.options import count, where
+from mmspec.app.prompt import PromptChoice
 from mmspec.app.provenance import provenance
 from mmspec.zoo import scenes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,6 @@ from mmspec.functional import Linear
 from mmspec.kernels import reference as ops
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.types import FINAL, NO_TOKEN, Draft, Prompt, Round
-
-if TYPE_CHECKING:
-    from mmspec.compile.held import Held
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ class HeadsDrafter(nn.Module):
         super().__init__()
         self.config, c = config, config
         self.jacobi = JacobiDrafter(features=c.features)
-        self.held: Held | None = None  # what is captured of them; None: they run as they are
+        self.held: Any = None  # what is captured of them (mmspec.compile.held.Held); None: they run as they are
         wide = c.streams * c.hidden
         self.norms = nn.ModuleList(nn.RMSNorm(wide, 1e-6) for _ in range(4))
         self.embed_norm = nn.RMSNorm(c.hidden, 1e-6)
@@ -143,7 +140,7 @@ class HeadsDrafter(nn.Module):
         fitted.jacobi = replace(self.jacobi, vocab=target.vocab, options=options)
         return fitted
 
-    def captured(self, held: Held) -> HeadsDrafter:
+    def captured(self, held: Any) -> HeadsDrafter:
         """The same, with its forward captured and compiled, a function for each shape."""
         found = copy.copy(self)
         found.held = held

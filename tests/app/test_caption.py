@@ -166,7 +166,7 @@ def test_rounds_run_in_inference_mode_and_prefills_do_not(model: Path, monkeypat
     import torch
 
     from mmspec.app import engine
-    from mmspec.app.caption.prompts import PromptChoice
+    from mmspec.app.prompt import PromptChoice
 
     loaded = engine.load(str(model), "ngram", "cpu", "auto", 5, 0)
     modes: list[list[bool]] = [[], []]
@@ -611,7 +611,7 @@ def test_captions_are_scored(truly, photos: Path, capsys: pytest.CaptureFixture)
 
 def test_a_picture_is_encoded_once_for_several_prompts(model: Path, monkeypatch: pytest.MonkeyPatch):
     from mmspec.app import engine
-    from mmspec.app.caption.prompts import PromptChoice
+    from mmspec.app.prompt import PromptChoice
 
     monkeypatch.setattr(prefix_keys, "LEAST", 1)
     seen, stock = [], CLIPVisionModel.forward

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mmspec.app.caption.journal import FAILED, Journal, Ledger, key, write_whole
+from mmspec.app.caption.journal import FAILED, Journal, Ledger, key
 from mmspec.app.caption.outputs import OutputError, Outputs, Sidecars, Writer
+from mmspec.app.files import write_whole
 
 RECORDS = [{"file_name": "a", "text": "ein Hügel, 山"}, {"file_name": "b", "text": "line\nbreak"}]
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mmspec.app.caption.prompts import PromptChoice, PromptError, Prompts
+from mmspec.app.caption.prompts import PromptError, Prompts
 from mmspec.app.media.items import IMAGE, FileSource, Item
+from mmspec.app.prompt import PromptChoice
 
 
 def item(name: str = "birds/red/1.jpg", **more) -> Item:
