@@ -16,7 +16,7 @@ from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host import readable
 from mmspec.pipelines.host.assisted import setting
 from mmspec.pipelines.host.call import TYPES
-from mmspec.pipelines.host.processors.stopping import at_strings
+from mmspec.pipelines.host.processors.stopping import at_strings, string_end
 from mmspec.statistics import Stats
 
 TOGETHER = 8192  # tokens of prompts that are read at once at most, padding included
@@ -175,7 +175,7 @@ class Batcher:
             return []
         group = [first]
         if together and first.shape is not None:
-            group = [one for one in self._waiting if one.shape == first.shape][:room]
+            group = [one for one in self._waiting if one is first or alike(one.shape, first.shape)][:room]
             group = group[: max(1, TOGETHER // max(one.length for one in group))]
         self._waiting = [one for one in self._waiting if one not in group]
         for one in group:
@@ -201,8 +201,8 @@ class Batcher:
         inputs = _padded([one.inputs for one in group], pads[0] if pads else 0)
         inputs = {k: v.to(self.model.device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
         settings = self.generation | group[0].settings
-        if (strings := self._setting("stop_strings", group[0])) is not None:
-            criteria = [*(settings.get("stopping_criteria") or ()), at_strings(strings, self._tokenizer)]
+        if (strings := self._strings(group[0])) is not None:
+            criteria = [*(settings.get("stopping_criteria") or ()), strings]
             settings |= {"stop_strings": None, "stopping_criteria": criteria}
         return self.model.generate(**inputs, **(settings | how))
 
@@ -218,11 +218,25 @@ class Batcher:
             out = out[:, max(one.length for one in group) :]
         now = time.perf_counter()
         for b, (one, row) in enumerate(zip(group, out.tolist(), strict=True)):
-            tokens = row[: answer_length(row, self._setting("eos_token_id", one))]
+            tokens = self._ended(one, row)
             logprob = None
             if logits is not None:  # a decoder's first token, which begins every answer, is not generated
                 logprob = float(logprobs(logits[b : b + 1], [tokens[len(row) - logits.shape[1] :]]))
             self._finished.append(FinishedPrompt(one.ticket, tokens, now - one.begun, logprob=logprob))
+
+    def _ended(self, prompt: QueuedPrompt, row: list[int]) -> list[int]:
+        """What a row of a batch says until it ends; the batch goes on until all have."""
+        tokens, strings = row[: answer_length(row, self._setting("eos_token_id", prompt))], self._strings(prompt)
+        if strings is None or not tokens:
+            return tokens
+        before = prompt.inputs["input_ids"][0].tolist()
+        end = string_end(strings, [*before, *tokens], len(before) + 1)
+        return tokens if end is None else tokens[: end - len(before)]
+
+    def _strings(self, prompt: QueuedPrompt) -> Any:
+        """The criterion that `stop_strings` make; None: there are none."""
+        strings = self._setting("stop_strings", prompt)
+        return None if strings is None else at_strings(strings, self._tokenizer)
 
     def _again(self, group: list[QueuedPrompt], error: Exception) -> None:
         """Prompts once more, with fewer rows, or each apart; one that was by itself already has failed."""
@@ -279,9 +293,9 @@ def logprobs(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
     return torch.where(padded >= 0, found, 0.0).sum(1)
 
 
-def answer_length(row: list[int], eos: int | list[int] | None) -> int:
+def answer_length(row: list[int], eos: int | list[int] | Tensor | None) -> int:
     """Tokens of a row up to and with its end-of-sequence token; what follows is padding."""
-    ends = {eos} if isinstance(eos, int) else set(eos or ())
+    ends = () if eos is None else torch.as_tensor(eos).flatten().tolist()
     return next((place + 1 for place, token in enumerate(row) if token in ends), len(row))
 
 
@@ -298,6 +312,14 @@ def _padded(prompts: list[dict[str, Any]], fill: int) -> dict[str, Any]:
         return torch.cat(found)
 
     return {name: one(name) for name in prompts[0]}
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether these are equal; tensors and arrays, which do not say so in one word, are where they are one object."""
+    try:
+        return bool(a == b)
+    except (RuntimeError, ValueError):
+        return False
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -18,7 +18,7 @@ from mmspec.pipelines.host.processors.stopping import Endings
 from mmspec.pipelines.host.processors.table import Processors
 from mmspec.pipelines.patching.generate import fixed_noise, obstacle
 from mmspec.pipelines.patching.handle import Patch
-from mmspec.pipelines.serving.batcher import Batcher, FinishedPrompt, QueuedPrompt, logprobs, out_of_memory
+from mmspec.pipelines.serving.batcher import Batcher, FinishedPrompt, QueuedPrompt, alike, logprobs, out_of_memory
 from mmspec.pipelines.target.request import Request, Sampler
 from mmspec.protocols import Target
 from mmspec.session import Row, Session
@@ -156,8 +156,9 @@ class ContinuousBatcher(Batcher):
         def processing(one: QueuedPrompt) -> dict[str, Any]:
             return {name: value for name, value in one.settings.items() if name != "max_new_tokens"}
 
-        alike = (row for row in self._session.rows if processing(row.prompt or prompt) == processing(prompt))  # type: ignore[attr-defined]
-        return next((row.request for row in alike if row.prompt is not None), None)  # type: ignore[attr-defined]
+        others = (row for row in self._session.rows if row.prompt is not None)  # type: ignore[attr-defined]
+        own = processing(prompt)
+        return next((row.request for row in others if alike(processing(row.prompt), own)), None)  # type: ignore[attr-defined]
 
     def _interrupted(self, group: list[QueuedPrompt], error: Exception) -> None:
         """Rows are left half written: all of them start again from their prompts, and so does the group."""

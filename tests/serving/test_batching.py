@@ -392,7 +392,7 @@ def test_stop_strings_are_read_by_the_processor(kind: type[Batcher]) -> None:
     assert max(map(len, want)) < 8
     with mmspec.enable(model, drafter=eagle(model, depth=3, width=3, size=9)):
         for options in (settings(**how), {"generation_config": GenerationConfig(**how, do_sample=False)}):
-            assert answers(kind(model, tokenizer, 1, **options), asked) == want
+            assert answers(kind(model, tokenizer, 2, **options), asked) == want
 
 
 @pytest.mark.parametrize("kind", [ContinuousBatcher, StaticBatcher])
@@ -643,6 +643,21 @@ def test_each_prompt_has_settings_of_its_own() -> None:
     for number in (0, 3, 4):
         assert found[0][number] == alone(model, asked[number], **own[number])
     assert [len(tokens) for tokens in found[0]] == [12, 10, 7, 10, 10]
+
+
+@pytest.mark.parametrize("kind", [ContinuousBatcher, StaticBatcher])
+def test_settings_may_be_tensors(kind: type[Batcher]) -> None:
+    """Which say of two of them neither that they are equal nor that they are not."""
+    model, asked = tiny_vlms.model("llava"), prompts("llava", ("image first",) * 4)
+    ends = [torch.tensor(ENDS), torch.tensor(ENDS), torch.tensor(ENDS[:3]), torch.tensor(ENDS[3:])]
+    with mmspec.enable(model, drafter=Plain()):
+        flow, found = kind(model, None, 3, **settings()), {}
+        for number, inputs in enumerate(asked):
+            flow.add(number, inputs, eos_token_id=ends[number])
+        while flow.busy:
+            found |= {end.ticket: end.tokens for end in flow.step()}
+    want = [alone(model, one, eos_token_id=end.tolist()) for one, end in zip(asked, ends, strict=True)]
+    assert [found[number] for number in range(4)] == want
 
 
 @pytest.mark.parametrize("kind", [ContinuousBatcher, StaticBatcher])

@@ -102,7 +102,7 @@ class Endings:
     def _first(self, tokens: list[int], new: int, texts: Texts) -> int | None:
         """What the host can answer by itself comes first; a user's criterion is not asked about what lies behind."""
         begin = len(tokens) - new + 1
-        found = [end for criterion in self._strings if (end := _string_ends(criterion, tokens, begin)) is not None]
+        found = [end for criterion in self._strings if (end := string_end(criterion, tokens, begin)) is not None]
         if any(bool(criterion(torch.tensor([tokens[-1:]]), None).all()) for criterion in self._blind):
             found.append(begin)
         end = min(found, default=None)
@@ -113,7 +113,7 @@ class Endings:
         return end if earlier is None else earlier
 
 
-def _string_ends(criterion: StopStringCriteria, tokens: list[int], begin: int) -> int | None:
+def string_end(criterion: StopStringCriteria, tokens: list[int], begin: int) -> int | None:
     """The length ≥ `begin` at which a stop string is first complete, all in one look at the host's own tokens."""
     widest, ends = criterion.maximum_token_len, range(begin, len(tokens) + 1)
     looks = [tokens[max(0, end - widest) : end] for end in ends]
