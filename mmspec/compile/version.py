@@ -146,7 +146,8 @@ class _Seen:
     """What a version was read off: to see that all of it still stands takes a third of the time of reading it again.
 
     Attributes are compared by the ids of their values. An id is no other object's while what it belonged to lives:
-    plain values and configurations are held here, of modules, tensors and functions a weak reference is asked.
+    plain values and configurations are held here, of modules, tensors and functions a weak reference is asked. Of an
+    attribute that holds a tensor, such as what a call leaves behind, only that it does, or holds nothing.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -157,10 +158,14 @@ class _Seen:
         inner = {id(one): one for config in outer for one in _with_those_inside(config)}
         self._configs = [vars(one) for one in inner.values()]
         self._names, values = self._attributes(modules)
-        self._ids = list(map(id, values))
+        own = sum(len(vars(m)) - n for m, n in zip(modules, self._skipped, strict=True))
+        named = list(enumerate(zip(self._names, values, strict=True)))
+        self._aside = [i for i, (name, _) in named[:own] if name in _ASIDE]
+        self._left = [i for i, (_, value) in named[:own] if isinstance(value, Tensor)]
+        self._ids = self._compared(values)
         self._plain = [value for value in values if type(value) in PLAIN]
-        self._tensors = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
-        self._containers = [i for i, value in enumerate(values) if isinstance(value, _CONTAINERS)]
+        self._tensors = [i for i, (_, value) in named[own:] if isinstance(value, Tensor)]
+        self._containers = [i for i, (name, value) in named if isinstance(value, _CONTAINERS) and name not in _ASIDE]
         self._state = self._state_of(modules, values)
 
     def stands(self) -> bool:
@@ -168,8 +173,17 @@ class _Seen:
         if None in modules or any(thing() is None for thing in self.version._alive):
             return False
         names, values = self._attributes(modules)
-        same = names == self._names and list(map(id, values)) == self._ids
+        same = names == self._names and self._compared(values) == self._ids
         return same and self._state_of(modules, values) == self._state
+
+    def _compared(self, values: list[Any]) -> list[int]:
+        """Ids of the values that matter, 0 for the others."""
+        ids = list(map(id, values))
+        for i in self._aside:
+            ids[i] = 0
+        for i in self._left:
+            ids[i] = 0 if values[i] is None or isinstance(values[i], Tensor) else ids[i]
+        return ids
 
     def _attributes(self, modules: list[Any]) -> tuple[list[str], list[Any]]:
         """Names and values of what modules keep beside the attributes of every module, and of configurations."""

@@ -440,7 +440,17 @@ def test_what_does_not_matter_is_not_read_anew() -> None:
     assert version(model) == before
     found = version(model)
     model.warnings_issued["twice"] = True
-    assert version(model) == found == before
+    assert version(model) is found and found == before
+    model.rope_deltas = None
+    before = version(model)
+    for left in (torch.rand(2), torch.rand(3), None, torch.rand(2)):  # by a call, for the next one
+        model.rope_deltas = left
+        assert version(model) == before == versions._version(model)
+    found = version(model)
+    model.rope_deltas = torch.rand(7)
+    assert version(model) is found
+    model.rope_deltas = 3
+    assert version(model) != before
 
 
 def test_it_is_made_in_a_moment() -> None:
