@@ -1,4 +1,6 @@
-"""Speed-ups of result files as bars: python benchmarks/bars.py docs/images/speed.svg [FILE.json ...]
+"""Speed-ups of result files as bars.
+
+    python benchmarks/bars.py docs/images/speed.svg [FILE.json ...]
 
 The bars are medians of `speedup_e2e`, the lines on them the quartiles.
 """

@@ -1,4 +1,6 @@
-"""What a call looks at before its first token: python benchmarks/checks.py [--out benchmarks/results/checks]
+"""The time of what a call looks at before its first token.
+
+    python benchmarks/checks.py --out benchmarks/results/checks
 
 Processor time of the check that a call may be accelerated (`obstacle`, with the version of the model in it), of reading
 that version anew, and of the whole call for its first token, in turn, on the embedded models and a deep random one.
