@@ -142,10 +142,11 @@ class PrefixStore:
             if age != self.age:
                 return
             before, start = self._followed(key, cuts)
-            whole = [one for one, n in self._along(key) if n == one.end == len(key)]
-            if start == len(key) and (not state or any(one.state for one in whole)):
-                self._touch(whole[0] if whole else before)
-                return
+            if start == len(key):
+                whole = [one for one, n in self._along(key) if n == one.end == len(key)]
+                if not state or any(one.state for one in whole):
+                    self._touch(whole[0] if whole else before)
+                    return
             new = Segment(key, cuts, start, held(start), state, before)
             if new.bytes > self.budget:
                 return

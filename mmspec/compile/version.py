@@ -143,7 +143,7 @@ def _parts(value: Any) -> Any:
 
 
 class _Seen:
-    """What a version was read off: to see that all of it still stands takes a third of the time of reading it again.
+    """What a version was read off: to see that all of it still stands takes less time than to read it again.
 
     Attributes are compared by the ids of their values. An id is no other object's while what it belonged to lives:
     plain values and configurations are held here, of modules, tensors and functions a weak reference is asked. Of an

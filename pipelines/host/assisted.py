@@ -54,8 +54,8 @@ def requested(model: Any, kwargs: Mapping[str, Any]) -> tuple[Assistance, dict[s
     assistant = kwargs.get("assistant_model")
 
     def value(name: str) -> Any:
-        value = kwargs.get(name)
-        return setting(name, config) if value is None else value
+        given = kwargs.get(name)
+        return setting(name, config) if given is None else given
 
     stocks = value("assistant_early_exit") or kwargs.get("assistant_tokenizer") is not None
     if stocks or (value("num_beams") or 1) > 1:

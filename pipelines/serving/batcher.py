@@ -95,6 +95,7 @@ class Batcher:
         self.generation = generation
         self._one_answer()
         self._tokenizer = getattr(processor, "tokenizer", processor)
+        self._criteria: dict[tuple[str, ...], Any] = {}  # of `stop_strings`, by these
         self._waiting: list[QueuedPrompt] = []
         self._finished: list[FinishedPrompt] = []
 
@@ -235,8 +236,12 @@ class Batcher:
 
     def _strings(self, prompt: QueuedPrompt) -> Any:
         """The criterion that `stop_strings` make; None: there are none."""
-        strings = self._setting("stop_strings", prompt)
-        return None if strings is None else at_strings(strings, self._tokenizer)
+        if (strings := self._setting("stop_strings", prompt)) is None:
+            return None
+        named = (strings,) if isinstance(strings, str) else tuple(strings)
+        if named not in self._criteria:  # each reads the whole vocabulary
+            self._criteria[named] = at_strings([*named], self._tokenizer)
+        return self._criteria[named]
 
     def _again(self, group: list[QueuedPrompt], error: Exception) -> None:
         """Prompts once more, with fewer rows, or each apart; one that was by itself already has failed."""

@@ -86,11 +86,10 @@ class _VisibleBlocks:
             return own.forward(self, *args, **kwargs)
         arguments = _by_row(own.forward, paths, ("hidden_states",), *args, **kwargs)
         nodes, B = paths.lengths.longest, len(paths.depth)
-        arguments["position_embeddings"] = (
-            tuple(  # of all positions; those of the nodes come last, in a row the node's own
-                torch.cat([paths.rows(t.expand(B, -1, -1), nodes), paths.fold(t[:, nodes:])], 1)
-                for t in arguments["position_embeddings"]
-            )
+        # of all positions; those of the nodes come last, in a row the node's own
+        arguments["position_embeddings"] = tuple(
+            torch.cat([paths.rows(t.expand(B, -1, -1), nodes), paths.fold(t[:, nodes:])], 1)
+            for t in arguments["position_embeddings"]
         )
         mask = arguments["attention_mask"]
         seen = mask if mask.dtype == torch.bool else mask == 0

@@ -14,8 +14,8 @@ def why(config: Any, mask: Tensor) -> str | None:
         return None
     padding = (mask.cumsum(1) == 0).sum(1)
     if not blocks:
-        why = "its indexer counts pools from the first token on; leave out the padding that all rows have"
-        return why if int(padding.min()) else None
+        pools = "its indexer counts pools from the first token on; leave out the padding that all rows have"
+        return pools if int(padding.min()) else None
     size, most = config.index_block_size, int(padding.max())
     if most < size:
         return None
