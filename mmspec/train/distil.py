@@ -197,7 +197,8 @@ class Distillation:
                 "the target's answers are all too short to learn from; raise max_new_tokens or change the data"
             )
         found = Lesson(self.teacher, [s for s, _ in usable], [a for _, a in usable])
-        self.room = found.read(self.recipe.batch, self.room)
+        with self.computing():
+            self.room = found.read(self.recipe.batch, self.room)
         return found
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -251,7 +252,13 @@ class Distillation:
         for step in range(self.step, r.steps):
             chosen = [next(order) for order in orders]
             alone = text is not None and np.random.default_rng([r.seed, 5, step]).random() >= r.pictures(step)
-            yield lessons[int(alone)].trace(chosen[int(alone)])
+            with self.computing():
+                trace = lessons[int(alone)].trace(chosen[int(alone)])
+            yield trace
+
+    def computing(self) -> torch.autocast:
+        """The precision that traces and the losses of steps are computed in."""
+        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.recipe.bf16)
 
     def update(self, trace: Trace) -> tuple[float, Tensor]:
         """One optimizer step on one batch."""
@@ -263,7 +270,8 @@ class Distillation:
         if getattr(self.drafter, "gate", None) is not None:
             self.drafter.gate.heat = recipe.heat(self.step)
         self.network.train()
-        loss, agree = losses(self.drafter, self.network, self.teacher, trace, recipe)
+        with self.computing():
+            loss, agree = losses(self.drafter, self.network, self.teacher, trace, recipe)
         self.accelerator.backward(loss)
         for name, parameter in self.drafter.named_parameters():
             if name.startswith(frozen):
@@ -283,8 +291,9 @@ class Distillation:
         self.network.eval()
         plain = replace(self.recipe.at(self.step), rollouts=0, noise=0.0)
         groups = lengths_sorted(held.lengths, self.recipe.batch)
-        found = [losses(self.drafter, self.network, self.teacher, held.trace(group), plain)[1] for group in groups]
-        return expected_tokens(torch.cat(found, 1))
+        with self.computing():
+            agree = [losses(self.drafter, self.network, self.teacher, held.trace(group), plain)[1] for group in groups]
+        return expected_tokens(torch.cat(agree, 1))
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -67,6 +67,7 @@ class Recipe:
     gate_cost: float = 0.01  # what keeping all visual rows adds to a loss, if the gate learns after all else; ours
     gate_samples: int = 200  # that the gate learns from, after all else; ours
     gate_steps: int = 100  # of its own optimizer over all of these; ours
+    bf16: bool = False  # traces and losses in bfloat16 where torch's autocast says so; weights keep their dtype
     held_out: int = 64  # samples kept for measuring τ
     seed: int = 0
     stages: tuple[Stage, ...] = (Stage(),)

@@ -692,3 +692,14 @@ def test_the_embedded_drafters_are_within_their_size(method: str) -> None:
     from mmspec.registry import drafter_class
 
     assert 2 * sum(p.numel() for p in drafter_class(method)(config).parameters()) <= 1.45e6
+
+
+def test_steps_in_bfloat16_learn_and_leave_the_weights_in_float32(questions: Path) -> None:
+    run = _run(questions.parent / "bf16", questions, RECIPE.with_(bf16=True))
+    trace = run.lesson(run.samples, "train").trace([0, 1])
+    before = [weight.detach().clone() for weight in run.drafter.parameters()]
+    with run.computing():
+        assert run.teacher.head(trace.final).dtype is torch.bfloat16
+    loss, _ = run.update(trace)
+    assert 0 < loss < float("inf") and {weight.dtype for weight in run.drafter.parameters()} == {torch.float32}
+    assert any(not torch.equal(a, b) for a, b in zip(before, run.drafter.parameters(), strict=True))
