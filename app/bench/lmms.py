@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -27,6 +31,7 @@ from mmspec.pipelines.prompts import Chat, inputs_of, knows_clips, shown, unmark
 from mmspec.pipelines.serving.batcher import answer_length
 
 KEPT = ("top_k", "num_beams", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "min_new_tokens")
+MARK = "<image>"  # of a picture, in texts of tasks of several rounds
 READ = ("until", "max_new_tokens", "do_sample", "temperature", "top_p", *KEPT)  # of a task's generation_kwargs
 
 
@@ -68,6 +73,7 @@ class Mmspec(lmms):  # type: ignore[misc]
             self.batch_size = min(self.batch_size, int(max_batch_size))
         self.frames = FramePolicy("uniform", int(max_num_frames), int(max_num_frames))
         self.system_prompt = self._resolve_system_prompt(str(system_prompt))
+        self.seconds, self.tokens = 0.0, 0  # of the answers to the requests of one call
         self.ignored = set[str]()  # settings of tasks that were told to have no effect
 
     @property
@@ -80,37 +86,30 @@ class Mmspec(lmms):  # type: ignore[misc]
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
         """An answer to each request, in their order; those with the same settings share batches."""
-        found: dict[int, GenerationResult] = {}
-        gained, rounds = self._gained()
-        seconds, bar = 0.0, tqdm(total=len(requests), disable=self.rank != 0, desc="mmspec answers")
-        with VideoReader(self.frames) as clips, bar:
-            for numbers in _batches([one.args[2] for one in requests], self.batch_size):
-                some = [requests[number].args for number in numbers]
-                inputs = inputs_of(self.engine.processor, [self._chat(one, clips) for one in some])
-                began = time.perf_counter()
-                answers = self._answers(inputs.to(self.device, self.model.dtype), some[0][2])
-                seconds += time.perf_counter() - began
-                for number, (context, _, settings, *_), answer in zip(numbers, some, answers, strict=True):
-                    found[number] = answer
-                    self.cache_hook.add_partial("generate_until", (context, settings), answer.text)
-                bar.update(len(numbers))
-        tokens = sum(one.token_counts.output_tokens for one in found.values())
-        now = self._gained()
-        per_forward = {"tokens_per_forward": (now[0] - gained) / (now[1] - rounds)} if now[1] > rounds else None
-        log_metrics(seconds, tokens, tokens / seconds if seconds else 0.0, per_forward)
-        return [found[number] for number in range(len(requests))]
+        asked = [_Asked(partial(self._messages, one.args), one.args[2]) for one in requests]
+        with self._logged():
+            for number, answer in self._answered(asked):
+                context, _, settings, *_ = requests[number].args
+                self.cache_hook.add_partial("generate_until", (context, settings), answer.text)
+                asked[number].answer = answer
+        return [one.answer for one in asked]
+
+    def generate_until_multi_round(self, requests: list[Instance]) -> list[list[str]]:
+        """The answers of all rounds of each request: its task says after each what is shown and asked next, or ends."""
+        rounds = [_Rounds(self, *one.args) for one in requests]
+        with self._logged():
+            while still := [one for one in rounds if not one.ended]:
+                answers = dict(self._answered([_Asked(one.messages, one.settings) for one in still]))
+                for number, one in enumerate(still):
+                    one.go_on(answers[number].text.strip())
+        for one in rounds:
+            self.cache_hook.add_partial("generate_until_multi_round", (one.context, one.settings), one.said)
+        return [one.said for one in rounds]
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         raise NotImplementedError(
             "mmspec accelerates the writing of answers; a likelihood takes one forward, in which nothing is drafted. "
             "Run tasks of loglikelihood with lmms-eval's own models, such as --model huggingface"
-        )
-
-    def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
-        raise NotImplementedError(
-            "--model mmspec answers tasks of output_type generate_until and generate_until_agentic; those of "
-            "generate_until_multi_round end by rules of their own. Run them with a model of lmms-eval that has them, "
-            "such as --model llava_onevision"
         )
 
     def clean(self) -> None:
@@ -120,15 +119,42 @@ class Mmspec(lmms):  # type: ignore[misc]
         del self.engine
         super().clean()
 
+    @contextmanager
+    def _logged(self) -> Iterator[None]:
+        """The time, the tokens and the tokens a forward of the answers within, for lmms-eval's tables."""
+        self.seconds, self.tokens, before = 0.0, 0, self._gained()
+        yield
+        gained, rounds = (now - then for now, then in zip(self._gained(), before, strict=True))
+        per_forward = {"tokens_per_forward": gained / rounds} if rounds else None
+        log_metrics(self.seconds, self.tokens, self.tokens / self.seconds if self.seconds else 0.0, per_forward)
+
     def _gained(self) -> tuple[int, int]:
         """Tokens that came of rounds, and the forwards of a row that these took, so far."""
         stats = None if self.engine.drafter is None else mmspec.stats(self.model)
         return (stats.gained, stats.row_rounds) if stats is not None else (0, 0)
 
-    def _chat(self, arguments: tuple[Any, ...], clips: VideoReader) -> Chat:
-        """The turns of a task's document, as chat templates take them."""
+    def _answered(self, asked: Sequence[_Asked]) -> Iterator[tuple[int, GenerationResult]]:
+        """Each answer with the number of what it answers, as the batches are done."""
+        bar = tqdm(total=len(asked), disable=self.rank != 0, desc="mmspec answers")
+        with VideoReader(self.frames) as clips, bar:
+            for numbers in _batches([one.settings for one in asked], self.batch_size):
+                chats = [self._chat(asked[number].messages(), clips) for number in numbers]
+                inputs = inputs_of(self.engine.processor, chats).to(self.device, self.model.dtype)
+                began = time.perf_counter()
+                answers = self._answers(inputs, asked[numbers[0]].settings)
+                self.seconds += time.perf_counter() - began
+                self.tokens += sum(one.token_counts.output_tokens for one in answers)
+                yield from zip(numbers, answers, strict=True)
+                bar.update(len(numbers))
+
+    def _messages(self, arguments: tuple[Any, ...]) -> list[dict[str, Any]]:
+        """What a task of one round makes of its document."""
         _, messages, _, number, task, split = arguments
-        turns = self._apply_system_prompt(messages(self.task_dict[task][split][number]), self.system_prompt)
+        return messages(self.task_dict[task][split][number])  # type: ignore[no-any-return]
+
+    def _chat(self, messages: list[dict[str, Any]], clips: VideoReader) -> Chat:
+        """Messages of lmms-eval, as chat templates take them."""
+        turns = self._apply_system_prompt(messages, self.system_prompt)
         said = [(turn["role"], turn["content"]) for turn in turns]
         listed = [(role, [{"type": "text", "text": held}] if isinstance(held, str) else held) for role, held in said]
         return [{"role": role, "content": [one for part in held for one in self._parts(part, clips)]}
@@ -177,6 +203,46 @@ class Mmspec(lmms):  # type: ignore[misc]
             self.ignored.add(name)
             print(f"mmspec: {name} of this task's generation_kwargs has no effect here", file=sys.stderr)
         return stops, given
+
+
+@dataclass
+class _Asked:
+    """Messages, made when they are needed since they hold pictures; the settings of their answer; and it."""
+
+    messages: Callable[[], list[dict[str, Any]]]
+    settings: dict[str, Any]
+    answer: Any = None
+
+
+class _Rounds:
+    """One request of several rounds: what is shown and asked now, and the answers so far."""
+
+    def __init__(
+        self, adapter: Mmspec, context: str, settings: dict[str, Any], to_visual: Callable[..., Any],
+        after: Callable[..., tuple[Any, ...]], number: int, task: str, split: str,
+    ):  # fmt: skip
+        self.document = adapter.task_dict[task][split][number]
+        self.context, self.settings, self.after = context, settings, after
+        self.shown, self.asked, self.ended = to_visual(self.document), context, False
+        self.said, self.about, self.round = list[str](), None, 0
+
+    def messages(self) -> list[dict[str, Any]]:
+        """One turn: pictures and videos where the text has a mark for each of them, else in front of it."""
+        shown = [{"type": "video" if isinstance(one, str) else "image", "url": one} for one in self.shown or ()]
+        texts = [{"type": "text", "text": text} for text in self.asked.split(MARK)]
+        if len(texts) == len(shown) + 1:
+            parts = [part for pair in zip_longest(texts, shown) for part in pair if part and part.get("text") != ""]
+        else:
+            parts = [*shown, {"type": "text", "text": self.asked.replace(MARK, "")}]
+        return [{"role": "user", "content": parts}]
+
+    def go_on(self, answer: str) -> None:
+        """What the task says to an answer."""
+        self.round += 1
+        self.shown, self.asked, self.ended, said, self.about = self.after(
+            self.document, previous_output=[*self.said, answer], round_idx=self.round, previous_round_info=self.about
+        )
+        self.said = list(said)
 
 
 def _own(device: str) -> str:
