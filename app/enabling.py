@@ -74,8 +74,7 @@ def given(said: Iterable[str], drafter: Any = None) -> dict[str, Any]:
     Args:
         drafter: a name, a folder or None; of a name that is known, only its own options are taken.
 
-    Raises:
-        EnableError: a drafter or an option that there is not, a wrong value, or a word that is no NAME=VALUE.
+    Raises EnableError: a drafter or an option that there is not, a wrong value, or a word that is no NAME=VALUE.
     """
     _known(drafter)
     words = dict(_pairs(said))

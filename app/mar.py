@@ -76,11 +76,7 @@ class MarSubject:
         return [known.get(number, str(number)) for number in range(self.pipe.transformer.config.classes)]
 
     def small(self, name: str) -> Any:
-        """A draft model: a folder's, or the embedded one.
-
-        Raises:
-            EngineError: it cannot be loaded.
-        """
+        """A draft model: a folder's, or the embedded one. Raises EngineError: it cannot be loaded."""
         from mmspec.models.mar import MARTransformer2DModel
 
         own, model = name == MAR_DRAFT, self.pipe.transformer
@@ -93,11 +89,7 @@ class MarSubject:
         return found.to(model.device, model.dtype).eval()
 
     def label(self, said: str) -> int:
-        """The number of a class by its name or number.
-
-        Raises:
-            EngineError: there is none.
-        """
+        """The number of a class by its name or number. Raises EngineError: there is none."""
         names, said = self.names, said.strip()
         if said in names:
             return names.index(said)
@@ -113,8 +105,7 @@ class MarSubject:
     ) -> MarImages:
         """A picture of each class, by the settings of all calls and `more`; speculation needs `singly` before.
 
-        Raises:
-            EngineError: the pipeline refuses the settings.
+        Raises EngineError: the pipeline refuses the settings.
         """
         try:
             self.pipe.disable_speculation()
@@ -134,8 +125,7 @@ class MarSubject:
 def load(model: str, device: str, dtype: str, **settings: Any) -> MarSubject:
     """The embedded model, `mar`, or a folder; float32 unless `dtype` says otherwise.
 
-    Raises:
-        EngineError: it cannot be loaded.
+    Raises EngineError: it cannot be loaded.
     """
     from mmspec.pipelines.mar.pipeline import MARPipeline
 

@@ -134,8 +134,7 @@ class ImageSubject:
     def go(self, way: DrawingMethod) -> Any:
         """Decode in this way from now on; the handle, or None for plain decoding.
 
-        Raises:
-            EngineError: the drafter or an option does not fit.
+        Raises EngineError: the drafter or an option does not fit.
         """
         mmspec.disable(self.pipe)
         if way.drafter == PLAIN:
@@ -168,8 +167,7 @@ class ImageSubject:
         Args:
             settings: further arguments of the pipeline's call, for this one only.
 
-        Raises:
-            EngineError: the pipeline refuses the prompts or its settings.
+        Raises EngineError: the pipeline refuses the prompts or its settings.
         """
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         condition = {"class_labels" if self.classes else "prompt": list(conditions)}
@@ -185,8 +183,7 @@ class ImageSubject:
     def draw(self, conditions: Sequence[Any], seeds: Sequence[int], way: DrawingMethod, **settings: Any) -> ImageResult:
         """The same, decoded in this way.
 
-        Raises:
-            EngineError: the drafter or an option does not fit, or the pipeline refuses the prompts or its settings.
+        Raises EngineError: the drafter or an option does not fit, or the pipeline refuses the prompts or its settings.
         """
         self.go(way)
         return self.paint(conditions, seeds, **settings)
@@ -194,8 +191,7 @@ class ImageSubject:
     def label(self, said: str) -> Any:
         """What a prompt is to the model: the prompt, or the number of a class.
 
-        Raises:
-            EngineError: the model draws classes, and this is none.
+        Raises EngineError: the model draws classes, and this is none.
         """
         if not self.classes:
             return said
@@ -214,8 +210,7 @@ class ImageSubject:
 def load(model: str, device: str, dtype: str, **settings: Any) -> ImageSubject:
     """ImageSubject for the embedded model, a folder or a name on the Hub.
 
-    Raises:
-        EngineError: no such model, or it is no LlamaGenPipeline.
+    Raises EngineError: no such model, or it is no LlamaGenPipeline.
     """
     from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 

@@ -77,8 +77,7 @@ def _recipe(args: argparse.Namespace) -> Recipe:
 def _values(option: str, items: list[str], now: dict[str, Any]) -> dict[str, Any]:
     """NAME=VALUE with values of the kind that the names have now; `option` is for messages.
 
-    Raises:
-        ValueError: an unknown name, or a value of another kind.
+    Raises ValueError: an unknown name, or a value of another kind.
     """
     found: dict[str, Any] = {}
     for item in items:
@@ -126,8 +125,7 @@ def build(method: str, model: Any, intermediate: int | None, **shape: Any) -> An
     Args:
         shape: other values of the method's config.
 
-    Raises:
-        ValueError: a value that the method's config does not have, or does not allow.
+    Raises ValueError: a value that the method's config does not have, or does not allow.
     """
     from mmspec.pipelines.families import table as families
 
@@ -138,8 +136,7 @@ def build(method: str, model: Any, intermediate: int | None, **shape: Any) -> An
 def _heads(method: str, model: Any, intermediate: int | None, **shape: Any) -> Any:
     """A multi-token-prediction head to be trained: the target's own, or a new one of its classes.
 
-    Raises:
-        ValueError: a shape; the target's classes have theirs.
+    Raises ValueError: a shape; the target's classes have theirs.
     """
     from mmspec.pipelines.drafters.mtp import MtpDrafter
 
@@ -151,8 +148,7 @@ def _heads(method: str, model: Any, intermediate: int | None, **shape: Any) -> A
 def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape: Any) -> Any:
     """An untrained drafter in the shape of a LlamaGen's own layer, rows and columns as its positions.
 
-    Raises:
-        ValueError: a method that reads pictures; there are none in these prompts.
+    Raises ValueError: a method that reads pictures; there are none in these prompts.
     """
     from mmspec.pipelines.families import table as families
 
@@ -252,8 +248,7 @@ def write(drafter: Any, model: Any, folder: Path) -> None:
 def _opened(target: str, pictures: bool, dtype: torch.dtype) -> tuple[Any, Any]:
     """A model and its processor, or a pipeline and None.
 
-    Raises:
-        EngineError: there is none of that name, or it cannot be loaded.
+    Raises EngineError: there is none of that name, or it cannot be loaded.
     """
     from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 

@@ -54,8 +54,7 @@ def build(method: str, model: Any, intermediate: int | None, **shape: Any) -> Bl
     Args:
         shape: other values of the drafter's config.
 
-    Raises:
-        ValueError: a value that its config does not have, or does not allow; or a mask whose embedding is zero.
+    Raises ValueError: a value that its config does not have, or does not allow; or a mask whose embedding is zero.
     """
     from mmspec.pipelines.families import table as families
 
@@ -79,8 +78,7 @@ def build(method: str, model: Any, intermediate: int | None, **shape: Any) -> Bl
 def check(drafter: Any, recipe: Recipe) -> None:
     """Refuse a block drafter and a recipe that do not go together.
 
-    Raises:
-        ValueError: what cannot be learnt here, or more steps than a block drafts.
+    Raises ValueError: what cannot be learnt here, or more steps than a block drafts.
     """
     c = drafter.config
     if c.selector_rank or c.markov == "rnn":

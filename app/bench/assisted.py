@@ -41,8 +41,7 @@ OF_MODEL: dict[str, Callable[[Any], Any]] = {"model": first_layers, "mtp": MtpDr
 def _dflash(drafter: Any) -> dict[str, Any]:
     """The same weights in transformers' own class, which reads embeddings without the norm that a table may have.
 
-    Raises:
-        ValueError: a network that it is not.
+    Raises ValueError: a network that it is not.
     """
     same = copy.copy(drafter)
     same.config = replace(drafter.config, bare_embeds=True)

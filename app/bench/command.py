@@ -128,8 +128,7 @@ N = TypeVar("N", bound=Named)
 def matching(methods: Sequence[N], patterns: Sequence[str] | None, without: Sequence[str] = ()) -> list[N]:
     """Those whose names match a pattern (all without one); the first, plain decoding, always comes first.
 
-    Raises:
-        BenchError: a pattern that matches nothing, or plain decoding left out by its name.
+    Raises BenchError: a pattern that matches nothing, or plain decoding left out by its name.
     """
     names = [m.name for m in methods]
     if names[0] in without:

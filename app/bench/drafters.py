@@ -30,8 +30,7 @@ def configure(parser: argparse.ArgumentParser, beside: str = "") -> None:
 def options(args: argparse.Namespace) -> dict[str, Any]:
     """What is said to `enable` of every drafter that is measured.
 
-    Raises:
-        BenchError: there is no such option, or no such value.
+    Raises BenchError: there is no such option, or no such value.
     """
     try:
         return enabling.given(args.enable)
@@ -46,8 +45,7 @@ def read(args: argparse.Namespace, trained: bool = False, model: Any = None) -> 
         trained: those without weights have methods of their own, and are refused here.
         model: the loaded model, for drafters that are made of it.
 
-    Raises:
-        BenchError: there is no such drafter, or no embedded one for `all`.
+    Raises BenchError: there is no such drafter, or no embedded one for `all`.
     """
     if args.drafters is None:
         try:

@@ -61,8 +61,7 @@ def fill(
 ) -> Gallery:
     """Draw what is not in the folder yet, `batch` at a time; whole batches are written before the next one begins.
 
-    Raises:
-        GalleryError: the folder holds pictures of other prompts, seeds or settings.
+    Raises GalleryError: the folder holds pictures of other prompts, seeds or settings.
     """
     plan = {**told, "asked": list(asked), "seeds": list(seeds)}
     found = Gallery() if folder is None else _read(folder, plan)

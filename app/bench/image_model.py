@@ -62,8 +62,7 @@ class ModelSubject(ImageSubject):
     def paint(self, conditions: Sequence[Any], seeds: Sequence[int], **settings: Any) -> ImageResult:
         """One picture per prompt, in one call of `draw`; the first seed is that of torch's generator.
 
-        Raises:
-            EngineError: the model refuses the prompts or the settings, or draws another number of pictures.
+        Raises EngineError: the model refuses the prompts or the settings, or draws another number of pictures.
         """
         handle = super().go(self._way)  # its stats start anew
         torch.manual_seed(seeds[0])
@@ -103,8 +102,7 @@ class ModelSubject(ImageSubject):
 def load(model: str, device: str, dtype: str, **settings: Any) -> ImageSubject:
     """What draws: a LlamaGenPipeline, another model or pipeline, or what a Python file of the user's loads.
 
-    Raises:
-        EngineError: no such model, or one whose pictures mmspec cannot decode.
+    Raises EngineError: no such model, or one whose pictures mmspec cannot decode.
     """
     if model.endswith(".py"):
         return ModelSubject(_of_file(Path(model), device, dtype), **settings)

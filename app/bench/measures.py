@@ -46,11 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def wanted(args: argparse.Namespace) -> bool:
-    """Whether anything is to be measured.
-
-    Raises:
-        BenchError: a reference without the network that reads it.
-    """
+    """Whether anything is to be measured. Raises BenchError: a reference without the network that reads it."""
     if args.reference is not None and args.inception is None:
         raise BenchError("--reference is for FID, which needs the Inception network; add --inception")
     return bool(args.clip) or args.inception is not None
@@ -59,8 +55,7 @@ def wanted(args: argparse.Namespace) -> bool:
 class Measures:
     """The networks and the reference that a call named, loaded once.
 
-    Raises:
-        BenchError: a model, a file or a package is not there, or is of another kind.
+    Raises BenchError: a model, a file or a package is not there, or is of another kind.
     """
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
@@ -105,8 +100,7 @@ class Inception:
     Args:
         weights: the file of the network's weights; FETCHED: what torch-fidelity fetches.
 
-    Raises:
-        BenchError: torch-fidelity is not installed, or the weights cannot be read.
+    Raises BenchError: torch-fidelity is not installed, or the weights cannot be read.
     """
 
     def __init__(self, weights: str, device: torch.device, network: str = NETWORK) -> None:
@@ -132,8 +126,7 @@ class Inception:
     def read(self, pictures: Iterable[Image.Image]) -> tuple[Tensor, Tensor]:
         """Pooled features [n, D] and logits [n, C] of pictures in their own sizes, in float64.
 
-        Raises:
-            BenchError: fewer than two pictures.
+        Raises BenchError: fewer than two pictures.
         """
         found: list[tuple[Tensor, ...]] = []
         for _, some in groupby(pictures, key=lambda picture: picture.size):
@@ -164,8 +157,7 @@ class Inception:
     def reference(self, where: Path) -> Statistics:
         """The statistics of a folder of pictures, or those of an .npz.
 
-        Raises:
-            BenchError: neither of these, or statistics of another network.
+        Raises BenchError: neither of these, or statistics of another network.
         """
         from torch_fidelity.metric_fid import fid_features_to_statistics
 

@@ -59,8 +59,7 @@ def tasks(folder: Path) -> list[str]:
 def rows(folder: Path) -> list[dict[str, Any]]:
     """The questions of all tasks whose videos are there, each with its task, and its video by its place.
 
-    Raises:
-        BenchError: there are none, or a single video is missing.
+    Raises BenchError: there are none, or a single video is missing.
     """
     there = [task for task in tasks(folder) if (folder / VIDEOS[task]).is_dir()]
     if not there:

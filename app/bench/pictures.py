@@ -54,8 +54,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
 def prompts_of(path: Path) -> list[str]:
     """Prompts of a file: its lines that are not empty, or of a .json the first caption of each picture, as in COCO.
 
-    Raises:
-        BenchError: it cannot be read, or holds none.
+    Raises BenchError: it cannot be read, or holds none.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -139,8 +139,7 @@ class Worker:
     def step(self) -> list[Result]:
         """A part of the work, such as one round of the model; what has been finished.
 
-        Raises:
-            FatalError: the model, or the decoder, works on nothing.
+        Raises FatalError: the model, or the decoder, works on nothing.
         """
         self._decode()
         if self.flow is None and (len(self._waiting) >= SIZED or (self._waiting and not self._decoding)):

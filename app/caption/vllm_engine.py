@@ -57,11 +57,7 @@ class VllmFlow:
             self._asked[name] = (ticket, choice.start, time.perf_counter())
 
     def step(self) -> list[CaptionResult]:
-        """A part of the work; what has finished.
-
-        Raises:
-            FatalError: the engine has died.
-        """
+        """A part of the work; what has finished. Raises FatalError: the engine has died."""
         found, self._refused = self._refused, []
         if not self._asked:
             return found
@@ -108,8 +104,7 @@ def load(
         drafter: "none", "ngram", or a draft model that vLLM reads.
         options: `depth`, the tokens it drafts; all others are fields of vLLM's EngineArgs.
 
-    Raises:
-        FatalError: vLLM is not installed.
+    Raises FatalError: vLLM is not installed.
     """
     _, _, number = device.partition("cuda:")
     if number and int(options.get("tensor_parallel_size", 1)) == 1:  # before vLLM looks for devices

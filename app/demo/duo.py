@@ -38,8 +38,7 @@ def fitting(engine: Engine, model: str, named: Sequence[str] = ()) -> dict[str, 
     it is in the hub's cache, the heads in the model's own files, and those without weights. Nothing is downloaded but
     what is named.
 
-    Raises:
-        EngineError: one that is named does not fit.
+    Raises EngineError: one that is named does not fit.
     """
     found = {name_of(engine.drafter): engine.drafter}
     published = PUBLISHED.get(model.rpartition("/")[2].lower(), "")

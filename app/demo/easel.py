@@ -269,11 +269,7 @@ class Studio(Easel):
 
 
 def load(model: str, drafter: str | None, device: str, dtype: str, time_limit: float) -> Easel:
-    """Easel for the embedded image model, a folder or a name on the Hub.
-
-    Raises:
-        EngineError: it cannot be loaded.
-    """
+    """Easel for the embedded image model, a folder or a name on the Hub. Raises EngineError: it cannot be loaded."""
     from mmspec.app.painter import load as load_painter
 
     own = embedded.IMAGE_DRAFTER if model == embedded.IMAGE_MODEL else None

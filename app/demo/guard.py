@@ -65,8 +65,7 @@ def _refuse_address(file: dict[str, Any]) -> dict[str, Any]:
 def credentials(host: str, auth: str | None) -> tuple[str, str] | None:
     """User and password, or None for a demo that only this machine can reach.
 
-    Raises:
-        DoorError: another host without a password, or a password that cannot be read.
+    Raises DoorError: another host without a password, or a password that cannot be read.
     """
     if auth is None:
         if is_local(host):

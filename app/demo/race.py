@@ -75,8 +75,7 @@ class Race:
     def begin(self, wish: Any, stop: threading.Event) -> tuple[Any, Any]:
         """What there is to see at first, with a `plain` and a `fast` side, and what the model is asked.
 
-        Raises:
-            RefusedError, EngineError: the wish is not run.
+        Raises RefusedError, EngineError: the wish is not run.
         """
         raise NotImplementedError
 
@@ -92,11 +91,7 @@ class Race:
         """Leave the model as transformers or diffusers made it."""
 
     def run(self, wish: Any, stop: threading.Event) -> Iterator[Any]:
-        """What there is by now, again and again; the last is of the end.
-
-        Raises:
-            RefusedError: the wish is not run.
-        """
+        """What there is by now, again and again; the last is of the end. Raises RefusedError: the wish is not run."""
         try:
             both, request = self.begin(wish, stop)
             limits = Limits(stop, time.monotonic() + self.time_limit)
