@@ -28,8 +28,6 @@ def draws(model: str) -> bool:
 
 @dataclass(frozen=True)
 class MarImages:
-    """What one call took and gave."""
-
     seconds: float
     images: list[Image.Image]
     tokens: Tensor
@@ -42,7 +40,7 @@ class MarSubject:
 
     plain = None  # how it draws without speculation
 
-    def __init__(self, pipe: Any, draft: Any = None, **settings: Any) -> None:
+    def __init__(self, pipe: Any, draft: Any = None, **settings: object) -> None:
         self.pipe, self.draft = pipe, draft
         self.settings = {name: value for name, value in settings.items() if value is not None}
         pipe.set_progress_bar_config(disable=True)
@@ -101,7 +99,7 @@ class MarSubject:
         )
 
     def draw(
-        self, labels: Sequence[int], seeds: Sequence[int], speculation: dict[str, Any] | None = None, **more: Any
+        self, labels: Sequence[int], seeds: Sequence[int], speculation: dict[str, Any] | None = None, **more: object
     ) -> MarImages:
         """A picture of each class, by the settings of all calls and `more`; speculation needs `singly` before.
 
@@ -122,7 +120,7 @@ class MarSubject:
         return MarImages(took, out.images, out.tokens, out.work, out.stats.summary() if out.stats else {})
 
 
-def load(model: str, device: str, dtype: str, **settings: Any) -> MarSubject:
+def load(model: str, device: str, dtype: str, **settings: object) -> MarSubject:
     """The embedded model, `mar`, or a folder; float32 unless `dtype` says otherwise.
 
     Raises EngineError: it cannot be loaded.

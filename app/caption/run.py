@@ -65,7 +65,6 @@ class Twin:
 
 
 def recorded_twins(folder: Path) -> dict[tuple[str, str], Twin]:
-    """What earlier runs recorded."""
     with contextlib.closing(Ledger(sorted((folder / STATE).glob("*.jsonl")))) as ledger:
         return {
             (record["ask"], str(record.get("content"))): Twin(
@@ -156,7 +155,6 @@ class Worker:
         return found
 
     def summary(self) -> dict[str, Any]:
-        """Facts for the report."""
         stats = getattr(self.flow, "stats", None)
         facts: dict[str, Any] = {
             "worker": self.slot,

@@ -17,6 +17,7 @@ from mmspec.app.caption.model import FatalError
 from mmspec.app.embedded import STOCK
 from mmspec.app.engine import CaptionResult
 from mmspec.app.extras import installing
+from mmspec.app.loaded import Processor
 from mmspec.app.media import video
 from mmspec.app.prompt import PromptChoice
 from mmspec.pipelines.prompts import chat_text
@@ -75,12 +76,10 @@ class VllmFlow:
 
 
 class VllmEngine:
-    """A loaded engine of vLLM."""
-
     drafter = None  # its speculation is its own, and not compared with stock generate
     notes: list[str] = []
 
-    def __init__(self, core: Any, sampling: Any, processor: Any, tokens: int, temperature: float):
+    def __init__(self, core: Any, sampling: Any, processor: Processor, tokens: int, temperature: float):
         self.core, self.processor = core, processor
         self._sampling, self._tokens, self._temperature = sampling, tokens, temperature
 
