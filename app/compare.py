@@ -106,7 +106,6 @@ class Comparison(Generic[M, Q, R]):
             yield {name: runs[-1] for name, runs in self.made.items()}
 
     def measure(self, requests: Iterable[Q]) -> dict[str, list[R]]:
-        """All turns: by method, what its runs gave."""
         for _ in self.turns(requests):
             pass
         return self.made
@@ -125,7 +124,7 @@ def in_turn(count: int, turn: int) -> list[int]:
     return places[::-1] if turn % 2 else places
 
 
-def over(base: Sequence[Any], made: Sequence[Any], what: str = "seconds") -> list[float | None]:
+def over(base: Sequence[object], made: Sequence[object], what: str = "seconds") -> list[float | None]:
     """Of each pair of runs, how often what `base` took contains what the other took; None where one is not known."""
     pairs = [(getattr(b, what), getattr(m, what)) for b, m in zip(base, made, strict=False)]
     return [b / m if b and m else None for b, m in pairs]
@@ -137,7 +136,7 @@ def compiled_graphs() -> int:
     return PiecewiseFunction.made + (dynamo.counters["stats"]["unique_graphs"] if dynamo else 0)
 
 
-def settle(call: Callable[[], Any]) -> None:
+def settle(call: Callable[[], object]) -> None:
     """One call, and as many more as it takes until nothing is compiled any more."""
     for _ in range(WARM_UPS):
         graphs = compiled_graphs()
@@ -168,14 +167,14 @@ def free() -> None:
         torch.accelerator.memory.empty_cache()
 
 
-def peak_mb(device: torch.device, call: Callable[[], Any]) -> float | None:
+def peak_mb(device: torch.device, call: Callable[[], object]) -> float | None:
     """MiB that a call holds at its peak above what was held before it, the median of several; None: it is not told."""
     found = [_peak_mb(device, call) for _ in range(PEAKS)]
     known = [peak for peak in found if peak is not None]
     return statistics.median(known) if known else None
 
 
-def _peak_mb(device: torch.device, call: Callable[[], Any]) -> float | None:
+def _peak_mb(device: torch.device, call: Callable[[], object]) -> float | None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

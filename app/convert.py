@@ -18,7 +18,6 @@ OF_PIPELINES = {  # flags that only they take, and their names
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The options of `mmspec convert`."""
     from mmspec.checkpoints.layouts import LAYOUTS
 
     parser.usage = (
@@ -59,7 +58,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert as the options say; the exit code."""
     try:
         print({LLAMAGEN: _llamagen, MAR: _mar}.get(args.src, _drafter)(args))
     except (OSError, ValueError) as error:

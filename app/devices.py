@@ -57,8 +57,7 @@ def find_dtype(name: str, device: torch.device) -> torch.dtype:
 def find_model(name: str) -> str:
     """The folder of an embedded model, a folder, or a name on the Hub.
 
-    Raises:
-        EngineError: it can be none of these, or the embedded weights are missing.
+    Raises EngineError: it can be none of these, or the embedded weights are missing.
     """
     try:
         where = embedded.resolve(name)

@@ -34,7 +34,6 @@ class Finding(NamedTuple):
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The options of `mmspec doctor`."""
     parser.description = (
         "Check the installed versions, the device, the compiler, what mmspec assumes of transformers, diffusers and "
         f"accelerate, and {TOKENS} tokens of the embedded models, drafted and not. The text names no folders of yours "

@@ -37,7 +37,6 @@ def drafter(model: str) -> str:
 
 
 def drafters(model: str) -> list[str]:
-    """All embedded drafters that were made for an embedded model."""
     found = [name for name, made in zoo.DRAFTERS.items() if made.target == model]
     return [name for name in found if (zoo.weights() / name / "config.json").is_file()]
 

@@ -35,11 +35,11 @@ class _Said(Pairs):
 
         return [DRAFT, *(name for kind in (SpecConfig(), *kinds_of(None)) for name in _names(kind))]
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, args: argparse.Namespace, values: Any, *_: Any) -> None:
         if values == [LIST]:
-            print(help_text(getattr(namespace, "drafter", None)))
+            print(help_text(getattr(args, "drafter", None)))
             parser.exit()
-        super().__call__(parser, namespace, values, option_string)
+        super().__call__(parser, args, values, *_)
 
 
 FLAG: dict[str, Any] = {
@@ -49,33 +49,31 @@ FLAG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def add(parser: Any) -> None:
-    """`--enable`, for a parser or a group of one."""
+def add(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--enable", default=[], **FLAG)
 
 
 class _Short(argparse.Action):
     """A flag of its own for one of them: --window 8 says the same as --enable window=8."""
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, args: argparse.Namespace, values: object, *_: object) -> None:
         name = self.option_strings[-1].removeprefix("--")
         value = "true" if self.nargs == 0 else ",".join(values) if isinstance(values, list) else values
-        setattr(namespace, self.dest, [*getattr(namespace, self.dest), f"{name}={value}"])
+        setattr(args, self.dest, [*getattr(args, self.dest), f"{name}={value}"])
 
 
-def short(parser: Any, flag: str, help: str, **takes: Any) -> None:
+def short(parser: argparse._ActionsContainer, flag: str, help: str, **takes: Any) -> None:
     """Such a flag; `nargs=0` is one that is true when it is said."""
     parser.add_argument(flag, dest="enable", action=_Short, default=[], help=help, **takes)
 
 
-def given(said: Iterable[str], drafter: Any = None) -> dict[str, Any]:
+def given(said: Iterable[str], drafter: object = None) -> dict[str, Any]:
     """Keyword arguments of `mmspec.enable` from words like depth=6, checked as far as can be without a model.
 
     Args:
         drafter: a name, a folder or None; of a name that is known, only its own options are taken.
 
-    Raises:
-        EnableError: a drafter or an option that there is not, a wrong value, or a word that is no NAME=VALUE.
+    Raises EnableError: a drafter or an option that there is not, a wrong value, or a word that is no NAME=VALUE.
     """
     _known(drafter)
     words = dict(_pairs(said))
@@ -129,7 +127,7 @@ def _pairs(said: Iterable[str]) -> Iterator[tuple[str, Any]]:
         yield name.strip().replace("-", "_"), _value(text)
 
 
-def help_text(drafter: Any = None) -> str:
+def help_text(drafter: object = None) -> str:
     """What can be said, with what it means, a line each: the shared options, then those of the drafter."""
     from mmspec.config import SpecConfig
     from mmspec.registry import DRAFTERS

@@ -15,6 +15,7 @@ import mmspec
 from mmspec.app import embedded
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, free_memory, load_quietly, unloadable
 from mmspec.app.embedded import STOCK
+from mmspec.app.loaded import Inputs, Model, Processor
 from mmspec.app.preparing import THREADS, Preparing, ProcessorThreads
 from mmspec.app.prompt import PromptChoice
 from mmspec.compile.held import settled
@@ -66,7 +67,7 @@ class Engine:
     scored = False  # whether answers come with their scores
 
     def __init__(
-        self, model: Any, processor: Any, drafter: Any, max_new_tokens: int, temperature: float = 0,
+        self, model: Model, processor: Processor, drafter: object, max_new_tokens: int, temperature: float = 0,
         options: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         self.model, self.processor, self.drafter = model.eval(), processor, drafter
@@ -74,7 +75,7 @@ class Engine:
         self.sampling = temperature > 0
         warmth = {"do_sample": True, "temperature": temperature} if self.sampling else {"do_sample": False}
         self.settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "num_beams": 1, **warmth}
-        tokenizer = getattr(processor, "tokenizer", processor)
+        tokenizer: Any = getattr(processor, "tokenizer", processor)
         tokenizer.padding_side = "left"
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -106,11 +107,10 @@ class Engine:
         while flow.busy:
             flow.step()
 
-    def flow(self, rows: int, **settings: Any) -> Captioner:
-        """Continuous captioning, `rows` answers at once."""
+    def flow(self, rows: int, **settings: object) -> Captioner:
         return Captioner(self, self.batcher(rows, **settings))
 
-    def batcher(self, rows: int, **settings: Any) -> Batcher:
+    def batcher(self, rows: int, **settings: object) -> Batcher:
         """Takes prompts, `rows` of them at once; static batches where mmspec cannot accelerate the model."""
         batches: type[Batcher] = StaticBatcher
         if self.compilable:
@@ -175,7 +175,10 @@ class _Ticket:
     start: str
     prompt: list[int]
     number: int = 0
-    rest: tuple[Any, ...] = ()  # of the first of several: what `add` of the batches takes for the others
+    rest: tuple[Prompted, ...] = ()  # of the first of several: the others
+
+
+Prompted = tuple[_Ticket, Inputs, int]  # what `add` of the batches takes; the last is a seed
 
 
 class Captioner:
@@ -183,7 +186,7 @@ class Captioner:
 
     def __init__(self, engine: Engine, batches: Batcher) -> None:
         self.engine, self._batches = engine, batches
-        self._preparing = Preparing(engine.threads)
+        self._preparing = Preparing[Prompted](engine.threads)
         self._several: dict[Hashable, list[CaptionResult | None]] = {}  # items of several prompts, with what is there
 
     @property
@@ -212,13 +215,13 @@ class Captioner:
         Further prompts join once the first is answered: what `prefix_cache` keeps of the picture is not read again.
         """
 
-        def one(processor: Any, number: int, text: str, rest: tuple[Any, ...] = ()) -> tuple[_Ticket, Any, int]:
+        def one(processor: Processor, number: int, text: str, rest: tuple[Prompted, ...] = ()) -> Prompted:
             inputs = chat_inputs(processor, [text], [frames], choice.system, choice.start, clips=True)
             inputs = inputs.to(self.engine.model.dtype)
             prompt = inputs["input_ids"][0].tolist() if choice.start else []
             return _Ticket(ticket, choice.start, prompt, number, rest), inputs, seed + number
 
-        def job(processor: Any) -> tuple[_Ticket, Any, int]:
+        def job(processor: Processor) -> Prompted:
             rest = tuple(one(processor, number, text) for number, text in enumerate(choice.further, 1))
             return one(processor, 0, choice.text, rest)
 
@@ -229,7 +232,7 @@ class Captioner:
         refused = []
         for ticket, made in self._preparing.ready(wait=0 if self._batches.busy else self._batches.free):
             try:
-                if isinstance(made, Exception):
+                if isinstance(made, BaseException):
                     raise made
                 self._batches.add(*made)
             except Exception as error:  # a picture or a prompt that cannot be read
@@ -300,7 +303,7 @@ class Captioner:
 
 
 def load(
-    model: str, drafter: str, device: str, dtype: str, max_new_tokens: int, temperature: float, **options: Any
+    model: str, drafter: str, device: str, dtype: str, max_new_tokens: int, temperature: float, **options: object
 ) -> Engine:
     """Engine for a name on the Hub, a local folder or an embedded model; `auto` picks the fastest device there is.
 

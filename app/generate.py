@@ -17,6 +17,8 @@ from mmspec.app.embedded import STOCK
 from mmspec.app.options import count, from_zero, where
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from mmspec.app.mar import MarImages, MarSubject
     from mmspec.app.painter import ImageResult, Subject
 
@@ -39,8 +41,6 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
 
 @dataclass(frozen=True)
 class DrawingOrder:
-    """One picture to draw."""
-
     condition: Any  # prompt or class
     seed: int
     path: Path
@@ -51,7 +51,6 @@ class GenerateError(Exception):
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The options of `mmspec generate`."""
     parser.description = (
         "Draw pictures from prompts. Without a rule their distribution is the model's own, only faster; a relaxed rule "
         "bends it, and how far is printed. Exit code: 0 all well, 1 nothing (more) could be drawn."
@@ -79,7 +78,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw as the options say; the exit code."""
     from mmspec.app import mar, painter
     from mmspec.app.devices import EngineError
 
@@ -139,7 +137,6 @@ def _draw(subject: Subject, way: Any, orders: Sequence[DrawingOrder], args: argp
 
 
 def say(line: str) -> None:
-    """Progress, beside the results."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -164,7 +161,6 @@ def _said(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _orders(args: argparse.Namespace, prompts: list[str]) -> list[DrawingOrder]:
-    """Every picture with its seed and its file."""
     conditions = [prompt for prompt in prompts for _ in range(args.images)]
     one = args.grid or (len(conditions) == 1 and args.prompts is None and (args.out is None or args.out.suffix != ""))
     out = args.out or Path("picture.png" if one else "pictures")
@@ -192,15 +188,14 @@ def _say_unknown(prompts: Sequence[str]) -> None:
         print(NOTE.format(", ".join(unknown[:8])), file=sys.stderr)
 
 
-def write(orders: Sequence[DrawingOrder], pictures: Sequence[Any]) -> None:
-    """Each picture into its own file."""
+def write(orders: Sequence[DrawingOrder], pictures: Sequence[Image]) -> None:
     for order, picture in zip(orders, pictures, strict=True):
         order.path.parent.mkdir(parents=True, exist_ok=True)
         picture.save(order.path)
         print(order.path)
 
 
-def write_sheet(orders: Sequence[DrawingOrder], pictures: Sequence[Any], plain: Sequence[Any], across: int) -> None:
+def write_sheet(orders: Sequence[DrawingOrder], pictures: Sequence[Image], plain: Sequence[Image], across: int) -> None:
     """All on one sheet, a row a prompt, and below each row that of plain decoding, if there is one."""
     from mmspec.app.painter import sheet
 

@@ -28,8 +28,6 @@ def draws(model: str) -> bool:
 
 @dataclass(frozen=True)
 class MarImages:
-    """What one call took and gave."""
-
     seconds: float
     images: list[Image.Image]
     tokens: Tensor
@@ -42,7 +40,7 @@ class MarSubject:
 
     plain = None  # how it draws without speculation
 
-    def __init__(self, pipe: Any, draft: Any = None, **settings: Any) -> None:
+    def __init__(self, pipe: Any, draft: Any = None, **settings: object) -> None:
         self.pipe, self.draft = pipe, draft
         self.settings = {name: value for name, value in settings.items() if value is not None}
         pipe.set_progress_bar_config(disable=True)
@@ -76,11 +74,7 @@ class MarSubject:
         return [known.get(number, str(number)) for number in range(self.pipe.transformer.config.classes)]
 
     def small(self, name: str) -> Any:
-        """A draft model: a folder's, or the embedded one.
-
-        Raises:
-            EngineError: it cannot be loaded.
-        """
+        """A draft model: a folder's, or the embedded one. Raises EngineError: it cannot be loaded."""
         from mmspec.models.mar import MARTransformer2DModel
 
         own, model = name == MAR_DRAFT, self.pipe.transformer
@@ -93,11 +87,7 @@ class MarSubject:
         return found.to(model.device, model.dtype).eval()
 
     def label(self, said: str) -> int:
-        """The number of a class by its name or number.
-
-        Raises:
-            EngineError: there is none.
-        """
+        """The number of a class by its name or number. Raises EngineError: there is none."""
         names, said = self.names, said.strip()
         if said in names:
             return names.index(said)
@@ -109,12 +99,11 @@ class MarSubject:
         )
 
     def draw(
-        self, labels: Sequence[int], seeds: Sequence[int], speculation: dict[str, Any] | None = None, **more: Any
+        self, labels: Sequence[int], seeds: Sequence[int], speculation: dict[str, Any] | None = None, **more: object
     ) -> MarImages:
         """A picture of each class, by the settings of all calls and `more`; speculation needs `singly` before.
 
-        Raises:
-            EngineError: the pipeline refuses the settings.
+        Raises EngineError: the pipeline refuses the settings.
         """
         try:
             self.pipe.disable_speculation()
@@ -131,11 +120,10 @@ class MarSubject:
         return MarImages(took, out.images, out.tokens, out.work, out.stats.summary() if out.stats else {})
 
 
-def load(model: str, device: str, dtype: str, **settings: Any) -> MarSubject:
+def load(model: str, device: str, dtype: str, **settings: object) -> MarSubject:
     """The embedded model, `mar`, or a folder; float32 unless `dtype` says otherwise.
 
-    Raises:
-        EngineError: it cannot be loaded.
+    Raises EngineError: it cannot be loaded.
     """
     from mmspec.pipelines.mar.pipeline import MARPipeline
 

@@ -8,21 +8,18 @@ import ipaddress
 import math
 import socket
 from collections.abc import Callable, Iterable
-from typing import Any
 
 CLOSE = 0.75  # how alike two names are, from 0 to 1, for one to be a misspelling of the other
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def count(text: str) -> int:
-    """A whole number from 1 on."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return int(text)
 
 
 def door(text: str) -> int:
-    """The number of a port."""
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port; one is a number from 1 to 65535")
     return int(text)
@@ -50,12 +47,10 @@ def check_port(host: str, port: int, otherwise: str) -> None:
 
 
 def from_zero(text: str) -> float:
-    """A number from 0 on."""
     return _number(text, "from 0 on", open_end=False)
 
 
 def above_zero(text: str) -> float:
-    """A number above 0."""
     return _number(text, "above 0", open_end=True)
 
 
@@ -69,16 +64,13 @@ def _number(text: str, allowed: str, open_end: bool) -> float:
     return value
 
 
-class Pairs(argparse.Action):
+class Pairs(argparse._ExtendAction):
     """Collects words NAME=VALUE, however often the flag is said."""
 
     names: Callable[[], Iterable[str]] = staticmethod(lambda: ())  # that may be said to it
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        setattr(namespace, self.dest, [*(getattr(namespace, self.dest, None) or []), *values])
 
-
-def where(parser: Any) -> None:
+def where(parser: argparse._ActionsContainer) -> None:
     """`--device` and `--dtype`: where a model runs, and in which numbers; for a parser, or a group of one."""
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (%(default)s)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -81,7 +81,7 @@ class Subject(Protocol):
     def label(self, said: str, /) -> Any:
         """What a prompt is to the model: the prompt, or the number of a class."""
 
-    def draw(self, conditions: Sequence[Any], seeds: Sequence[int], way: Any, /, **settings: Any) -> Any:
+    def draw(self, conditions: Sequence[str | int], seeds: Sequence[int], way: Any, /, **settings: object) -> Any:
         """One picture of each, in one batch, with the `seconds` it took and the `images`."""
 
 
@@ -95,7 +95,7 @@ class ImageSubject:
     plain = DrawingMethod()
     static = True
 
-    def __init__(self, pipe: Any, **settings: Any) -> None:
+    def __init__(self, pipe: Any, **settings: object) -> None:
         self.pipe = pipe
         self.settings = {name: value for name, value in settings.items() if value is not None}
         self._loaded: dict[str, Any] = {}  # trained drafters, read from their files once
@@ -128,14 +128,12 @@ class ImageSubject:
 
     @property
     def tokens(self) -> int:
-        """Of one picture."""
         return self.pipe.transformer.config.grid**2
 
     def go(self, way: DrawingMethod) -> Any:
         """Decode in this way from now on; the handle, or None for plain decoding.
 
-        Raises:
-            EngineError: the drafter or an option does not fit.
+        Raises EngineError: the drafter or an option does not fit.
         """
         mmspec.disable(self.pipe)
         if way.drafter == PLAIN:
@@ -162,14 +160,13 @@ class ImageSubject:
             self._rules[spec, budget] = resolve_rule(spec, codebook, budget, family.embeddings(model))
         return self._rules[spec, budget]
 
-    def paint(self, conditions: Sequence[str] | Sequence[int], seeds: Sequence[int], **settings: Any) -> ImageResult:
+    def paint(self, conditions: Sequence[str | int], seeds: Sequence[int], **settings: object) -> ImageResult:
         """One picture per prompt or class, in one batch; each depends on its own seed only.
 
         Args:
             settings: further arguments of the pipeline's call, for this one only.
 
-        Raises:
-            EngineError: the pipeline refuses the prompts or its settings.
+        Raises EngineError: the pipeline refuses the prompts or its settings.
         """
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         condition = {"class_labels" if self.classes else "prompt": list(conditions)}
@@ -182,11 +179,12 @@ class ImageSubject:
             raise EngineError(_told(error)) from error
         return ImageResult(out.images, out.tokens.cpu(), time.perf_counter() - began, out.stats, out.spent)
 
-    def draw(self, conditions: Sequence[Any], seeds: Sequence[int], way: DrawingMethod, **settings: Any) -> ImageResult:
+    def draw(
+        self, conditions: Sequence[str | int], seeds: Sequence[int], way: DrawingMethod, **settings: object
+    ) -> ImageResult:
         """The same, decoded in this way.
 
-        Raises:
-            EngineError: the drafter or an option does not fit, or the pipeline refuses the prompts or its settings.
+        Raises EngineError: the drafter or an option does not fit, or the pipeline refuses the prompts or its settings.
         """
         self.go(way)
         return self.paint(conditions, seeds, **settings)
@@ -194,8 +192,7 @@ class ImageSubject:
     def label(self, said: str) -> Any:
         """What a prompt is to the model: the prompt, or the number of a class.
 
-        Raises:
-            EngineError: the model draws classes, and this is none.
+        Raises EngineError: the model draws classes, and this is none.
         """
         if not self.classes:
             return said
@@ -205,17 +202,11 @@ class ImageSubject:
             )
         return int(said)
 
-    def in_batches(self, conditions: Sequence[Any], seeds: Sequence[int], size: int) -> Iterator[ImageResult]:
-        """All of them, `size` at a time."""
-        for start in range(0, len(conditions), size):
-            yield self.paint(conditions[start : start + size], seeds[start : start + size])
 
-
-def load(model: str, device: str, dtype: str, **settings: Any) -> ImageSubject:
+def load(model: str, device: str, dtype: str, **settings: object) -> ImageSubject:
     """ImageSubject for the embedded model, a folder or a name on the Hub.
 
-    Raises:
-        EngineError: no such model, or it is no LlamaGenPipeline.
+    Raises EngineError: no such model, or it is no LlamaGenPipeline.
     """
     from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 

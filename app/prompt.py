@@ -18,7 +18,6 @@ class PromptChoice:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All that is asked."""
         return self.text, *self.further
 
     def caption(self, answer: str) -> str:

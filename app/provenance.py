@@ -61,7 +61,6 @@ def _git(root: Path, *words: str) -> str | None:
 
 
 def device_name(device: torch.device) -> str:
-    """What the device calls itself."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu" and Path("/proc/cpuinfo").exists():

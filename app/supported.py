@@ -8,7 +8,6 @@ import mmspec
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """No options."""
     parser.description = "Print the model families that are proved identical, the drafters and the rules."
 
 
@@ -19,7 +18,6 @@ HOW = (
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print them."""
     mmspec.supported()
     print(HOW)
     return 0

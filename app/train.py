@@ -16,6 +16,7 @@ import torch
 from mmspec.app import train_block
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
 from mmspec.app.files import write_whole
+from mmspec.app.loaded import Model, Processor
 from mmspec.app.media.clips import HELP, USUAL, VideoReader, policy
 from mmspec.app.media.video import FramePolicy
 from mmspec.app.options import Pairs, count, from_zero
@@ -77,8 +78,7 @@ def _recipe(args: argparse.Namespace) -> Recipe:
 def _values(option: str, items: list[str], now: dict[str, Any]) -> dict[str, Any]:
     """NAME=VALUE with values of the kind that the names have now; `option` is for messages.
 
-    Raises:
-        ValueError: an unknown name, or a value of another kind.
+    Raises ValueError: an unknown name, or a value of another kind.
     """
     found: dict[str, Any] = {}
     for item in items:
@@ -112,7 +112,7 @@ def _draftable(method: str) -> None:
         raise ValueError(f"{method!r} is for models that look at pictures; for one that draws them use {allowed}")
 
 
-def _made(method: str, info: TargetInfo, shape: dict[str, Any], **values: Any) -> Any:
+def _made(method: str, info: TargetInfo, shape: dict[str, Any], **values: object) -> Any:
     """An untrained drafter on the target's final feature, with norms throughout: what is trained here."""
     made = drafter_class(method)
     usual = {"features": (FINAL,), "input_norm": True, "embed_norm": True, "out_norm": True, "fc_bias": False}
@@ -120,14 +120,13 @@ def _made(method: str, info: TargetInfo, shape: dict[str, Any], **values: Any) -
     return made(made.Config.of({**usual, **of, **values, **shape}))
 
 
-def build(method: str, model: Any, intermediate: int | None, **shape: Any) -> Any:
+def build(method: str, model: Model, intermediate: int | None, **shape: object) -> Any:
     """An untrained drafter in the shape of the target's own decoder layer, with norms throughout.
 
     Args:
         shape: other values of the method's config.
 
-    Raises:
-        ValueError: a value that the method's config does not have, or does not allow.
+    Raises ValueError: a value that the method's config does not have, or does not allow.
     """
     from mmspec.pipelines.families import table as families
 
@@ -135,11 +134,10 @@ def build(method: str, model: Any, intermediate: int | None, **shape: Any) -> An
     return _made(method, info, shape, **train_block.layer_of(model, info.hidden, intermediate))
 
 
-def _heads(method: str, model: Any, intermediate: int | None, **shape: Any) -> Any:
+def _heads(method: str, model: Model, intermediate: int | None, **shape: object) -> Any:
     """A multi-token-prediction head to be trained: the target's own, or a new one of its classes.
 
-    Raises:
-        ValueError: a shape; the target's classes have theirs.
+    Raises ValueError: a shape; the target's classes have theirs.
     """
     from mmspec.pipelines.drafters.mtp import MtpDrafter
 
@@ -148,11 +146,10 @@ def _heads(method: str, model: Any, intermediate: int | None, **shape: Any) -> A
     return MtpDrafter.untrained(model)
 
 
-def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape: Any) -> Any:
+def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape: object) -> Any:
     """An untrained drafter in the shape of a LlamaGen's own layer, rows and columns as its positions.
 
-    Raises:
-        ValueError: a method that reads pictures; there are none in these prompts.
+    Raises ValueError: a method that reads pictures; there are none in these prompts.
     """
     from mmspec.pipelines.families import table as families
 
@@ -170,7 +167,7 @@ def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape
 
 
 def train(
-    model: Any, processor: Any, method: str, data: str, out: Path, recipe: Recipe, *, drafter: Any = None,
+    model: Any, processor: Processor | None, method: str, data: str, out: Path, recipe: Recipe, *, drafter: Any = None,
     intermediate: int | None = None, shape: dict[str, Any] | None = None, limit: int | None = None,
     text: str | None = None, answers: Path | None = None, keep: float = 0.0, frames: FramePolicy | None = None,
 ) -> Any:  # fmt: skip
@@ -240,7 +237,7 @@ def train(
     return drafter
 
 
-def write(drafter: Any, model: Any, folder: Path) -> None:
+def write(drafter: Any, model: Model, folder: Path) -> None:
     """A trained drafter as files that `enable` reads; heads of the model's own classes as its checkpoint holds them."""
     if drafter.method != "mtp":
         return save_drafter(drafter, folder)
@@ -252,8 +249,7 @@ def write(drafter: Any, model: Any, folder: Path) -> None:
 def _opened(target: str, pictures: bool, dtype: torch.dtype) -> tuple[Any, Any]:
     """A model and its processor, or a pipeline and None.
 
-    Raises:
-        EngineError: there is none of that name, or it cannot be loaded.
+    Raises EngineError: there is none of that name, or it cannot be loaded.
     """
     from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mmspec.app.loaded import Model
 from mmspec.drafters.block_config import BlockConfig
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.train.recipes import Recipe
@@ -16,7 +17,7 @@ BLOCKS: dict[str, dict[str, Any]] = {  # method: what its published drafters hav
 }
 
 
-def layer_of(model: Any, hidden: int, intermediate: int | None) -> dict[str, Any]:
+def layer_of(model: Model, hidden: int, intermediate: int | None) -> dict[str, Any]:
     """The shape of a target's own decoder layer, as configs of drafters have it."""
     c = model.get_decoder().config
     theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
@@ -35,7 +36,7 @@ def layers_read(layers: int, count: int) -> tuple[int, ...]:
     return tuple(sorted({min(i + 1, layers - 1) for i in ids}))
 
 
-def mask_token(model: Any) -> int:
+def mask_token(model: Model) -> int:
     """The token whose embedding stands for a mask: the padding's, or that of pictures, which no text holds either.
 
     A padding token that was never anything else often has an embedding of zeros. Norms keep it so, hence queries of
@@ -48,14 +49,13 @@ def mask_token(model: Any) -> int:
     return next(i for i in known if i == known[-1] or (i < len(table) and bool(table[i].any())))
 
 
-def build(method: str, model: Any, intermediate: int | None, **shape: Any) -> BlockDrafter:
+def build(method: str, model: Model, intermediate: int | None, **shape: Any) -> BlockDrafter:
     """An untrained drafter of five layers that read five of the target's.
 
     Args:
         shape: other values of the drafter's config.
 
-    Raises:
-        ValueError: a value that its config does not have, or does not allow; or a mask whose embedding is zero.
+    Raises ValueError: a value that its config does not have, or does not allow; or a mask whose embedding is zero.
     """
     from mmspec.pipelines.families import table as families
 
@@ -76,11 +76,10 @@ def build(method: str, model: Any, intermediate: int | None, **shape: Any) -> Bl
     return BlockDrafter(config)
 
 
-def check(drafter: Any, recipe: Recipe) -> None:
+def check(drafter: BlockDrafter, recipe: Recipe) -> None:
     """Refuse a block drafter and a recipe that do not go together.
 
-    Raises:
-        ValueError: what cannot be learnt here, or more steps than a block drafts.
+    Raises ValueError: what cannot be learnt here, or more steps than a block drafts.
     """
     c = drafter.config
     if c.selector_rank or c.markov == "rnn":

@@ -15,7 +15,6 @@ from mmspec.pipelines.prompts import chat_inputs
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The options of `mmspec verify`."""
     parser.description = (
         "Answer a question about a picture with mmspec and on the stock path of transformers, greedily, and compare "
         "the tokens; then ask about another picture, which should change them. Exit code: 0 identical, 1 different, or "
@@ -32,7 +31,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; 0 if it is well, 1 if not."""
     from mmspec.app import engine as engines
     from mmspec.app.devices import EngineError
 

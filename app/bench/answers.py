@@ -15,7 +15,9 @@ import mmspec
 from mmspec.app.bench.questions import Question
 from mmspec.app.bench.vlm_methods import VlmMethod
 from mmspec.app.devices import wait
+from mmspec.app.loaded import Inputs, Model
 from mmspec.pipelines.host.vision import placeholders
+from mmspec.pipelines.patching.handle import Handle
 from mmspec.pipelines.prompts import chat, inputs_of, knows_clips, unmarked
 from mmspec.pipelines.serving.batcher import answer_length
 from mmspec.statistics import Stats
@@ -23,8 +25,6 @@ from mmspec.statistics import Stats
 
 @dataclass(frozen=True)
 class TimedCall:
-    """What one generate call took and gave."""
-
     seconds: float
     first: float  # seconds to the first token
     answers: tuple[tuple[int, ...], ...]  # token ids of each row, its end-of-sequence token included
@@ -67,7 +67,7 @@ class Clock:
 
 
 @contextlib.contextmanager
-def enabled(model: Any, drafter: Any, **options: Any) -> Iterator[Any]:
+def enabled(model: Model, drafter: object, **options: object) -> Iterator[Handle | None]:
     """Inside, the model generates with this drafter, whose handle it gives; or as transformers made it, without one."""
     mmspec.disable(model)
     if drafter is None:
@@ -81,12 +81,12 @@ def enabled(model: Any, drafter: Any, **options: Any) -> Iterator[Any]:
 class VlmBench:
     """What stays the same over a whole run."""
 
-    model: Any
+    model: Model
     processor: Any
     max_new_tokens: int
     seed: int
 
-    def inputs(self, asked: Sequence[Question]) -> Any:
+    def inputs(self, asked: Sequence[Question]) -> Inputs:
         """Model inputs, one question a row, on the model's device."""
         clips = knows_clips(self.processor)
         chats = [
@@ -106,15 +106,15 @@ class VlmBench:
                 found.append(replace(last, prompt=prompt, before=(*last.before, (last.prompt, answer))))
         return found
 
-    def call(self, method: VlmMethod, temperature: float, inputs: Any, seed: int) -> TimedCall:
+    def call(self, method: VlmMethod, temperature: float, inputs: Inputs, seed: int) -> TimedCall:
         """One timed call; garbage is collected and the drafter enabled before the clock starts."""
         warmth = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        arguments = (warmth if temperature > 0 else {"do_sample": False}) | method.arguments
+        arguments = {**(warmth if temperature > 0 else {"do_sample": False}), **method.arguments}
         with enabled(self.model, method.drafter, **method.options) as handle:
             torch.manual_seed(seed)
             return self.timed(inputs, None if handle is None else handle.stats, **arguments)
 
-    def timed(self, inputs: Any, stats: Stats | None = None, **arguments: Any) -> TimedCall:
+    def timed(self, inputs: Inputs, stats: Stats | None = None, **arguments: object) -> TimedCall:
         """One timed call of the model as it is now, whose stats, if it is enabled, are `stats`."""
         clock = Clock()
         gc.collect()
@@ -140,7 +140,7 @@ class VlmBench:
         except ValueError:
             return False
 
-    def visual_tokens(self, inputs: Any) -> float:
+    def visual_tokens(self, inputs: Inputs) -> float:
         """Tokens of pictures in a prompt, on average."""
         ids = inputs["input_ids"]
         return sum(int((ids == token).sum()) for token in placeholders(self.model.config)) / len(ids)

@@ -6,7 +6,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from mmspec.app.compare import Comparison, over
 from mmspec.app.devices import wait
 from mmspec.app.embedded import STOCK
 from mmspec.app.engine import load
+from mmspec.app.loaded import Inputs, Model, Processor
 from mmspec.app.options import count, where
 from mmspec.app.provenance import provenance
 from mmspec.drafters.plain import Plain
@@ -44,15 +45,13 @@ class CaptionMethod:
 
     name: str
     batches: type[Batcher]
-    drafter: Any = None  # None: stock generate
+    drafter: object = None  # None: stock generate
     twin: str = BASE  # the static method with the same drafter
-    options: dict[str, Any] = field(default_factory=dict)  # of `enable`
+    options: dict[str, object] = field(default_factory=dict)  # of `enable`
 
 
 @dataclass(frozen=True)
 class CaptionRun:
-    """One run over all captions."""
-
     seconds: float
     answers: tuple[tuple[int, ...], ...]
     stats: Stats | None  # of mmspec's rounds
@@ -68,11 +67,9 @@ class CaptionRun:
 
 @dataclass(frozen=True)
 class CaptionBench:
-    """What stays the same over a whole run."""
-
-    model: Any
-    processor: Any
-    prompts: list[Any]  # inputs, one prompt each
+    model: Model
+    processor: Processor
+    prompts: list[Inputs]  # inputs, one prompt each
     settings: dict[str, Any]
 
     def run(self, method: CaptionMethod, rows: int, count: int | None = None) -> CaptionRun:
@@ -85,7 +82,7 @@ class CaptionBench:
             began = time.perf_counter()
             for number, inputs in enumerate(prompts):
                 batches.add(number, inputs, seed=number)  # texts that are drawn share nothing
-            ends: dict[Any, FinishedPrompt] = {}
+            ends: dict[Hashable, FinishedPrompt] = {}
             while batches.busy:
                 ends |= {end.ticket: end for end in batches.step()}
             wait(self.model.device)
@@ -98,7 +95,6 @@ class CaptionBench:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """What is captioned, by whom, and how many at once."""
     add = parser.add_argument
     add("--model", default=embedded.MODEL, help="folder, name on the Hub, or the embedded one (%(default)s)")
     drafters.configure(parser, ", or ngram")
@@ -127,9 +123,9 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     chosen = matching(methods(model, args), None, args.without)
     kind = "unrelated texts" if args.unrelated else " ".join([*([args.prompt] if args.prompt else []), "captions"])
     for rows in args.rows:
-        found = measure_rows(bench, rows, chosen, args.turns)
-        outcome.records += [record | {"asked": kind} for record in found]
-        speeds = [f"{r['method']} {r['captions_per_s']:.2f}" for r in found if r["n"]]
+        records = measure_rows(bench, rows, chosen, args.turns)
+        outcome.records += [record | {"asked": kind} for record in records]
+        speeds = [f"{r['method']} {r['captions_per_s']:.2f}" for r in records if r["n"]]
         say(f"{rows} at once, captions/s: {', '.join(speeds)}")
         yield
 
@@ -146,18 +142,18 @@ def questions(args: argparse.Namespace) -> list[Question]:
     return [q if q.prompt else Question(q.images, prompts[i % len(prompts)]) for i, q in enumerate(held)]
 
 
-def methods(model: Any, args: argparse.Namespace) -> list[CaptionMethod]:
+def methods(model: Model, args: argparse.Namespace) -> list[CaptionMethod]:
     """Static and continuous, without a drafter and with each; of unrelated texts static with stock's own noise."""
-    found = [CaptionMethod(BASE, StaticBatcher), CaptionMethod("continuous", ContinuousBatcher, Plain())]
+    ways = [CaptionMethod(BASE, StaticBatcher), CaptionMethod("continuous", ContinuousBatcher, Plain())]
     given = drafters.options(args)
     named = drafters.read(args, model=model) or {"ngram": registry.drafter_class("ngram")()}
     for title, drafter in named.items():
         title = f"{BASE} + {title}"
-        found.append(CaptionMethod(title, StaticBatcher, drafter, title, given))
-        found.append(CaptionMethod(title.replace(BASE, "continuous", 1), ContinuousBatcher, drafter, title, given))
+        ways.append(CaptionMethod(title, StaticBatcher, drafter, title, given))
+        ways.append(CaptionMethod(title.replace(BASE, "continuous", 1), ContinuousBatcher, drafter, title, given))
     if args.unrelated:  # rows of a continuous batch have seeds of their own
-        found = [replace(m, options=m.options | {"reproducible": True}) for m in found if m.batches is StaticBatcher]
-    return found
+        ways = [replace(m, options=m.options | {"reproducible": True}) for m in ways if m.batches is StaticBatcher]
+    return ways
 
 
 def measure_rows(bench: CaptionBench, rows: int, chosen: list[CaptionMethod], turns: int) -> list[report.Record]:
@@ -178,9 +174,7 @@ def measure_rows(bench: CaptionBench, rows: int, chosen: list[CaptionMethod], tu
 def figures(method: CaptionMethod, runs: dict[str, list[CaptionRun]], rows: int) -> report.Record:
     """What is read off the timed runs of one method; None where there is nothing to read."""
     made = runs.get(method.name, [])
-    total = Stats()
-    for run in made:
-        total.add(run.stats or Stats())
+    total = report.total(made)
     spent = sum(total.seconds.values())
     lengths = [len(answer) for run in made[:1] for answer in run.answers]
     same = [a == b for run, base in zip(made, runs[BASE], strict=False)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mmspec.app.bench import report
 from mmspec.app.compare import Named
@@ -21,6 +21,7 @@ from mmspec.app.provenance import load_average
 from mmspec.media import MediaError
 
 T = TypeVar("T")
+N = TypeVar("N", bound=Named)
 SUITES = {  # name: (module with configure(parser) and measure(args, outcome), one line of help)
     "vlm": ("mmspec.app.bench.vlm", "answers of a vision-language model, stock paths and drafters side by side"),
     "caption": ("mmspec.app.bench.caption", "many captions: static and continuous batches, with drafters and without"),
@@ -38,13 +39,15 @@ class BenchError(Exception):
 class Outcome:
     """What a run has found so far; a suite fills it."""
 
-    provenance: dict[str, Any] = field(default_factory=dict)
-    tuned: dict[str, Any] = field(default_factory=dict)  # cell → method → {chosen, tried}
+    provenance: report.Record = field(default_factory=dict)
+    tuned: report.Record = field(default_factory=dict)  # cell → method → {chosen, tried}
     records: list[report.Record] = field(default_factory=list)
     meaning: dict[str, str] = field(default_factory=dict)
 
 
-def configure(parser: argparse.ArgumentParser, table: Mapping[str, tuple[str, str]] = SUITES) -> Any:
+def configure(
+    parser: argparse.ArgumentParser, table: Mapping[str, tuple[str, str]] = SUITES
+) -> argparse._SubParsersAction[argparse.ArgumentParser]:
     """One sub-command per suite, with the options that all share; what further sub-commands can be added to."""
     parser.description = "Measure speed side by side with stock transformers on this machine."
     suites = parser.add_subparsers(dest="suite", metavar="SUITE", required=True)
@@ -64,7 +67,6 @@ def configure(parser: argparse.ArgumentParser, table: Mapping[str, tuple[str, st
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one suite; 0, or 1 if it could not be run."""
     outcome, began = Outcome(), time.perf_counter()
     try:
         if getattr(args, "missing", None):
@@ -101,35 +103,23 @@ def _tell(args: argparse.Namespace, outcome: Outcome, began: float) -> None:
 
 
 def _save(path: Path | None, outcome: Outcome) -> None:
-    """All or nothing, so that a stopped run leaves the last whole file."""
+    """All or nothing, so that a stopped run leaves the last whole file; in six digits, since result files are kept."""
     if path is not None:
-        write_whole(path, json.dumps(_rounded(asdict(outcome)), indent=0).encode())
+        short = json.loads(json.dumps(asdict(outcome)), parse_float=lambda text: float(f"{float(text):.6g}"))
+        write_whole(path, json.dumps(short, indent=0).encode())
 
 
-def _rounded(value: Any) -> Any:
-    """The same with numbers of six significant digits, since result files are kept."""
-    if isinstance(value, dict):
-        return {name: _rounded(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(one) for one in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def refuse(args: argparse.Namespace, why: str, **usual: Any) -> None:
+def refuse(args: argparse.Namespace, why: str, **usual: object) -> None:
     """BenchError for flags that say something else than is `usual`, where they would change nothing."""
     said = [f"--{name.replace('_', '-')}" for name, value in usual.items() if getattr(args, name, value) != value]
     if said:
         raise BenchError(f"{' and '.join(said)}: {why}; leave {'it' if len(said) == 1 else 'them'} out")
 
 
-N = TypeVar("N", bound=Named)
-
-
 def matching(methods: Sequence[N], patterns: Sequence[str] | None, without: Sequence[str] = ()) -> list[N]:
     """Those whose names match a pattern (all without one); the first, plain decoding, always comes first.
 
-    Raises:
-        BenchError: a pattern that matches nothing, or plain decoding left out by its name.
+    Raises BenchError: a pattern that matches nothing, or plain decoding left out by its name.
     """
     names = [m.name for m in methods]
     if names[0] in without:

@@ -1,16 +1,29 @@
-"""Which drafters a suite measures: the option that names them, and those that it names, loaded."""
+"""Which drafters a suite measures: the option that names them, those that it names, loaded, and stock's own twins."""
 
 from __future__ import annotations
 
 import argparse
+import copy
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 import mmspec
 from mmspec import zoo
 from mmspec.app import embedded, enabling
-from mmspec.app.bench.assisted import OF_MODEL
 from mmspec.app.bench.command import BenchError, say
+from mmspec.app.loaded import Model
+from mmspec.checkpoints.save import save_drafter
+from mmspec.drafters.dflash import BlockDrafter
+from mmspec.pipelines.drafters.draft_model import ModelDrafter
+from mmspec.pipelines.drafters.mtp import MtpDrafter
+from mmspec.pipelines.host.decoder import decoder
+from mmspec.pipelines.host.loading import stock_class
+from mmspec.protocols import Drafter
 from mmspec.registry import DRAFTERS, drafter_class, name_of
 
 ALL = "all"
@@ -27,11 +40,10 @@ def configure(parser: argparse.ArgumentParser, beside: str = "") -> None:
     enabling.add(parser)
 
 
-def options(args: argparse.Namespace) -> dict[str, Any]:
+def options(args: argparse.Namespace) -> dict[str, object]:
     """What is said to `enable` of every drafter that is measured.
 
-    Raises:
-        BenchError: there is no such option, or no such value.
+    Raises BenchError: there is no such option, or no such value.
     """
     try:
         return enabling.given(args.enable)
@@ -39,15 +51,14 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
         raise BenchError(str(error)) from error
 
 
-def read(args: argparse.Namespace, trained: bool = False, model: Any = None) -> dict[str, Any]:
+def read(args: argparse.Namespace, trained: bool = False, model: Model | None = None) -> dict[str, Drafter]:
     """The drafters asked for, each under its method's name; by default the model's embedded one, if it is there.
 
     Args:
         trained: those without weights have methods of their own, and are refused here.
         model: the loaded model, for drafters that are made of it.
 
-    Raises:
-        BenchError: there is no such drafter, or no embedded one for `all`.
+    Raises BenchError: there is no such drafter, or no embedded one for `all`.
     """
     if args.drafters is None:
         try:
@@ -58,10 +69,10 @@ def read(args: argparse.Namespace, trained: bool = False, model: Any = None) -> 
             return {}
     names: list[str] = []
     for name in args.drafters:
-        found = _named(name, args.model)
+        meant = _named(name, args.model)
         if trained and name in DRAFTERS and not DRAFTERS[name].trained:
             raise BenchError(f"--drafters {name}: it has no weights; --methods '{name}*' chooses among its methods")
-        names += [one for one in found if one not in names]
+        names += [one for one in meant if one not in names]
     try:
         return _loaded(names, model)
     except (FileNotFoundError, ValueError) as error:
@@ -78,27 +89,71 @@ def _named(name: str, model: str) -> list[str]:
         return list(here)
     if name not in DRAFTERS or not DRAFTERS[name].trained:
         return [name]
-    if (found := embedded.fitting(name, model)) == name:
+    if (own := embedded.fitting(name, model)) == name:
         there = f"those of {', '.join(here.values())} do" if here else "none does"
         raise BenchError(
             f"--drafters {name}: no drafter of this method comes with {model!r} ({there}); name a folder, or train one "
             f"with `mmspec train --method {name} --target {model}`"
         )
-    return [found]
+    return [own]
 
 
-def _loaded(names: list[str], model: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _loaded(names: list[str], model: Model | None) -> dict[str, Drafter]:
+    loaded: dict[str, Drafter] = {}
     for name in names:
         if name in DRAFTERS and DRAFTERS[name].from_model:
             if name not in OF_MODEL or model is None:
                 raise ValueError(f"{name} comes from a model; it is measured where that model is named")
-            found[name] = OF_MODEL[name](model)
+            loaded[name] = OF_MODEL[name](model)
             continue
         bare = name in DRAFTERS and not DRAFTERS[name].trained
         drafter = drafter_class(name)() if bare else mmspec.load_drafter(embedded.resolve(name))
         if model is not None and not bare:  # there already, enabling it again makes no copy, which would compile anew
             drafter.to(device=model.device, dtype=model.dtype)
         title = name if bare else name_of(drafter)
-        found[title if title not in found else f"{title}:{Path(name).name}"] = drafter
-    return found
+        loaded[title if title not in loaded else f"{title}:{Path(name).name}"] = drafter
+    return loaded
+
+
+EARLY = 6  # a draft model has one in so many of its target's layers
+
+
+def first_layers(model: Model) -> ModelDrafter:
+    """The model's own first layers under its head, with the same weights, as a smaller model that drafts for it."""
+    small = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+    own = decoder(small)
+    count = max(1, len(own.layers) // EARLY)
+    own.layers = nn.ModuleList(own.layers[:count])
+    own.config.num_hidden_layers = count
+    if getattr(own.config, "layer_types", None):
+        own.config.layer_types = own.config.layer_types[:count]
+    made = ModelDrafter.of(small)
+    alike = {"num_assistant_tokens": made.options.depth, "num_assistant_tokens_schedule": "constant"}
+    small.generation_config.update(**alike)
+    return made
+
+
+# By a drafter's name: how it is made of the model that is measured, where it needs no file of its own.
+OF_MODEL: dict[str, Callable[[Model], Drafter]] = {"model": first_layers, "mtp": MtpDrafter.of_model}
+
+
+def _dflash(drafter: BlockDrafter) -> dict[str, object]:
+    """The same weights in transformers' own class, which reads embeddings without the norm that a table may have.
+
+    Raises ValueError: a network that it is not.
+    """
+    same = copy.copy(drafter)
+    same.config = replace(drafter.config, bare_embeds=True)
+    with tempfile.TemporaryDirectory() as folder:
+        save_drafter(same, folder, "muse-glimmer")
+        theirs = stock_class("MuseGlimmerAssistantModel").from_pretrained(folder)
+    own = next(drafter.parameters())
+    return {"assistant_model": theirs.to(own.device, own.dtype).eval(), "speculation_type": "dflash"}
+
+
+# By a drafter's method: the arguments with which stock `generate` drafts so. Prompt lookup has a row of its own.
+ASSISTED: dict[str, Callable[[Any], dict[str, object]]] = {
+    "model": lambda drafter: {"assistant_model": drafter.model},
+    "mtp": lambda drafter: {"use_mtp": True},
+    "block": _dflash,
+}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,34 +47,28 @@ class Gallery:
 
 
 def slug(name: str, run: int) -> str:
-    """A folder name for a method's run."""
     return re.sub(r"[^A-Za-z0-9.+=-]+", "_", name).strip("_") + f".{run}"
 
 
 def fill(
-    painter: ImageSubject,
-    asked: Sequence[Any],
-    seeds: Sequence[int],
-    batch: int,
-    folder: Path | None,
-    told: dict[str, Any],
-) -> Gallery:
+    painter: ImageSubject, asked: Sequence[str | int], seeds: Sequence[int], batch: int, folder: Path | None,
+    told: Mapping[str, object],
+) -> Gallery:  # fmt: skip
     """Draw what is not in the folder yet, `batch` at a time; whole batches are written before the next one begins.
 
-    Raises:
-        GalleryError: the folder holds pictures of other prompts, seeds or settings.
+    Raises GalleryError: the folder holds pictures of other prompts, seeds or settings.
     """
     plan = {**told, "asked": list(asked), "seeds": list(seeds)}
-    found = Gallery() if folder is None else _read(folder, plan)
-    start = len(found.images)
-    for painting in painter.in_batches(asked[start:], seeds[start:], batch):
-        found.add(painting)
+    gallery = Gallery() if folder is None else _read(folder, plan)
+    for start in range(len(gallery.images), len(asked), batch):
+        painting = painter.paint(asked[start : start + batch], seeds[start : start + batch])
+        gallery.add(painting)
         if folder is not None:
-            _write(folder, found, plan, len(painting.images))
-    return found
+            _write(folder, gallery, plan, len(painting.images))
+    return gallery
 
 
-def _read(folder: Path, plan: dict[str, Any]) -> Gallery:
+def _read(folder: Path, plan: Mapping[str, Any]) -> Gallery:
     book = folder / "calls.json"
     if not book.is_file():
         return Gallery()
@@ -95,7 +89,7 @@ def _read(folder: Path, plan: dict[str, Any]) -> Gallery:
     return Gallery(images, **held)
 
 
-def _write(folder: Path, held: Gallery, plan: dict[str, Any], fresh: int) -> None:
+def _write(folder: Path, held: Gallery, plan: Mapping[str, object], fresh: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(len(held.images) - fresh, len(held.images)):
         held.images[i].save(folder / f"{i:05d}.png")

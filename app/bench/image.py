@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +34,6 @@ Further = Callable[[ImageBench, argparse.Namespace, Outcome], Iterator[None]]  #
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """What is drawn, by which methods, and what is measured."""
     add = parser.add_argument
     add(
         "--model",
@@ -108,7 +106,6 @@ def measure(args: argparse.Namespace, outcome: Outcome, further: Further | None 
 
 
 def methods(painter: ImageSubject, args: argparse.Namespace) -> list[ImageMethod]:
-    """All that could be measured."""
     trained = list(drafters.read(args, trained=True, model=painter.model).items())
     known = lossless(trained) + relaxed(painter.codes, trained, args.rule, args.budget)
     if not painter.static:
@@ -118,7 +115,7 @@ def methods(painter: ImageSubject, args: argparse.Namespace) -> list[ImageMethod
             for m in known]  # fmt: skip
 
 
-def prompts(painter: ImageSubject, args: argparse.Namespace, count: int) -> list[Any]:
+def prompts(painter: ImageSubject, args: argparse.Namespace, count: int) -> Sequence[str | int]:
     """The user's prompts, over and over; or classes, or those of held-out scenes."""
     if args.prompts is not None:
         lines = prompts_of(args.prompts)
@@ -147,12 +144,16 @@ def take_up(path: Path | None, outcome: Outcome, facts: Record) -> None:
     outcome.provenance["earlier"] = [*before, earlier["provenance"]]  # whose records they are
 
 
-def there(records: list[Record], **facts: Any) -> bool:
+def there(records: list[Record], **facts: object) -> bool:
     return any(all(record.get(name) == value for name, value in facts.items()) for record in records)
 
 
 def timed(
-    bench: ImageBench, chosen: list[ImageMethod], prompts: Sequence[Any], batch: int, before: list[Record]
+    bench: ImageBench,
+    chosen: list[ImageMethod],
+    prompts: Sequence[str | int],
+    batch: int,
+    before: list[Record],
 ) -> list[Record]:
     """Warm each method up, then time all of them in turn on each batch; nothing if all are measured already."""
     if all(there(before, suite=report_image.SPEED, batch=batch, method=m.name) for m in chosen):
@@ -175,7 +176,7 @@ def timed(
     ]
 
 
-def draw_sheet(bench: ImageBench, chosen: list[ImageMethod], prompts: Sequence[Any], path: Path) -> None:
+def draw_sheet(bench: ImageBench, chosen: list[ImageMethod], prompts: Sequence[str | int], path: Path) -> None:
     """A row a method, the same prompt and seed in each column."""
     group = list(zip(prompts, seeds_of(1, len(prompts), bench.seed), strict=True))
     rows = []
@@ -209,7 +210,7 @@ def measure_pictures(
         facts: Record = {"suite": measures.SUITE, "n": len(conditions), **method.facts, **measures.NOTHING, "note": ""}
         try:
             drawn = gallery_of(bench, method, 1, conditions, args)
-            facts |= networks(drawn.images, None if bench.painter.classes else conditions)
+            facts |= networks(drawn.images, None if bench.painter.classes else [*map(str, conditions)])
             facts |= {"compression": drawn.compression, "seconds_per_image": drawn.seconds / len(conditions)}
         except EngineError as error:
             facts["note"] = f"failed: {str(error)[:200]}"
@@ -218,7 +219,11 @@ def measure_pictures(
 
 
 def gallery_of(
-    bench: ImageBench, method: ImageMethod, run: int, conditions: Sequence[Any], args: argparse.Namespace
+    bench: ImageBench,
+    method: ImageMethod,
+    run: int,
+    conditions: Sequence[str | int],
+    args: argparse.Namespace,
 ) -> gallery.Gallery:
     """The pictures of a method's run, one of each prompt, drawn or read from the folder that keeps them."""
     bench.go(method)

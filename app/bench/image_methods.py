@@ -50,8 +50,7 @@ class ImageMethod:
         return " ".join(f"{name} {value}" for name, value in self.way.options.items())
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """What a record says of the method."""
+    def facts(self) -> dict[str, object]:
         family, value = self.curve or (None, None)
         return {"method": self.name, "lossless": self.lossless, "exact_seed": self.exact_seed, "family": family,
                 "parameter": value, "setting": self.setting}  # fmt: skip
@@ -69,18 +68,14 @@ class Hostile(JacobiDrafter):
         return replace(draft, tokens=torch.cat([draft.tokens[:, :1], others[:, 1:]], 1))
 
 
-def lossless(drafters: Sequence[tuple[str, Any]]) -> list[ImageMethod]:
+def lossless(drafters: Sequence[tuple[str, object]]) -> list[ImageMethod]:
     """The methods that keep the target's distribution; `drafters` are (name, folder or drafter) of trained ones."""
 
     exact, auto, compiled = ({name: True} for name in ("reproducible", "auto", "compile"))
     drawn: dict[str, dict[str, Any]] = {f"{c}-{w}": {"window": w, "coupling": c} for c in COUPLINGS for w in WINDOWS}
     drawn |= {f"{init}-16": {**BASE, "init": init} for init in INITS}
     drawn |= {f"exact-seed-{w}": {"window": w, **exact} for w in (16, 32)}
-    coupled: dict[str, dict[str, Any]] = {
-        "maximal": {"coupling": "maximal"},
-        "gumbel": {"coupling": "gumbel"},
-        "exact-seed": exact,
-    }
+    coupled: dict[str, dict[str, Any]] = {c: {"coupling": c} for c in ("maximal", "gumbel")} | {"exact-seed": exact}
     drawn |= {f"{name}-{w}-compiled": {"window": w, **compiled, **how}
               for name, how in coupled.items() for w in (16, 24, 32)}  # fmt: skip
     drawn |= {f"{name}-32-auto": {"window": 32, **coupled[name], **auto} for name in ("maximal", "exact-seed")}
@@ -88,8 +83,7 @@ def lossless(drafters: Sequence[tuple[str, Any]]) -> list[ImageMethod]:
     hostile = {"window": 16, **exact}
     ways = [(f"jacobi-{name}", DrawingMethod("jacobi", options)) for name, options in drawn.items()]
     ways += [
-        ("hostile-16", DrawingMethod(Hostile(), hostile)),
-        ("hostile-16-auto", DrawingMethod(Hostile(), hostile | auto)),
+        (f"hostile-16{kind}", DrawingMethod(Hostile(), hostile | more)) for kind, more in (("", {}), ("-auto", auto))
     ]
     ways += _feature(drafters)
     trees, windows = _split(drafters)
@@ -144,20 +138,20 @@ def published_k(codes: int) -> int:
     return max(1, min(codes - 1, round(1000 * codes / PUBLISHED_CODES)))
 
 
-def _split(drafters: Sequence[tuple[str, Any]]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+def _split(drafters: Sequence[tuple[str, object]]) -> tuple[list[tuple[str, object]], list[tuple[str, object]]]:
     """Feature drafters, which draft trees; and heads, which fill windows."""
     windows = [(name, drafter) for name, drafter in drafters if name.partition(":")[0] == "heads"]
     return [one for one in drafters if one not in windows], windows
 
 
-def _feature(drafters: Sequence[tuple[str, Any]]) -> list[tuple[str, DrawingMethod]]:
+def _feature(drafters: Sequence[tuple[str, object]]) -> list[tuple[str, DrawingMethod]]:
     """Each feature drafter with each of SHAPES."""
     return [(f"{name}{kind}", DrawingMethod(drafter, options)) for name, drafter in _split(drafters)[0]
             for kind, options in SHAPES.items()]  # fmt: skip
 
 
 def relaxed(
-    codes: int, drafters: Sequence[tuple[str, Any]], own: Sequence[str], budget: float | None
+    codes: int, drafters: Sequence[tuple[str, object]], own: Sequence[str], budget: float | None
 ) -> list[ImageMethod]:
     """Every rule on the Jacobi drafter and on each feature drafter; `own` are further rules, by their specification."""
     rules = {**published(codes), **ours(codes), **{spec: spec for spec in own}}

@@ -17,7 +17,7 @@ from mmspec.app.painter import DrawingMethod, ImageResult, ImageSubject
 from mmspec.pipelines.families.table import unwrap
 from mmspec.pipelines.host import image_models
 from mmspec.pipelines.host.image_models import ImageModel
-from mmspec.pipelines.patching.handle import Patch
+from mmspec.pipelines.patching.handle import Handle, Patch
 from mmspec.statistics import Stats
 from mmspec.types import NO_TOKEN
 
@@ -36,7 +36,7 @@ class ModelSubject(ImageSubject):
 
     static = False
 
-    def __init__(self, model: ImageModel, **settings: Any) -> None:
+    def __init__(self, model: ImageModel, **settings: object) -> None:
         self._draw, self._codes, self._way = model.draw, model.codes, DrawingMethod()
         self._calls: list[tuple[Tensor, dict[int, float]]] = []  # tokens [B, n], and what a rule cost each row
         super().__init__(model.target, **settings)
@@ -54,16 +54,14 @@ class ModelSubject(ImageSubject):
     def codes(self) -> int:
         return self._codes
 
-    def go(self, way: DrawingMethod) -> Any:
-        """Decode in this way from now on."""
+    def go(self, way: DrawingMethod) -> Handle | None:
         self._way = way
         return super().go(way)
 
-    def paint(self, conditions: Sequence[Any], seeds: Sequence[int], **settings: Any) -> ImageResult:
+    def paint(self, conditions: Sequence[str | int], seeds: Sequence[int], **settings: object) -> ImageResult:
         """One picture per prompt, in one call of `draw`; the first seed is that of torch's generator.
 
-        Raises:
-            EngineError: the model refuses the prompts or the settings, or draws another number of pictures.
+        Raises EngineError: the model refuses the prompts or the settings, or draws another number of pictures.
         """
         handle = super().go(self._way)  # its stats start anew
         torch.manual_seed(seeds[0])
@@ -100,22 +98,20 @@ class ModelSubject(ImageSubject):
         return out
 
 
-def load(model: str, device: str, dtype: str, **settings: Any) -> ImageSubject:
+def load(model: str, device: str, dtype: str, **settings: object) -> ImageSubject:
     """What draws: a LlamaGenPipeline, another model or pipeline, or what a Python file of the user's loads.
 
-    Raises:
-        EngineError: no such model, or one whose pictures mmspec cannot decode.
+    Raises EngineError: no such model, or one whose pictures mmspec cannot decode.
     """
     if model.endswith(".py"):
         return ModelSubject(_of_file(Path(model), device, dtype), **settings)
     load_quietly("transformers", "diffusers")
     where, place = find_model(model), find_device(device)
     try:
-        found = image_models.load(where, place, find_dtype(dtype, place))
+        if (known := image_models.load(where, place, find_dtype(dtype, place))) is not None:
+            return ModelSubject(known, **settings)
     except (OSError, ValueError):  # which of them is said by the pipeline that most users mean
-        found = None
-    if found is not None:
-        return ModelSubject(found, **settings)
+        pass
     try:
         return painter.load(model, device, dtype, **settings)
     except EngineError as error:

@@ -14,10 +14,11 @@ from torch import Tensor
 from mmspec.app.bench.image_methods import ImageMethod
 from mmspec.app.devices import wait
 from mmspec.app.painter import ImageResult, ImageSubject
-from mmspec.models.llamagen import PREFIX, visible
+from mmspec.models.llamagen import PREFIX, LlamaGenTransformer, visible
 from mmspec.pipelines.host.hooks import restore, swap
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.host.processors.table import warpers
+from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 from mmspec.pipelines.target.llamagen import Condition, LlamaGenTarget
 from mmspec.pipelines.target.noise import CounterNoise
 from mmspec.pipelines.target.request import Request, Sampler
@@ -29,11 +30,11 @@ from mmspec.tree import lone
 class StaticPast:
     """Keys and values of every place, allocated once; the forward writes those of `at`."""
 
-    def __init__(self, model: Any, rows: int, places: int) -> None:
+    def __init__(self, model: LlamaGenTransformer, rows: int, places: int) -> None:
         c = model.config
         shape = (rows, c.kv_heads or c.heads, places, c.dim // c.heads)
-        like = {"device": model.device, "dtype": model.dtype}
-        self.keys, self.values = ([torch.zeros(shape, **like) for _ in range(c.num_layers)] for _ in range(2))
+        zeros = torch.zeros(shape, device=model.device, dtype=model.dtype)
+        self.keys, self.values = ([zeros.clone() for _ in range(c.num_layers)] for _ in range(2))
         self.at = torch.zeros(1, dtype=torch.long, device=model.device)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
@@ -46,8 +47,8 @@ class StaticPast:
 class StaticLoop:
     """Mixin of a LlamaGenPipeline: the call and its pictures stay, the loop is plain, its shapes are fixed."""
 
-    transformer: Any
-    _mmspec_static: dict[Any, StaticPast]
+    transformer: LlamaGenTransformer
+    _mmspec_static: dict[tuple[int, int], StaticPast]
     _mmspec_step: Callable[..., Tensor]
 
     def _rounds(
@@ -88,7 +89,9 @@ class StaticLoop:
         yield session
 
 
-def _step(model: Any, guidance: Guidance | None, past: StaticPast, ids: Tensor, place: Tensor, seen: Tensor) -> Tensor:
+def _step(
+    model: LlamaGenTransformer, guidance: Guidance | None, past: StaticPast, ids: Tensor, place: Tensor, seen: Tensor
+) -> Tensor:
     """Guided logits [B, 1, V] after one more token a row."""
     streams = 1 if guidance is None else 2
     hidden = model(each_stream(model.tok_embeddings(ids), streams), each_stream(place, streams), seen, past)
@@ -96,7 +99,7 @@ def _step(model: Any, guidance: Guidance | None, past: StaticPast, ids: Tensor, 
     return raw if guidance is None else guidance(raw, place + 1)
 
 
-def begin(pipe: Any, compiled: bool) -> None:
+def begin(pipe: LlamaGenPipeline, compiled: bool) -> None:
     """Decode plainly with fixed shapes from now on; first calls of a compiled one take long."""
     step = _step
     if compiled:
@@ -105,7 +108,7 @@ def begin(pipe: Any, compiled: bool) -> None:
     swap(pipe, StaticLoop, _mmspec_static={}, _mmspec_step=staticmethod(step))
 
 
-def end(pipe: Any) -> None:
+def end(pipe: object) -> None:
     """Nothing happens where `begin` was not called."""
     if isinstance(pipe, StaticLoop):
         restore(pipe)
@@ -113,19 +116,16 @@ def end(pipe: Any) -> None:
 
 @dataclass
 class ImageBench:
-    """What stays the same over a whole run."""
-
     painter: ImageSubject
     seed: int
 
     def go(self, method: ImageMethod) -> None:
-        """Decode by this method from now on."""
         end(self.painter.pipe)
         self.painter.go(method.way)
         if method.plain:
             begin(self.painter.pipe, compiled=method.plain == "compiled")
 
-    def call(self, method: ImageMethod, group: Sequence[tuple[Any, int]]) -> ImageResult:
+    def call(self, method: ImageMethod, group: Sequence[tuple[str | int, int]]) -> ImageResult:
         """One timed call over (prompt, seed) pairs."""
         self.go(method)
         gc.collect()

@@ -24,6 +24,7 @@ from mmspec import media
 from mmspec.app import embedded, enabling
 from mmspec.app.devices import find_device, wait
 from mmspec.app.engine import load
+from mmspec.app.loaded import Inputs, Model
 from mmspec.app.media.clips import VideoReader
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaLimits
@@ -56,7 +57,7 @@ class Mmspec(lmms):  # type: ignore[misc]
     def __init__(
         self, pretrained: str = embedded.MODEL, drafter: str = "", device: str = "auto", dtype: str = "auto",
         batch_size: int | str = 1, max_batch_size: int | None = None, max_new_tokens: int = 1024,
-        max_num_frames: int = 32, system_prompt: str = "", **options: Any,
+        max_num_frames: int = 32, system_prompt: str = "", **options: object,
     ):  # fmt: skip
         super().__init__()
         try:
@@ -77,7 +78,7 @@ class Mmspec(lmms):  # type: ignore[misc]
         self.ignored = set[str]()  # settings of tasks that were told to have no effect
 
     @property
-    def model(self) -> Any:
+    def model(self) -> Model:
         return self.engine.model
 
     @property
@@ -160,7 +161,7 @@ class Mmspec(lmms):  # type: ignore[misc]
         return [{"role": role, "content": [one for part in held for one in self._parts(part, clips)]}
                 for role, held in listed]  # fmt: skip
 
-    def _parts(self, part: dict[str, Any], clips: VideoReader) -> list[dict[str, Any]]:
+    def _parts(self, part: dict[str, Any], clips: VideoReader) -> list[dict[str, object]]:
         """A part of a message of lmms-eval; a video is one part where the processor knows videos, else its frames."""
         kind, held = part["type"], part["url"] if "url" in part else part["text"]
         if kind == "text":
@@ -174,7 +175,7 @@ class Mmspec(lmms):  # type: ignore[misc]
         frames = clips(media.read(held, MediaLimits().max_bytes), (), str(held))
         return shown(frames, knows_clips(self.engine.processor))
 
-    def _answers(self, inputs: Any, settings: dict[str, Any]) -> list[GenerationResult]:
+    def _answers(self, inputs: Inputs, settings: dict[str, Any]) -> list[GenerationResult]:
         """Texts up to where they are to end, with their tokens."""
         stops, arguments = self._arguments(settings)
         rows = self.model.generate(**inputs, **arguments)[:, inputs["input_ids"].shape[1] :].tolist()
@@ -186,7 +187,7 @@ class Mmspec(lmms):  # type: ignore[misc]
         counts = zip(inputs["attention_mask"].sum(1).tolist(), map(len, answers), strict=True)
         return [GenerationResult(text, TokenCounts(*count)) for text, count in zip(texts, counts, strict=True)]
 
-    def _arguments(self, settings: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    def _arguments(self, settings: dict[str, Any]) -> tuple[list[str], dict[str, object]]:
         """Where answers end, and what `generate` is given; a temperature of 0, or none, is greedy."""
         until = settings.get("until") or []
         stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
@@ -260,7 +261,7 @@ def _written(row: list[int], end: int | list[int] | None, pad: int | None) -> li
     return row
 
 
-def _batches(settings: Sequence[dict[str, Any]], most: int) -> Iterator[list[int]]:
+def _batches(settings: Sequence[Mapping[str, object]], most: int) -> Iterator[list[int]]:
     """Numbers of requests, at most so many at once, all with the same settings."""
     alike: dict[str, list[int]] = {}
     for number, one in enumerate(settings):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lmms_eval.models.registry_v2 import ModelManifest
 
 
-def manifest() -> Any:
+def manifest() -> ModelManifest:
     """The model `mmspec`, for tasks of chat messages."""
     from lmms_eval.models.registry_v2 import ModelManifest
 

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Iterable, Sequence
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from mmspec.app.devices import EngineError, find_model, first_line, load_quietly
 from mmspec.app.extras import installing
 from mmspec.app.media.inputs import images
 from mmspec.media import load_image
+
+if TYPE_CHECKING:
+    from mmspec.pipelines.host.clip import ClipScorer
 
 NETWORK = "inception-v3-compat"  # torch-fidelity's name of the network with which FID and IS were published
 POOLED, LOGITS = "2048", "logits_unbiased"  # its layers of FID and of the inception score
@@ -34,7 +37,6 @@ Statistics = dict[str, np.ndarray]  # mu [D] and sigma [D, D]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Which measures."""
     group = parser.add_argument_group("measures of the pictures")
     add = group.add_argument
     add("--clip", nargs="+", default=[], metavar="MODEL", help="score pictures and prompts by these CLIPs: folders or "
@@ -46,11 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def wanted(args: argparse.Namespace) -> bool:
-    """Whether anything is to be measured.
-
-    Raises:
-        BenchError: a reference without the network that reads it.
-    """
+    """Whether anything is to be measured. Raises BenchError: a reference without the network that reads it."""
     if args.reference is not None and args.inception is None:
         raise BenchError("--reference is for FID, which needs the Inception network; add --inception")
     return bool(args.clip) or args.inception is not None
@@ -59,8 +57,7 @@ def wanted(args: argparse.Namespace) -> bool:
 class Measures:
     """The networks and the reference that a call named, loaded once.
 
-    Raises:
-        BenchError: a model, a file or a package is not there, or is of another kind.
+    Raises BenchError: a model, a file or a package is not there, or is of another kind.
     """
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
@@ -77,19 +74,19 @@ class Measures:
         Args:
             prompts: one for each picture; needed by CLIPs alone.
         """
-        found: Record = {}
+        made: Record = {}
         if self.clips:
             assert prompts is not None and len(prompts) == len(pictures), "CLIPs compare with prompts"
-            found["clip"] = {name: float(score(pictures, prompts).mean()) for name, score in self.clips.items()}
+            made["clip"] = {name: float(score(pictures, prompts).mean()) for name, score in self.clips.items()}
         if self.inception is not None:
             features, logits = self.inception.read(pictures)
-            found["inception_score"], found["inception_score_std"] = self.inception.score(logits)
+            made["inception_score"], made["inception_score_std"] = self.inception.score(logits)
             if self.reference is not None:
-                found["fid"] = self.inception.distance(features, self.reference)
-        return found
+                made["fid"] = self.inception.distance(features, self.reference)
+        return made
 
 
-def _clip(name: str, device: torch.device) -> Any:
+def _clip(name: str, device: torch.device) -> ClipScorer:
     from mmspec.pipelines.host.clip import ClipScorer
 
     load_quietly("transformers")
@@ -105,8 +102,7 @@ class Inception:
     Args:
         weights: the file of the network's weights; FETCHED: what torch-fidelity fetches.
 
-    Raises:
-        BenchError: torch-fidelity is not installed, or the weights cannot be read.
+    Raises BenchError: torch-fidelity is not installed, or the weights cannot be read.
     """
 
     def __init__(self, weights: str, device: torch.device, network: str = NETWORK) -> None:
@@ -132,17 +128,16 @@ class Inception:
     def read(self, pictures: Iterable[Image.Image]) -> tuple[Tensor, Tensor]:
         """Pooled features [n, D] and logits [n, C] of pictures in their own sizes, in float64.
 
-        Raises:
-            BenchError: fewer than two pictures.
+        Raises BenchError: fewer than two pictures.
         """
-        found: list[tuple[Tensor, ...]] = []
+        parts: list[tuple[Tensor, ...]] = []
         for _, some in groupby(pictures, key=lambda picture: picture.size):
             while batch := [np.asarray(picture.convert("RGB")) for picture in islice(some, BATCH)]:
                 pixels = torch.from_numpy(np.stack(batch)).permute(0, 3, 1, 2)  # [b, 3, H, W] in uint8
-                found.append(tuple(part.double().cpu() for part in self.network(pixels.to(self.device))))
-        if sum(len(part[0]) for part in found) < 2:
+                parts.append(tuple(part.double().cpu() for part in self.network(pixels.to(self.device))))
+        if sum(len(part[0]) for part in parts) < 2:
             raise BenchError("FID and inception score are measures of a set; give at least 2 pictures")
-        features, logits = (torch.cat(parts) for parts in zip(*found, strict=True))
+        features, logits = (torch.cat(each) for each in zip(*parts, strict=True))
         return features, logits
 
     @staticmethod
@@ -164,8 +159,7 @@ class Inception:
     def reference(self, where: Path) -> Statistics:
         """The statistics of a folder of pictures, or those of an .npz.
 
-        Raises:
-            BenchError: neither of these, or statistics of another network.
+        Raises BenchError: neither of these, or statistics of another network.
         """
         from torch_fidelity.metric_fid import fid_features_to_statistics
 
@@ -173,13 +167,13 @@ class Inception:
             return fid_features_to_statistics(self.read(load_image(path) for path in images(where))[0])
         try:
             with np.load(where) as held:
-                found = {name: np.asarray(held[name], dtype=np.float64) for name in ("mu", "sigma")}
+                known = {name: np.asarray(held[name], dtype=np.float64) for name in ("mu", "sigma")}
         except (OSError, ValueError, KeyError) as error:
             raise BenchError(f"{where} holds no statistics, arrays `mu` and `sigma`: {first_line(error)}") from error
         width = self.read([Image.new("RGB", (64, 64))] * 2)[0].shape[1]
-        if found["mu"].shape != (width,) or found["sigma"].shape != (width, width):
-            raise BenchError(f"the statistics of {where} are of {found['mu'].shape[0]} features; Inception has {width}")
-        return found
+        if known["mu"].shape != (width,) or known["sigma"].shape != (width, width):
+            raise BenchError(f"the statistics of {where} are of {known['mu'].shape[0]} features; Inception has {width}")
+        return known
 
 
 def scored(record: Record) -> str:

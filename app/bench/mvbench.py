@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mmspec.app.bench.command import BenchError, say
 
 NAME, BRANCH = "OpenGVLab/MVBench", "video"  # the main branch has the videos in archives, uncut
-COMMAND = f"hf download {NAME} --repo-type dataset --revision {BRANCH}"
+ADVICE = (
+    f"fetch it: hf download {NAME} --repo-type dataset --revision {BRANCH}; or name a folder with its json/ and its "
+    f"videos, unpacked and cut as in the branch {BRANCH!r} (--local-dir FOLDER of the same command)"
+)
 VIDEOS = {  # by task, whose questions are in json/TASK.json, the folder of its videos
     "action_antonym": "ssv2_video_mp4",
     "action_count": "perception/videos",
@@ -34,7 +38,7 @@ VIDEOS = {  # by task, whose questions are in json/TASK.json, the folder of its 
 }
 
 
-def ask(row: dict[str, Any]) -> str:
+def ask(row: Mapping[str, Any]) -> str:
     """The question and its candidates by letter."""
     options = "".join(f"({chr(ord('A') + i)}) {one}\n" for i, one in enumerate(row["candidates"]))
     return f"Question:{row['question']}\nOption:\n{options}Only give the best option.\n"
@@ -48,7 +52,7 @@ def cached() -> Path:
     try:
         return Path(snapshot_download(NAME, repo_type="dataset", revision=BRANCH, local_files_only=True))
     except LocalEntryNotFoundError as error:
-        raise BenchError(f"mvbench is not on this machine; {_advice()}") from error
+        raise BenchError(f"mvbench is not on this machine; {ADVICE}") from error
 
 
 def tasks(folder: Path) -> list[str]:
@@ -56,29 +60,21 @@ def tasks(folder: Path) -> list[str]:
     return [task for task in VIDEOS if (folder / "json" / f"{task}.json").is_file()]
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
+def rows(folder: Path) -> list[dict[str, str]]:
     """The questions of all tasks whose videos are there, each with its task, and its video by its place.
 
-    Raises:
-        BenchError: there are none, or a single video is missing.
+    Raises BenchError: there are none, or a single video is missing.
     """
     there = [task for task in tasks(folder) if (folder / VIDEOS[task]).is_dir()]
     if not there:
-        raise BenchError(f"{folder} has questions of MVBench, but no videos in {VIDEOS[tasks(folder)[0]]}; {_advice()}")
+        raise BenchError(f"{folder} has questions of MVBench, but no videos in {VIDEOS[tasks(folder)[0]]}; {ADVICE}")
     if left := [task for task in tasks(folder) if task not in there]:
         say(f"left out, for their videos are not in {folder}: {', '.join(left)}")
-    found = []
-    for task in there:
-        for row in json.loads((folder / "json" / f"{task}.json").read_text(encoding="utf-8")):
-            found.append({**row, "task": task, "video": f"{VIDEOS[task]}/{row['video']}"})
-    missing = next((row["video"] for row in found if not (folder / row["video"]).is_file()), None)
+    questions = [
+        {**row, "task": task, "video": f"{VIDEOS[task]}/{row['video']}"}
+        for task in there for row in json.loads((folder / "json" / f"{task}.json").read_text(encoding="utf-8"))
+    ]  # fmt: skip
+    missing = next((row["video"] for row in questions if not (folder / row["video"]).is_file()), None)
     if missing is not None:
-        raise BenchError(f"{folder} has no {missing}; {_advice()}")
-    return found
-
-
-def _advice() -> str:
-    return (
-        f"fetch it: {COMMAND}; or name a folder with its json/ and its videos, unpacked and cut as in the branch "
-        f"{BRANCH!r} (--local-dir FOLDER of the same command)"
-    )
+        raise BenchError(f"{folder} has no {missing}; {ADVICE}")
+    return questions

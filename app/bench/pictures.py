@@ -6,12 +6,12 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mmspec.app.bench import measures
 from mmspec.app.bench.command import BenchError, Outcome
+from mmspec.app.bench.report import Record
 from mmspec.app.devices import find_device, first_line
 from mmspec.app.media.inputs import images
 from mmspec.app.options import where
@@ -22,7 +22,6 @@ PLOTTED = False
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Which folders, and what is measured."""
     add = parser.add_argument
     add("folders", nargs="+", type=Path, metavar="FOLDER", help="pictures; in the order of their names, the prompts'")
     add("--prompts", type=Path, metavar="FILE", help="what was to be drawn, one a line, or the captions of COCO "
@@ -45,7 +44,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         drawn = [load_image(path) for path in images(folder)]
         if args.clip and len(prompts) < len(drawn):
             raise BenchError(f"{folder} holds {len(drawn)} pictures, {args.prompts} only {len(prompts)} prompts")
-        facts: dict[str, Any] = {"suite": measures.SUITE, "method": folder.name, "lossless": None, "setting": ""}
+        facts: Record = {"suite": measures.SUITE, "method": folder.name, "lossless": None, "setting": ""}
         facts |= measures.NOTHING | {"n": len(drawn), "folder": str(folder)}
         outcome.records.append(facts | networks(drawn, prompts[: len(drawn)] if args.clip else None))
         yield
@@ -54,13 +53,12 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
 def prompts_of(path: Path) -> list[str]:
     """Prompts of a file: its lines that are not empty, or of a .json the first caption of each picture, as in COCO.
 
-    Raises:
-        BenchError: it cannot be read, or holds none.
+    Raises BenchError: it cannot be read, or holds none.
     """
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix.lower() == ".json":
-            first: dict[Any, str] = {}
+            first: dict[object, str] = {}
             for one in json.loads(text)["annotations"]:
                 first.setdefault(one["image_id"], " ".join(one["caption"].split()))
             lines = list(first.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -17,45 +17,30 @@ from mmspec.app.media.hub import Dataset
 from mmspec.app.media.tables import Columns
 from mmspec.media import MediaError, dataset_folders
 
+QUESTION, CAPTION = "{question}", "Provide a one-sentence caption for the provided image."
 SHORT = "\nAnswer the question using a single word or phrase."
 LETTER = "\nAnswer with the option's letter from the given choices directly."
+FOUR = "{question}\nA. {choice_a}\nB. {choice_b}\nC. {choice_c}\nD. {choice_d}" + LETTER  # of SEED-Bench
 
 
-def _short(row: dict[str, Any]) -> str:
-    return f"{row['question']}{SHORT}"
-
-
-def _plain(row: dict[str, Any]) -> str:
-    return str(row["question"])
-
-
-def _choices(row: dict[str, Any]) -> str:
+def _choices(row: Mapping[str, Any]) -> str:
     """ScienceQA: a hint, where there is one, the question, and its choices by letter."""
     hint = f"Context: {row['hint']}\n" if row.get("hint") else ""
     return f"{hint}{row['question']}\n{_lettered(row['choices'])}{LETTER}"
-
-
-def _four(row: dict[str, Any]) -> str:
-    """SEED-Bench: the question and its four choices."""
-    return f"{row['question']}\n{_lettered([row[f'choice_{letter}'] for letter in 'abcd'])}{LETTER}"
 
 
 def _lettered(choices: Sequence[str]) -> str:
     return "\n".join(f"{chr(ord('A') + i)}. {choice}" for i, choice in enumerate(choices))
 
 
-def _caption(row: dict[str, Any]) -> str:
-    return "Provide a one-sentence caption for the provided image."
-
-
-def _exam(row: dict[str, Any]) -> str:
+def _exam(row: Mapping[str, Any]) -> str:
     """MMMU: the question, and where it has options, which are written as a list of Python, these by letter."""
     if row["question_type"] == "multiple-choice":
         return f"{row['question']}\n{_lettered(ast.literal_eval(row['options']))}\n{LETTER}"
     return f"{row['question']}\n{SHORT}"
 
 
-def _numbered(row: dict[str, Any]) -> list[Any]:
+def _numbered(row: Mapping[str, object]) -> list[object]:
     """MMMU: the pictures that a question or its options name as <image N>, in the order of N."""
     return [row[f"image_{n}"] for n in sorted(set(re.findall(r"<image (\d)>", f"{row['question']}{row['options']}")))]
 
@@ -66,32 +51,32 @@ class Protocol:
 
     Attributes:
         where: hf:owner/name[/config]:split.
-        ask: a row's prompt; None: the row has fields of the usual names.
+        ask: a row's prompt, made or with {fields} of it; None: the row has fields of the usual names.
         category: the field whose values are rows of the bench's table.
         shown: a row's picture or pictures; None: it has a field of videos.
         album: the data set that has the pictures, by `id`; a row's `imageId` names one.
     """
 
     where: str
-    ask: Callable[[dict[str, Any]], str] | None = None
+    ask: str | Callable[[Mapping[str, Any]], str] | None = None
     category: str | None = None
-    shown: Callable[[dict[str, Any]], Any] | None = itemgetter("image")
+    shown: Callable[[Mapping[str, object]], object] | None = itemgetter("image")
     album: str | None = None
 
 
 PROTOCOLS: dict[str, Protocol] = {
     "scienceqa": Protocol("hf:lmms-lab-encoder/ScienceQA/ScienceQA-IMG:test", _choices, "subject"),
-    "mm-vet": Protocol("hf:lmms-lab-encoder/MMVet:test", _plain),
-    "textvqa": Protocol("hf:lmms-lab-encoder/textvqa:validation", _short),
-    "mme": Protocol("hf:lmms-lab-encoder/MME:test", _short, "category"),
-    "vizwiz": Protocol("hf:lmms-lab-encoder/VizWiz-VQA:val", _short),
-    "seed-bench": Protocol("hf:lmms-lab-encoder/SEED-Bench:test", _four),
-    "chartqa": Protocol("hf:lmms-lab-encoder/ChartQA:test", _short, "type"),
-    "llava-bench": Protocol("hf:lmms-lab-encoder/llava-bench-in-the-wild:train", _plain, "category"),
-    "coco-captions": Protocol("hf:lmms-lab-encoder/COCO-Caption2017:val", _caption),
+    "mm-vet": Protocol("hf:lmms-lab-encoder/MMVet:test", QUESTION),
+    "textvqa": Protocol("hf:lmms-lab-encoder/textvqa:validation", QUESTION + SHORT),
+    "mme": Protocol("hf:lmms-lab-encoder/MME:test", QUESTION + SHORT, "category"),
+    "vizwiz": Protocol("hf:lmms-lab-encoder/VizWiz-VQA:val", QUESTION + SHORT),
+    "seed-bench": Protocol("hf:lmms-lab-encoder/SEED-Bench:test", FOUR),
+    "chartqa": Protocol("hf:lmms-lab-encoder/ChartQA:test", QUESTION + SHORT, "type"),
+    "llava-bench": Protocol("hf:lmms-lab-encoder/llava-bench-in-the-wild:train", QUESTION, "category"),
+    "coco-captions": Protocol("hf:lmms-lab-encoder/COCO-Caption2017:val", CAPTION),
     "gqa": Protocol(
         "hf:lmms-lab-encoder/GQA/testdev_balanced_instructions:testdev",
-        _short,
+        QUESTION + SHORT,
         album="hf:lmms-lab-encoder/GQA/testdev_balanced_images:testdev",
     ),
     "mmmu": Protocol("hf:lmms-lab-encoder/MMMU:validation", _exam, shown=_numbered),
@@ -99,7 +84,7 @@ PROTOCOLS: dict[str, Protocol] = {
 }
 
 
-class HubQuestions(Sequence[dict[str, Any]]):
+class HubQuestions(Sequence[Mapping[str, Any]]):
     """The rows of a data set of the Hub, with the fields that questions have; read one by one."""
 
     def __init__(self, protocol: Protocol, copy: Path | None = None) -> None:
@@ -140,7 +125,7 @@ class HubQuestions(Sequence[dict[str, Any]]):
                 rows, numbers = self.album
                 row = {**row, "image": rows[numbers[row["imageId"]]]["image"]}
             shown = {"video": row["video"]} if how.shown is None else {"image": how.shown(row)}
-            asked = {**shown, "prompt": how.ask(row)}
+            asked = {**shown, "prompt": how.ask.format_map(row) if isinstance(how.ask, str) else how.ask(row)}
         except KeyError as error:
             raise BenchError(f"{how.where} has no field {error}; its fields are {', '.join(row)}") from error
         return asked | ({"category": row.get(how.category)} if how.category else {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from mmspec.media import MediaError, decode, load_image
 from mmspec.pipelines.prompts import Turns
 from mmspec.train.data import VIDEOS, Clips, VideoError, video_of
 
+LISTS = (".jsonl", ".json", ".parquet")
 FIELDS = {  # what a question list may call its fields, the first one that is filled counts
     "images": ("image", "images", "image_path", "image_paths", "image_file", "file_name", "img"),
     "prompt": ("prompt", "question", "turns", "instruction", "query", "text"),
@@ -72,7 +73,7 @@ def read_questions(
 
     def ask(number: int) -> Question:
         try:
-            video = video_of(rows[number], clips is not None and pictures)
+            video = video_of(dict(rows[number]), clips is not None and pictures)
             frames = clips(video, videos, f"question {number + 1}") if video is not None and clips is not None else None
         except VideoError as error:
             raise BenchError(f"question {number + 1}: {error}") from error
@@ -84,50 +85,40 @@ def read_questions(
     return measured, tuned
 
 
-def _rows(path: Path) -> Sequence[dict[str, Any]]:
-    if (found := questions_of(path)) is not None:
-        return found
+def _rows(path: Path) -> Sequence[Mapping[str, Any]]:
+    if (published := questions_of(path)) is not None:
+        return published
     if path.is_dir():
-        lists = sorted(p for p in path.iterdir() if p.suffix in READERS)
+        lists = sorted(p for p in path.iterdir() if p.suffix in LISTS)
         if len(lists) > 1:
             raise BenchError(f"{path} holds {len(lists)} lists ({', '.join(p.name for p in lists)}); name one of them")
         if not lists:
             return [{"image": str(picture.resolve())} for picture in images(path)]
         path = lists[0]
-    if path.suffix not in READERS or not path.is_file():
+    if path.suffix not in LISTS or not path.is_file():
         raise BenchError(
-            f"no questions in {str(path)!r}; give a folder, a file ending in {', '.join(READERS)}, "
+            f"no questions in {str(path)!r}; give a folder, a file ending in {', '.join(LISTS)}, "
             f"hf:owner/name[:split], or one of {', '.join(PROTOCOLS)}"
         )
-    return READERS[path.suffix](path)
-
-
-def _jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-
-
-def _json(path: Path) -> list[dict[str, Any]]:
-    held = json.loads(path.read_text(encoding="utf-8"))
+    if path.suffix == ".parquet":
+        try:
+            import pyarrow.parquet
+        except ImportError as error:
+            raise BenchError("a parquet list needs pyarrow: pip install pyarrow, or convert it to .jsonl") from error
+        return pyarrow.parquet.read_table(path).to_pylist()
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    held = json.loads(text)
     return held if isinstance(held, list) else next(value for value in held.values() if isinstance(value, list))
 
 
-def _parquet(path: Path) -> list[dict[str, Any]]:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise BenchError("a parquet list needs pyarrow: pip install pyarrow, or convert it to .jsonl") from error
-    return pyarrow.parquet.read_table(path).to_pylist()
-
-
-READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
-
-
 def _question(
-    row: dict[str, Any], folder: Path, number: int, shown: bool, frames: list[Image.Image] | None = None
+    row: Mapping[str, Any], folder: Path, number: int, shown: bool, frames: list[Image.Image] | None = None
 ) -> Question:
     """A row's question; `frames` are those of the video that it shows in the place of pictures."""
-    found = {kind: next((row[n] for n in names if row.get(n)), None) for kind, names in FIELDS.items()}
-    pictures, prompt = found["images"], found["prompt"]
+    held = {kind: next((row[n] for n in names if row.get(n)), None) for kind, names in FIELDS.items()}
+    pictures, prompt = held["images"], held["prompt"]
     if pictures is not None and not shown:
         raise BenchError(f"question {number + 1} shows a picture, and the model reads text alone; give prompts without")
     if (pictures is None and frames is None and shown) or (prompt is None and set(row) != {"image"}):
@@ -138,15 +129,15 @@ def _question(
         )
     pictures = pictures if isinstance(pictures, list) else [] if pictures is None else [pictures]
     first, *later = prompt if isinstance(prompt, list) else [prompt or ""]
-    category = str(found["category"]) if found["category"] else "all"
+    category = str(held["category"]) if held["category"] else "all"
     seen = frames if frames is not None else [_picture(one, folder) for one in pictures]
     return Question(tuple(seen), str(first), category, frames is not None, tuple(map(str, later)))
 
 
-def _picture(one: Any, folder: Path) -> Image.Image:
+def _picture(one: str | Mapping[str, Any], folder: Path) -> Image.Image:
     """A path (beside the list or in its `images/`), or a picture of a parquet column: {bytes, path}."""
-    if isinstance(one, dict) and one.get("bytes"):
+    if not isinstance(one, str) and one.get("bytes"):
         return decode(one["bytes"], one.get("path") or "picture in the list")
-    name = one["path"] if isinstance(one, dict) else one
+    name = one if isinstance(one, str) else one["path"]
     places = [folder / name, folder / "images" / name]
     return load_image(next((place for place in places if place.is_file()), places[0]))

@@ -5,36 +5,31 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
 
-from mmspec.app.bench import by_data
 from mmspec.app.compare import over
 from mmspec.app.extras import installing
 from mmspec.statistics import Stats
 
+if TYPE_CHECKING:  # an extra
+    from matplotlib.axes import Axes
+
 Record = dict[str, Any]
-
 STOCK_PATHS = ("stock", "stock-static")
-
+NO_DATA = ("data", "picture", "pair", "clip")  # kinds that are no names of data sets
 TABLES = Path(__file__).with_name("tables.yaml")
 LAYOUTS: dict[str, dict[str, Any]] = yaml.safe_load(TABLES.read_text())
-CURVES: dict[str, Callable[[Any, list[Record]], None]] = {}  # by suite, what draws its records into a panel
+CURVES: dict[str, Callable[[Axes, list[Record]], None]] = {}  # by suite, what draws its records into a panel
 
 
 def number(value: float | None, form: str) -> str:
     """A value in this form; a dash where there is none."""
     return "-" if value is None else form.format(value)
-
-
-def _visual(record: Record) -> str:
-    """What a drafter holds of the visual tokens of a prompt."""
-    rows = record["drafter_visual_rows"]
-    return "-" if rows is None else f"{rows:.0f}/{record['visual_tokens']:.0f}"
 
 
 def _shares(record: Record) -> str:
@@ -47,16 +42,12 @@ def _spent(record: Record) -> str:
     return "-" if none else f"{record['spent']:.2f} ({record['spent_max']:.2f})"
 
 
-def _identical(record: Record) -> str:
-    return f"{record['identical_rate']:.0%}" if record["exact_seed"] and record["identical_rate"] is not None else "-"
-
-
 OWN: dict[str, Callable[[Record], str]] = {  # fields that are shown in a way of their own
-    "drafter_visual_rows": _visual,
+    "drafter_visual_rows": lambda r: number(r["drafter_visual_rows"], f"{{:.0f}}/{r.get('visual_tokens') or 0:.0f}"),
     "lossless": lambda r: {True: "kept", False: "bent", None: "-"}[r["lossless"]],
     "shares": _shares,
     "spent": _spent,
-    "exact_seed": _identical,
+    "exact_seed": lambda r: number(r["identical_rate"] if r["exact_seed"] else None, "{:.0%}"),
     "refused": lambda r: "refused" if r.get("refused") else cell(r, "speedup_e2e ratio"),
 }
 TITLES: dict[str, Callable[[Record], str]] = {  # that are more than a form
@@ -97,9 +88,17 @@ def spread(name: str, values: Sequence[float | None]) -> Record:
     return {name: statistics.median(there), f"{name}_p25": low, f"{name}_p75": high}
 
 
-def fastest(made: dict[str, list[Any]]) -> str:
-    """The stock path with the least time per token."""
-    return min((s for s in STOCK_PATHS if s in made), key=lambda s: statistics.median(c.per_token for c in made[s]))
+def fastest(made: dict[str, list[Any]], paths: Sequence[str] = STOCK_PATHS, cost: str = "per_token") -> str:
+    """Of the paths without drafts the one whose calls cost the least."""
+    return min((p for p in paths if p in made), key=lambda p: statistics.median(getattr(c, cost) for c in made[p]))
+
+
+def total(calls: Sequence[Any]) -> Stats:
+    """What happened in these calls together."""
+    whole = Stats()
+    for call in calls:
+        whole.add(call.stats or Stats())
+    return whole
 
 
 def figures(name: str, calls: dict[str, list[Any]], best: str, greedy: bool, assisted: bool) -> Record:
@@ -112,17 +111,15 @@ def figures(name: str, calls: dict[str, list[Any]], best: str, greedy: bool, ass
         assisted: the method is transformers' own speculation, at batch 1.
     """
     made, stock = calls.get(name, []), calls["stock"]
-    total = Stats()
-    for call in made:
-        total.add(call.stats or Stats())
-    spent = sum(much for part, much in total.seconds.items() if part != "prefill")
-    row_steps = total.row_rounds or (sum(c.steps for c in made) if assisted else 0)
+    whole = total(made)
+    spent = sum(much for part, much in whole.seconds.items() if part != "prefill")
+    row_steps = whole.row_rounds or (sum(c.steps for c in made) if assisted else 0)
     gain = sum(c.later for c in made) / row_steps if row_steps else (1.0 if made else None)
     rows = [(a, b) for m, s in zip(made, stock, strict=False) for a, b in zip(m.answers, s.answers, strict=True)]
     ends = [c.first for c in made]
-    prompts = total.drafter.get("prompts", 0)
-    by_depth = [round(total.acceptance(d), 4) for d in sorted(total.accepted_by_depth)]
-    read = {name: much / prompts for name, much in total.drafter.items() if name != "prompts"} if prompts else {}
+    prompts = whole.drafter.get("prompts", 0)
+    by_depth = [round(whole.acceptance(d), 4) for d in sorted(whole.accepted_by_depth)]
+    read = {name: much / prompts for name, much in whole.drafter.items() if name != "prompts"} if prompts else {}
     return {
         "best_stock": best,
         "stock_path": name in STOCK_PATHS,
@@ -137,9 +134,9 @@ def figures(name: str, calls: dict[str, list[Any]], best: str, greedy: bool, ass
         "accepted_per_call": None if gain is None else gain - 1,
         "acceptance_by_depth": by_depth,
         "tau_by_depth": [round(1 + kept, 4) for kept in itertools.accumulate(by_depth)],
-        "parts_ms": {p: 1e3 * s / total.rounds for p, s in total.seconds.items() if p != "prefill" and total.rounds},
-        "draft_share": total.seconds.get("draft", 0.0) / spent if spent else None,
-        "nodes_per_call": 1 + total.drafted / total.row_rounds if total.row_rounds else 1.0,
+        "parts_ms": {p: 1e3 * s / whole.rounds for p, s in whole.seconds.items() if p != "prefill" and whole.rounds},
+        "draft_share": whole.seconds.get("draft", 0.0) / spent if spent else None,
+        "nodes_per_call": 1 + whole.drafted / whole.row_rounds if whole.row_rounds else 1.0,
         "drafter_kv_bytes": read.get("memory bytes"),
         "drafter_visual_rows": read.get("visual rows"),
         "drafter": read,
@@ -149,67 +146,83 @@ def figures(name: str, calls: dict[str, list[Any]], best: str, greedy: bool, ass
     }
 
 
-def sections(records: list[Record]) -> dict[str, list[Record]]:
+def sections(records: Sequence[Record]) -> dict[str, list[Record]]:
     """The records of each cell, under the cell's title."""
-    found: dict[str, list[Record]] = {}
+    cells: dict[str, list[Record]] = {}
     for record in records:
         title = LAYOUTS[record["suite"]]["title"]
-        found.setdefault(TITLES.get(title, title.format_map)(record), []).append(record)
-    return found
+        cells.setdefault(TITLES.get(title, title.format_map)(record), []).append(record)
+    return cells
 
 
-def meaning(records: list[Record]) -> dict[str, str]:
-    """What the fields of these records mean."""
-    found: dict[str, str] = {}
-    for suite in dict.fromkeys(record["suite"] for record in records):
-        found |= LAYOUTS[suite]["meaning"]
-    return found
+def meaning(records: Sequence[Record]) -> dict[str, str]:
+    suites = dict.fromkeys(record["suite"] for record in records)
+    return {name: text for suite in suites for name, text in LAYOUTS[suite]["meaning"].items()}
 
 
-def table(records: list[Record], wide: bool = False) -> str:
-    """For the screen: one block a cell with the columns that fit there (`wide`: with all), and the notes."""
-    lines = []
+def tables(records: Sequence[Record], wide: bool = True) -> Iterator[tuple[str, list[list[str]], list[str] | None]]:
+    """Each table: its title, its rows, the head first, and its notes; one that sums up several data sets has none.
+
+    Unless it is `wide`, a table has the columns that fit on a screen.
+    """
     for title, rows in sections(records).items():
         layout = LAYOUTS[rows[0]["suite"]]
         columns = layout["columns"]
         if not wide and "narrow" in layout:
             columns = {name: columns[name] for name in layout["narrow"]}
-        cells = [[*columns], *([cell(row, spec) for spec in columns.values()] for row in rows)]
-        lines += ["", title, *_aligned(cells)]
-        lines += [f"  {row['method']}: {row['note']}" for row in rows if row.get("note")]
-    for title, cells in by_data.tables(records).items():
-        lines += ["", title, *_aligned(cells)]
+        cells = ([cell(row, spec) for spec in columns.values()] for row in rows)
+        yield title, [[*columns], *cells], [f"{row['method']}: {row['note']}" for row in rows if row.get("note")]
+    for title, by_data in data_tables(records).items():
+        yield title, by_data, None
+
+
+def data_tables(records: Sequence[Record]) -> dict[str, list[list[str]]]:
+    """As papers show several data sets, by condition: a row a method, a column a data set, and their means at the end.
+
+    A cell holds tokens per target call and the speed-up over stock. A condition with one data set has no table.
+    """
+    conditions: dict[str, dict[str, dict[str, Record]]] = {}  # condition → data set → method → record
+    for record in records:
+        if record["suite"] == "vlm" and record["category"] == "all" and record["kind"] not in NO_DATA:
+            prompt = f", {record['prompt']} prompt" if record["prompt"] else ""
+            title = f"tokens/call, speedup: batch {record['batch']}, temperature {record['temperature']:g}{prompt}"
+            conditions.setdefault(title, {}).setdefault(record["kind"], {})[record["method"]] = record
+    made = {}
+    for title, sets in conditions.items():
+        columns = {name: [of.get(name) for of in sets.values()] for of in sets.values() for name in of}
+        rows = [[name, *(_mean([one]) for one in held), _mean(held)] for name, held in columns.items()]
+        made[title] = [["method", *sets, "mean"], *rows]
+    return {title: rows for title, rows in made.items() if len(conditions[title]) > 1}
+
+
+def _mean(records: Sequence[Record | None]) -> str:
+    """The means over these records; a dash where one of them has nothing."""
+    pairs = [(r["tokens_per_target_call"], r["speedup_e2e"]) for r in records if r is not None]
+    if len(pairs) < len(records) or not all(map(all, pairs)):
+        return "-"
+    return "{:.2f}, {:.2f}x".format(*map(statistics.fmean, zip(*pairs, strict=True)))
+
+
+def table(records: Sequence[Record], wide: bool = False) -> str:
+    """For the screen: the first column of each table to the left, the others to the right, and the notes."""
+    lines = []
+    for title, cells, notes in tables(records, wide):
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        aligned = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells)
+        lines += ["", title, *map(str.rstrip, aligned), *(f"  {note}" for note in notes or ())]
     return "\n".join(lines).lstrip("\n")
 
 
-def _aligned(cells: list[list[str]]) -> list[str]:
-    """Rows as lines, the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for row in cells:
-        padded = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *padded[1:]]).rstrip())
-    return lines
-
-
-def markdown(records: list[Record], provenance: Record, tuned: Record) -> str:
-    """A page of its own: provenance, a table a cell, the meaning of the columns."""
+def markdown(records: Sequence[Record], provenance: Record, tuned: Record) -> str:
+    """A page of its own: provenance, the tables, the meaning of the columns."""
     lines = ["# Benchmark", "", *(f"- {key}: {value}" for key, value in provenance.items()), ""]
-    for title, rows in sections(records).items():
-        columns = LAYOUTS[rows[0]["suite"]]["columns"]
-        shown = [[cell(row, spec).replace("|", "\\|") for spec in columns.values()] for row in rows]
-        lines += [f"## {title}", "", *_piped([[*columns], *shown])]
-        lines += ["", *(f"{row['method']}: {row['note']}" for row in rows if row.get("note")), ""]
-    for title, cells in by_data.tables(records).items():
-        lines += [f"## {title}", "", *_piped(cells), ""]
+    for title, cells, notes in tables(records):
+        head, *rows = ("| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in cells)
+        lines += [f"## {title}", "", head, "|---" + "|--:" * (len(cells[0]) - 1) + "|", *rows, ""]
+        lines += [] if notes is None else [*notes, ""]
     lines += ["## What the columns mean", "", *(f"- `{name}`: {text}" for name, text in meaning(records).items())]
-    chosen = [f"- {cell}: {m} {found['chosen']}" for cell, methods in tuned.items() for m, found in methods.items()]
+    chosen = [f"- {cell}: {m} {tried['chosen']}" for cell, methods in tuned.items() for m, tried in methods.items()]
     return "\n".join([*lines, *(["", "## Tuned on other images", "", *chosen] if chosen else [])]) + "\n"
-
-
-def _piped(cells: list[list[str]]) -> list[str]:
-    head, *rows = ["| " + " | ".join(row) + " |" for row in cells]
-    return [head, "|---" + "|--:" * (len(cells[0]) - 1) + "|", *rows]
 
 
 def check_plot(path: Path) -> None:
@@ -244,7 +257,7 @@ def plot(records: list[Record], path: Path, title: str) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _bars(panel: Any, name: str, rows: list[Record]) -> None:
+def _bars(panel: Axes, name: str, rows: list[Record]) -> None:
     middle = [r["speedup_e2e"] for r in rows]
     low, high = ([r[f"speedup_e2e_{end}"] for r in rows] for end in ("p25", "p75"))
     whiskers = [np.subtract(middle, low), np.subtract(high, middle)]

@@ -6,7 +6,6 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 
@@ -20,13 +19,14 @@ from mmspec.app.bench.vlm_shown import Questions, Shown, questions
 from mmspec.app.compare import Comparison
 from mmspec.app.embedded import STOCK
 from mmspec.app.engine import load
+from mmspec.app.loaded import Inputs, Model
 from mmspec.app.options import count, from_zero, where
 from mmspec.app.provenance import provenance
 from mmspec.pipelines.prompts import text_alone
 
 SINGLE = "not measured: transformers refuses assisted decoding at batch > 1"
 SWITCHED = "; a name with a comma is the same drafter with one of its parts switched off while it drafts"
-Request = tuple[Any, int]  # model inputs, and a seed
+Request = tuple[Inputs, int]  # model inputs, and a seed
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,6 @@ class VlmCell:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """What is asked, of whom, and by which methods."""
     conditions(parser, [1, 4], [0.0, 1.0], 256)
     parser.add_argument("--all-turns", action="store_true", help="of conversations every turn, not the first alone; "
         "the model's own greedy answers stand in between")  # fmt: skip
@@ -65,7 +64,7 @@ def conditions(parser: argparse.ArgumentParser, batch: list[int], temperature: l
 def measure(
     args: argparse.Namespace,
     outcome: Outcome,
-    methods: Callable[[Any, argparse.Namespace], list[VlmMethod]] = methods,
+    methods: Callable[[Model, argparse.Namespace], list[VlmMethod]] = methods,
     questions: Callable[[argparse.Namespace, bool], tuple[Questions, Questions]] = questions,
 ) -> Iterator[None]:
     """All cells, one after the other; yields whenever the outcome has grown."""
@@ -79,7 +78,7 @@ def measure(
         if not any(q.later for some in asked.values() for q in some):
             raise BenchError("--all-turns: no question has a second turn; leave it out")
         asked, others = ({shown: bench.conversations(some) for shown, some in each.items()} for each in (asked, others))
-    best: dict[str, Any] = {}
+    best: report.Record = {}
     for batch, heat in [(batch, heat) for batch in args.batch for heat in args.temperature]:
         if args.tune:
             best = tune(bench, chosen, VlmCell(batch, heat), others)
@@ -88,14 +87,14 @@ def measure(
         ready = [m.tuned(best[m.name]["chosen"]) if m.name in best else m for m in chosen]
         for shown, some in asked.items():
             cell = VlmCell(batch, heat, shown)
-            found = measure_cell(bench, cell, ready, some)
-            outcome.records += found
-            told = [f"{r['method']} {r['speedup_e2e']:.2f}x" for r in found if r["n"] and r["category"] == "all"]
+            records = measure_cell(bench, cell, ready, some)
+            outcome.records += records
+            told = [f"{r['method']} {r['speedup_e2e']:.2f}x" for r in records if r["n"] and r["category"] == "all"]
             say(f"{cell}: {'; '.join(told)}")
             yield
 
 
-def tune(bench: VlmBench, chosen: list[VlmMethod], cell: VlmCell, asked: Questions) -> dict[str, Any]:
+def tune(bench: VlmBench, chosen: list[VlmMethod], cell: VlmCell, asked: Questions) -> report.Record:
     """For each method with a grid, the setting with the least time per token, and all that was tried."""
     tried = {f"{m.name} {setting}": (m.name, setting, m.tuned(setting))
              for m in chosen for setting in GRIDS.get(m.grid, ())
@@ -103,19 +102,18 @@ def tune(bench: VlmBench, chosen: list[VlmMethod], cell: VlmCell, asked: Questio
     groups = [group for some in asked.values() for group in batches(some, cell.batch)]
     comparison = Comparison([replace(method, name=name) for name, (*_, method) in tried.items()], calling(bench, cell))
     requests = ((bench.inputs(group), bench.seed + turn) for turn, group in enumerate([groups[0], *groups]))
-    found: dict[str, Any] = {}
+    best: report.Record = {}
     for title, (_, *made) in comparison.measure(requests).items():  # the first turn warms up
         name, setting, _ = tried[title]
         cost = 1e3 * sum(c.seconds for c in made) / sum(c.tokens for c in made)
-        found.setdefault(name, {"tried": []})["tried"].append({"setting": setting, "ms_per_token": cost})
-    for name, entry in found.items():
+        best.setdefault(name, {"tried": []})["tried"].append({"setting": setting, "ms_per_token": cost})
+    for name, entry in best.items():
         entry["chosen"] = min(entry["tried"], key=lambda one: one["ms_per_token"])["setting"]
         say(f"tuned {cell}: {name} {entry['chosen']}")
-    return found
+    return best
 
 
 def calling(bench: VlmBench, cell: VlmCell) -> Callable[[VlmMethod, Request], TimedCall]:
-    """A timed call of a method under the conditions of a cell."""
     return lambda method, request: bench.call(method, cell.temperature, *request)
 
 
@@ -147,7 +145,7 @@ def _records(
     for turn, group in enumerate(groups if cell.batch == 1 else ()):
         if group[0].category != "all":
             turns.setdefault(group[0].category, []).append(turn)
-    found = []
+    records = []
     for category, places in turns.items():
         made = {name: [some[place] for place in places] for name, some in seen.made.items()}
         best = report.fastest(made)
@@ -160,5 +158,5 @@ def _records(
                          "refused": method.single and cell.batch > 1}  # fmt: skip
                 figures = report.figures(method.name, made, best, greedy=cell.temperature == 0, assisted=method.single)
                 told = seen.notes.get(method.name, slower.get(method.name, ""))
-                found.append(facts | figures | {"peak_mb": seen.peaks.get(method.name), "note": told})
-    return found
+                records.append(facts | figures | {"peak_mb": seen.peaks.get(method.name), "note": told})
+    return records

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 
 from mmspec import registry
 from mmspec.app.bench import drafters
-from mmspec.app.bench.assisted import ASSISTED
 from mmspec.app.bench.command import BenchError, matching, say
+from mmspec.app.loaded import Model
 from mmspec.app.options import count
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host.loading import CompileConfig
@@ -36,7 +36,7 @@ class VlmMethod:
     """One way to generate: arguments of `generate`, and the drafter to enable, if any."""
 
     name: str
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, object] = field(default_factory=dict)
     drafter: Any = None
     options: dict[str, Any] = field(default_factory=dict)  # of `enable`
     grid: str = ""  # row of GRIDS
@@ -46,8 +46,8 @@ class VlmMethod:
 
     def tuned(self, setting: dict[str, int]) -> VlmMethod:
         if self.drafter is None:
-            return replace(self, arguments=self.arguments | setting)
-        return replace(self, options=self.options | setting)
+            return replace(self, arguments={**self.arguments, **setting})
+        return replace(self, options={**self.options, **setting})
 
     @property
     def setting(self) -> str:
@@ -57,7 +57,6 @@ class VlmMethod:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Which methods are measured, and with what trees."""
     add = parser.add_argument
     drafters.configure(parser, " beside ngram")
     add("--tune", action="store_true", help="choose each method's depth and tree on other images first")
@@ -76,14 +75,14 @@ def stock(device: torch.device) -> list[VlmMethod]:
 
 
 def methods(
-    model: Any, args: argparse.Namespace, variants: Callable[[VlmMethod], Iterable[VlmMethod]] = lambda whole: ()
+    model: Model, args: argparse.Namespace, variants: Callable[[VlmMethod], Iterable[VlmMethod]] = lambda whole: ()
 ) -> list[VlmMethod]:
     """The stock paths, prompt lookup as transformers has it, and mmspec with each drafter, stock's own path before.
 
     Args:
         variants: of a drafter's method, which come after it.
     """
-    found = [
+    ways = [
         *stock(model.device),
         VlmMethod("hf-prompt-lookup", {"prompt_lookup_num_tokens": 10}, grid="lookup", single=True),
         VlmMethod("ngram", drafter=registry.drafter_class("ngram")(), grid="text drafter"),
@@ -96,16 +95,16 @@ def methods(
         except ValueError as error:
             raise BenchError(f"--drafters: {error}") from error
         if title == "ngram":  # it is there already, and has the options where it is named
-            found = [replace(m, options=flags) if m.name == title else m for m in found]
+            ways = [replace(m, options=flags) if m.name == title else m for m in ways]
             continue
         whole = VlmMethod(title, drafter=drafter, options=flags, grid="feature drafter")
-        found += [*stocks_own(title, drafter), whole, *variants(whole)]
-    return matching(found, None, args.without)
+        ways += [*stocks_own(title, drafter), whole, *variants(whole)]
+    return matching(ways, None, args.without)
 
 
-def stocks_own(title: str, drafter: Any) -> Iterator[VlmMethod]:
+def stocks_own(title: str, drafter: object) -> Iterator[VlmMethod]:
     """Stock's own assisted path with the same drafter, where stock has one."""
-    how = ASSISTED.get(getattr(drafter, "method", ""))
+    how = drafters.ASSISTED.get(getattr(drafter, "method", ""))
     if how is None:
         return
     try:

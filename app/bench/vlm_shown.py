@@ -41,7 +41,6 @@ Questions = dict[Shown, list[Question]]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """What is shown and asked, and how often."""
     add = parser.add_argument
     own = (
         "questions: a folder of pictures, a .jsonl, .json or .parquet list, a folder of MMSpec's, "

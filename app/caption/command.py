@@ -41,7 +41,6 @@ OK, FATAL, SENSELESS, SOME_FAILED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 14
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The options of `mmspec caption`."""
     parser.description = (
         "Caption images and videos. Run it again to go on after a stop: what is done is not done twice. "
         "Exit code: 0 all well, 3 some items failed (see failed.jsonl), 1 nothing could be done or the run was given "
@@ -51,7 +50,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Caption as the options say; the exit code."""
     try:
         with _terminable():
             options = settings.resolve(args)
@@ -74,7 +72,7 @@ class TerminatedError(KeyboardInterrupt):
 def _terminable() -> Iterator[None]:
     """Inside, the first SIGTERM raises TerminatedError, and further ones do not hinder the winding up."""
 
-    def stop(*_: Any) -> None:
+    def stop(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise TerminatedError
 
@@ -146,7 +144,6 @@ class Run:
     job: Job
 
     def work(self) -> int:
-        """Caption what is to do; the exit code."""
         options, outputs, todo = self.options, self.outputs, self.todo
         failed_before = todo.failed_before + len(todo.unwritable)
         if not todo.pending:

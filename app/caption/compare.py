@@ -67,7 +67,6 @@ class Sampled:
             self.trouble = first_line(error)
 
     def facts(self) -> dict[str, Any]:
-        """For the report."""
         if self.trouble or not self.own_seconds:
             return {"trouble": self.trouble}
         return {

@@ -61,7 +61,7 @@ class Crew:
         for number, place in enumerate(places):
             self._hire(f"{slots}worker-{number}", place)
 
-    def run(self, tasks: Sequence[Task], report: Report, started: Callable[[], Any] | None = None) -> None:
+    def run(self, tasks: Sequence[Task], report: Report, started: Callable[[], object] | None = None) -> None:
         """Do all tasks, as `Alone.run` does. FatalError if no worker is left."""
         self._rest.extend(tasks)
         self._left = {task.item.name for task in tasks}
@@ -89,7 +89,6 @@ class Crew:
         """Each worker has a model of its own, and none is compared."""
 
     def stop(self) -> None:
-        """Let them end and collect their summaries."""
         give_up = time.monotonic() + GOODBYE
         try:
             for hand in self.hands:

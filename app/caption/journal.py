@@ -27,7 +27,7 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def key(content: str, **settings: Any) -> str:
+def key(content: str, **settings: object) -> str:
     """Name of one piece of work: what was read (its digest) and everything that shapes the answer."""
     return digest(json.dumps([content, settings], sort_keys=True).encode())
 
@@ -99,11 +99,9 @@ class Ledger:
         return {str(self._read(place).get("text")).strip() for place in places}
 
     def all_captions(self) -> Iterator[Record]:
-        """Every caption, by name."""
         return (self._read(self.captions[name]) for name in sorted(self.captions))
 
     def all_failures(self) -> Iterator[Record]:
-        """Every failure that still stands, by name."""
         return (self._read(self.failures[name]) for name in sorted(self.failures))
 
     def close(self) -> None:

@@ -47,8 +47,7 @@ class Mirror:
         Args:
             extension: of caption files.
 
-        Raises:
-            MediaError: it cannot be reached.
+        Raises MediaError: it cannot be reached.
         """
         sizes = self.fetch_logs()
         for name, size in sizes.items():
@@ -64,8 +63,7 @@ class Mirror:
     def fetch_logs(self) -> dict[str, int]:
         """Fetch what others have added to the journals; the sizes of all files there, by name.
 
-        Raises:
-            MediaError: it cannot be reached.
+        Raises MediaError: it cannot be reached.
         """
         try:
             self.fs.invalidate_cache()
@@ -86,8 +84,7 @@ class Mirror:
     def push(self) -> None:
         """Put there what has changed here, the journals first, and remove what a run has removed.
 
-        Raises:
-            OutputError: something cannot be put there; it stays on this disk.
+        Raises OutputError: something cannot be put there; it stays on this disk.
         """
         here, folders = dict(self._files()), set[str]()
         try:
@@ -169,8 +166,7 @@ class Mirror:
 def push_to_hub(folder: Path, repo: str) -> str:
     """Upload an output folder, without its journals, as a data set of the Hub, private where it is new; its address.
 
-    Raises:
-        OutputError: no such name, no token that may write there, no network.
+    Raises OutputError: no such name, no token that may write there, no network.
     """
     from huggingface_hub import HfApi
 

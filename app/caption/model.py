@@ -33,7 +33,7 @@ class Answers(Protocol):
 
     def add(self, ticket: Hashable, frames: Sequence[Image.Image], choice: PromptChoice, seed: int = 0) -> None: ...
 
-    def step(self) -> Sequence[Any]: ...  # each with ticket, text, tokens, seconds, error (None, or why no text)
+    def step(self) -> Sequence[object]: ...  # each with ticket, text, tokens, seconds, error (None, or why no text)
 
 
 class Model(Protocol):
@@ -130,6 +130,5 @@ def peak_memory(engine: Any) -> int | None:
 
 
 def dtype_of(engine: Any) -> str | None:
-    """Type of the model's weights; None where nobody tells."""
     kind = getattr(getattr(engine, "model", None), "dtype", None)
     return None if kind is None else str(kind).removeprefix("torch.")

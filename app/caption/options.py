@@ -98,10 +98,10 @@ def _repo(text: str) -> str:
 class _Once(argparse.Action):
     """Stores a value; a second one is an error, not a silent change of mind."""
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        if hasattr(namespace, self.dest):
-            parser.error(f"{option_string} is said twice, {getattr(namespace, self.dest)} and {values}; name one")
-        setattr(namespace, self.dest, values)
+    def __call__(self, parser: argparse.ArgumentParser, args: argparse.Namespace, values: object, *_: object) -> None:
+        if hasattr(args, self.dest):
+            parser.error(f"{self.option_strings[0]} is said twice, {getattr(args, self.dest)} and {values}; name one")
+        setattr(args, self.dest, values)
 
 
 def _engine(text: str) -> str:
@@ -137,8 +137,6 @@ def _switch(default: bool | None, help: str) -> Any:
 # fmt: off
 @dataclass(frozen=True)
 class Options:
-    """What a run was told."""
-
     inputs: list[str] = _flag("INPUT", [], "folders, files, globs, lists (.txt), tables (.jsonl .csv .parquet), "
         "webdataset tars, hf:owner/name, s3://...; default: the sample drawings", section="inputs",
         nargs="*")
@@ -217,7 +215,6 @@ class Options:
 
     @property
     def kinds(self) -> list[str]:
-        """Of final files."""
         return (self.format or "metadata").split(",")
 
     def limits(self, max_area: int | None = None) -> media.MediaLimits:
@@ -229,5 +226,4 @@ class Options:
 
     @property
     def policy(self) -> video.FramePolicy:
-        """How the frames of a video are chosen."""
         return video.FramePolicy.parse(self.frames, self.max_frames)

@@ -72,7 +72,6 @@ class Writer:
             write_text(self.folder, sidecar, text, self._partial)
 
     def fail(self, name: str, error: Exception, facts: Record) -> None:
-        """Record that an item got no caption, and why."""
         said = {"error": type(error).__name__, "message": str(error)}
         self.journal.append({"file_name": name, "status": FAILED, **said, "time": time.time(), **facts})
 
@@ -181,7 +180,6 @@ class Outputs:
                 yield record
 
     def close(self) -> None:
-        """Let go of the folder."""
         if hasattr(self, "ledger"):
             self.ledger.close()
         for handle in self._locks:
@@ -225,7 +223,7 @@ def combined(existing: str | None, text: str, mode: str) -> str:
     return f"{existing} {text}" if existing and mode == "append" else text
 
 
-def facts_of(**facts: Any) -> Record:
+def facts_of(**facts: object) -> Record:
     """Facts without those that say nothing."""
     return {name: value for name, value in facts.items() if value not in (None, "")}
 

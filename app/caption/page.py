@@ -74,7 +74,6 @@ def _number(name: str, value: str) -> str:
 
 
 def _figure(record: Record, picture: Image.Image | None) -> str:
-    """A picture over its name and what is said of it."""
     shown, scores = "", record.get("scores") or [record.get("score")]
     if picture is not None:
         data = io.BytesIO()

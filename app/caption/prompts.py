@@ -30,7 +30,6 @@ class Prompts(PromptChoice):
                 _check(one, what if what in ("system", "start", "prepend", "append") else "prompt")
 
     def of(self, item: Item) -> PromptChoice:
-        """What to ask about an item."""
         place = PurePosixPath(item.name)
         folder = "" if place.parent == PurePosixPath() else place.parent.as_posix()
         values = {"name": place.stem, "dir": folder, "tags": ", ".join(item.tags), "existing": item.existing or ""}

@@ -35,8 +35,6 @@ class TooManyErrorsError(Exception):
 
 @dataclass
 class RunTally:
-    """Counts of one run, and the bar that shows them."""
-
     total: int
     quiet: bool = False
     max_errors: int | None = None

@@ -65,7 +65,6 @@ class Twin:
 
 
 def recorded_twins(folder: Path) -> dict[tuple[str, str], Twin]:
-    """What earlier runs recorded."""
     with contextlib.closing(Ledger(sorted((folder / STATE).glob("*.jsonl")))) as ledger:
         return {
             (record["ask"], str(record.get("content"))): Twin(
@@ -139,8 +138,7 @@ class Worker:
     def step(self) -> list[Result]:
         """A part of the work, such as one round of the model; what has been finished.
 
-        Raises:
-            FatalError: the model, or the decoder, works on nothing.
+        Raises FatalError: the model, or the decoder, works on nothing.
         """
         self._decode()
         if self.flow is None and (len(self._waiting) >= SIZED or (self._waiting and not self._decoding)):
@@ -157,7 +155,6 @@ class Worker:
         return found
 
     def summary(self) -> dict[str, Any]:
-        """Facts for the report."""
         stats = getattr(self.flow, "stats", None)
         facts: dict[str, Any] = {
             "worker": self.slot,

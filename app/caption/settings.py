@@ -88,13 +88,10 @@ def spelled(name: str) -> tuple[str]:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The options of `mmspec caption`."""
     parser.set_defaults(flags=Flags(parser))
 
 
 class _WholeHelp(argparse.Action):
-    """Prints the help with all flags, and ends."""
-
     def __init__(self, option_strings: Any, dest: str, flags: Flags, help: str):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
         self.flags = flags

@@ -17,6 +17,7 @@ from mmspec.app.caption.model import FatalError
 from mmspec.app.embedded import STOCK
 from mmspec.app.engine import CaptionResult
 from mmspec.app.extras import installing
+from mmspec.app.loaded import Processor
 from mmspec.app.media import video
 from mmspec.app.prompt import PromptChoice
 from mmspec.pipelines.prompts import chat_text
@@ -57,11 +58,7 @@ class VllmFlow:
             self._asked[name] = (ticket, choice.start, time.perf_counter())
 
     def step(self) -> list[CaptionResult]:
-        """A part of the work; what has finished.
-
-        Raises:
-            FatalError: the engine has died.
-        """
+        """A part of the work; what has finished. Raises FatalError: the engine has died."""
         found, self._refused = self._refused, []
         if not self._asked:
             return found
@@ -79,12 +76,10 @@ class VllmFlow:
 
 
 class VllmEngine:
-    """A loaded engine of vLLM."""
-
     drafter = None  # its speculation is its own, and not compared with stock generate
     notes: list[str] = []
 
-    def __init__(self, core: Any, sampling: Any, processor: Any, tokens: int, temperature: float):
+    def __init__(self, core: Any, sampling: Any, processor: Processor, tokens: int, temperature: float):
         self.core, self.processor = core, processor
         self._sampling, self._tokens, self._temperature = sampling, tokens, temperature
 
@@ -108,8 +103,7 @@ def load(
         drafter: "none", "ngram", or a draft model that vLLM reads.
         options: `depth`, the tokens it drafts; all others are fields of vLLM's EngineArgs.
 
-    Raises:
-        FatalError: vLLM is not installed.
+    Raises FatalError: vLLM is not installed.
     """
     _, _, number = device.partition("cuda:")
     if number and int(options.get("tensor_parallel_size", 1)) == 1:  # before vLLM looks for devices

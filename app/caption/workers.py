@@ -38,7 +38,7 @@ class Alone:
             self.comparison = Sampled(items)
             self.worker.sampler = self.comparison.show
 
-    def run(self, tasks: Sequence[Task], report: Report, started: Callable[[], Any] | None = None) -> None:
+    def run(self, tasks: Sequence[Task], report: Report, started: Callable[[], object] | None = None) -> None:
         """Do all tasks; `report` hears of each once it is on the disk, `started` when the model begins to answer."""
         rest, worker = deque(tasks), self.worker
         while rest or worker.busy:

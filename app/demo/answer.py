@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from PIL import Image
 
 from mmspec.app.demo.desk import MAX_SEED, RefusedError, within
-from mmspec.app.demo.race import DONE, RaceSide
+from mmspec.app.demo.race import RaceSide, RaceView
 from mmspec.pipelines.prompts import Turns
 from mmspec.pipelines.serving.stream import Step
 
@@ -75,9 +76,9 @@ class Ask:
         return self.temperature == 0 or self.reproducible
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """For `enable`; a draft whose shape is given never has more nodes than depth and width can give."""
-        made: dict[str, Any] = {name: getattr(self, name) for name in SHAPE if getattr(self, name)}
+        made: dict[str, object] = {name: getattr(self, name) for name in SHAPE if getattr(self, name)}
         if len(made) == len(SHAPE):
             most = 1 + self.width + (self.depth - 1) * self.width**2
             made["size"] = max(min(self.size, most), self.depth + 1)
@@ -85,8 +86,8 @@ class Ask:
         return made | held | {"reproducible": self.temperature > 0 and self.reproducible}
 
     @property
-    def settings(self) -> dict[str, Any]:
-        warmth: dict[str, Any] = {"do_sample": False}
+    def settings(self) -> dict[str, object]:
+        warmth: dict[str, object] = {"do_sample": False}
         if self.temperature > 0:
             warmth = {"do_sample": True, "temperature": float(self.temperature), "top_p": float(self.top_p)}
         return {"max_new_tokens": self.max_new_tokens, "num_beams": 1, **warmth}
@@ -104,8 +105,6 @@ class Token:
 
 @dataclass
 class ShownAnswer(RaceSide):
-    """One of the two answers."""
-
     accelerated: bool = False
     tokens: list[Token] = field(default_factory=list)
     accepted: int = 0
@@ -151,26 +150,16 @@ class ShownAnswer(RaceSide):
 
 
 @dataclass(frozen=True)
-class ChatTurn:
-    """What there is to see at one moment of a run."""
-
-    plain: ShownAnswer
-    fast: ShownAnswer
+class ChatTurn(RaceView[ShownAnswer]):
     ask: Ask
     prepared: float  # seconds to turn media and prompt into model inputs, once for both
-    frames: tuple[Any, ...] = ()  # PIL pictures: what the model looks at, where that is a video
-    over: bool = False
+    frames: tuple[Image.Image, ...] = ()  # what the model looks at, where that is a video
     difference: tuple[int, float | None] | None = None  # first token that differs, and the stock logits' gap there
 
     @property
     def compared(self) -> int:
         """Tokens that both answers have."""
         return min(len(self.plain.tokens), len(self.fast.tokens))
-
-    @property
-    def ended(self) -> bool:
-        """Whether both answers came to their ends."""
-        return self.plain.state == self.fast.state == DONE
 
     def speed_up(self, after: int = 0) -> float | None:
         """Time of the plain answer over that of the accelerated one, to the same number of tokens.

@@ -10,20 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from gradio.components import Component
 
-from mmspec.app.demo import guard, look, view
-from mmspec.app.demo.answer import (
-    MAX_FRAMES,
-    MAX_NEW_TOKENS,
-    MAX_PROMPT,
-    PICTURE,
-    SHAPE,
-    VIDEO,
-    Ask,
-    ChatTurn,
-    ShownAnswer,
-    Turns,
-)
+from mmspec.app.demo import answer, guard, look, view
+from mmspec.app.demo.answer import MAX_FRAMES, MAX_NEW_TOKENS, MAX_PROMPT, PICTURE, SHAPE, VIDEO, Ask, ChatTurn, Turns
 from mmspec.app.demo.desk import Desk, visitor
 from mmspec.app.demo.duo import Duo
 from mmspec.app.demo.race import DONE
@@ -46,12 +36,10 @@ class Offer:
     clips: list[Path] = field(default_factory=list)
     further: str = ""  # a question for a second turn
     hard: str = ""  # the one of the prompts that is hard to draft
-    draw: Callable[[], Any] | None = None  # a new picture of those that the model knows
+    draw: Callable[[], object] | None = None  # a new picture of those that the model knows
 
 
-class Caption(Tab):
-    """The tab's events."""
-
+class Caption(Tab[ChatTurn]):
     name, start = "caption", view.START
 
     def __init__(self, duo: Duo, desk: Desk) -> None:
@@ -60,21 +48,23 @@ class Caption(Tab):
 
     def empty(self) -> str:
         ask = Ask(PICTURE, None, None, "", self.duo.name)
-        return view.stage(ChatTurn(ShownAnswer(), ShownAnswer(), ask, 0.0))
+        return view.stage(ChatTurn(answer.ShownAnswer(), answer.ShownAnswer(), ask, 0.0))
 
     def look(self, both: ChatTurn) -> tuple[str, str, str]:
         return view.headline(both), view.stage(both), view.figures(both)
 
-    def run(self, request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
+    def run(self, request: gr.Request, *values: object) -> Iterator[tuple[object, ...]]:
         """A first question; `values` are Ask's fields, in order. Gives headline, stage, figures, talk, conversation."""
         yield from self._run(request, values, ())
 
-    def go_on(self, request: gr.Request, before: list[Any], prompt: str, *values: Any) -> Iterator[tuple[Any, ...]]:
+    def go_on(
+        self, request: gr.Request, before: list[tuple[str, str]], prompt: str, *values: object
+    ) -> Iterator[tuple[object, ...]]:
         """A further question; `before` is the conversation so far."""
         yield from self._run(request, (*values[:3], prompt, *values[4:]), tuple((a, b) for a, b in before))
 
-    def _run(self, request: gr.Request, values: tuple[Any, ...], before: Turns) -> Iterator[tuple[Any, ...]]:
-        def looks(stop: threading.Event) -> Iterator[tuple[Any, ...]]:
+    def _run(self, request: gr.Request, values: tuple[Any, ...], before: Turns) -> Iterator[tuple[object, ...]]:
+        def looks(stop: threading.Event) -> Iterator[tuple[object, ...]]:
             ask = replace(Ask(*values), before=before)
             said = list(before)  # a run that is stopped leaves no turn of another one
             for n, turn in enumerate(self.duo.run(ask, stop)):
@@ -83,12 +73,12 @@ class Caption(Tab):
                 shown = self.look(turn) if turn.over else (look.measuring(turn), gr.skip(), gr.skip())
                 yield *shown, gr.skip() if n else view.talk(before, ask.prompt, turn.frames), said
 
-        def refuse(message: str) -> tuple[Any, ...]:
+        def refuse(message: str) -> tuple[object, ...]:
             return look.refusal(message), *[gr.skip()] * 4
 
         return self.desk.serve(visitor(request), looks, refuse)
 
-    def clear(self, request: gr.Request) -> tuple[Any, ...]:
+    def clear(self, request: gr.Request) -> tuple[object, ...]:
         """No media, no prompts, empty panes, no conversation."""
         self.stop(request)
         return None, None, "", "", view.START, self.empty(), look.NO_FIGURES, "", []
@@ -99,39 +89,39 @@ def build(duo: Duo, desk: Desk, offer: Offer, page: gr.Blocks) -> Caption:
     caption, said = Caption(duo, desk), gr.State([])
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
-            inputs = _question(offer)
+            asked = kind, image, video, prompt = _question(offer)
             clear = gr.Button("Clear", elem_id="mm-clear", min_width=80, render=False)
             run, stop = doors("Run", ("mm-run", "mm-stop"), clear)
             drafter = gr.Dropdown(list(duo.drafters), value=duo.name, label="Drafter", elem_id="mm-drafter")
             if len(offer.prompts) > 1:
-                ready = [[prompt] for prompt in offer.prompts]
-                named = [prompt + HARD * (prompt == offer.hard) for prompt in offer.prompts]
+                ready = [[text] for text in offer.prompts]
+                named = [text + HARD * (text == offer.hard) for text in offer.prompts]
                 gr.Examples(
-                    ready, inputs[3:4], label="Prompts", elem_id="mm-prompts", api_visibility="private",
+                    ready, [prompt], label="Prompts", elem_id="mm-prompts", api_visibility="private",
                     example_labels=named,
                 )  # fmt: skip
-            inputs += [drafter, *_options(duo)]
+            inputs = [*asked, drafter, *_options(duo)]
         with gr.Column(scale=5, min_width=320):
             talk = gr.HTML("", elem_id="mm-talk")
             panes = caption.lay(view.LEGEND)
             further, send = _further(offer)
     shown = [*panes, talk, said]
     for triggers, work, given in (
-        ([run.click, inputs[3].submit], caption.run, inputs),
+        ([run.click, prompt.submit], caption.run, inputs),
         ([send.click, further.submit], caption.go_on, [said, further, *inputs]),
     ):
         ended = tie(caption, triggers, work, given, shown, panes, [run, stop])
         ended.then(lambda turns: _may_ask(bool(turns)), said, [further, send], **QUICK)
-    another = [c.change for c in inputs[:3]]  # thing to talk about
+    another = [kind.change, image.change, video.change]  # thing to talk about
     gr.on(another, lambda: ([], "", *_may_ask(False)), None, [said, talk, further, send], **QUICK)
     stop.click(caption.stop, None, None, **QUICK)
-    clear.click(caption.clear, None, [*inputs[1:4], further, *shown], **QUICK)
+    clear.click(caption.clear, None, [image, video, prompt, further, *shown], **QUICK)
     page.load(None, js=NAMES, **QUICK)
     page.unload(caption.stop)
     return caption
 
 
-def _question(offer: Offer) -> list[Any]:
+def _question(offer: Offer) -> tuple[gr.Radio, gr.Image, gr.Video, gr.Textbox]:
     """What to look at, with examples, and the prompt: the first fields of Ask."""
     kind = gr.Radio(
         [("Picture", PICTURE), ("Video", VIDEO)], value=PICTURE, show_label=False, container=False, elem_id="mm-kind"
@@ -159,7 +149,7 @@ def _question(offer: Offer) -> list[Any]:
         offer.prompts[0] if offer.prompts else "", label="Prompt", lines=1, max_lines=5, max_length=MAX_PROMPT,
         placeholder="What to ask about it", elem_id="mm-prompt",
     )  # fmt: skip
-    return [kind, image, video, prompt]
+    return kind, image, video, prompt
 
 
 def _further(offer: Offer) -> tuple[gr.Textbox, gr.Button]:
@@ -173,11 +163,11 @@ def _further(offer: Offer) -> tuple[gr.Textbox, gr.Button]:
     return box, send
 
 
-def _may_ask(yes: bool) -> tuple[Any, Any]:
+def _may_ask(yes: bool) -> tuple[object, object]:
     return gr.update(interactive=yes), gr.update(interactive=yes)
 
 
-def _options(duo: Duo) -> list[Any]:
+def _options(duo: Duo) -> list[Component]:
     """The other fields of Ask that are on the page, in its order."""
     about = ("longest draft, in tokens", "branches; 1 is a chain", "nodes checked in a call")
     said = duo.enabled

@@ -40,7 +40,6 @@ FONTS: dict[str, Any] = {  # none is fetched
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The options of `mmspec demo`."""
     parser.description = "Show stock generate and mmspec side by side on a page that only this machine can open."
     add = parser.add_argument
     add("--model", default=embedded.MODEL, help="name on the Hugging Face Hub, or a folder (%(default)s)")
@@ -60,7 +59,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until the user stops it; the exit code."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
     from mmspec.app.demo import guard, sight
 
@@ -102,7 +100,6 @@ def examples(folder: Path | None) -> tuple[list[Path], list[Path]]:
 
 
 def load(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: list[Path]) -> Any:
-    """The page over loaded and warmed-up models."""
     from mmspec.app.demo import records
     from mmspec.app.demo.desk import RefusedError
     from mmspec.app.devices import EngineError
@@ -190,7 +187,7 @@ def build(
     return page
 
 
-def launch(page: Any, host: str, port: int | None, auth: tuple[str, str] | None, **options: Any) -> Any:
+def launch(page: Any, host: str, port: int | None, auth: tuple[str, str] | None, **options: object) -> Any:
     """Open the door as narrowly as it goes: no share link, no files but the examples, small uploads, a short queue."""
     import gradio as gr
 

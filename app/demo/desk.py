@@ -8,10 +8,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from mmspec.app.compare import free
 from mmspec.app.devices import first_line
+
+if TYPE_CHECKING:
+    import gradio as gr
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 QUEUE = "models"  # the one concurrency id of everything that runs a model
@@ -23,7 +27,7 @@ class RefusedError(ValueError):
     """A wish that is not run; the message is for the person who had it."""
 
 
-def within(wish: Any, limits: dict[str, tuple[float, float]]) -> None:
+def within(wish: DataclassInstance, limits: dict[str, tuple[float, float]]) -> None:
     """Raise RefusedError for a field of `wish` that is no number in its range, or no whole one where that is meant."""
     whole = {field.name for field in dataclasses.fields(wish) if field.type == "int"}
     for name, (low, high) in limits.items():
@@ -75,5 +79,5 @@ class Desk:
                 del self._ends[visitor]
 
 
-def visitor(request: Any) -> str:
+def visitor(request: gr.Request) -> str:
     return str(request.session_hash)

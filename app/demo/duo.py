@@ -7,7 +7,6 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -21,6 +20,7 @@ from mmspec.app.demo.race import DONE, TIME_LIMIT, Limits, Race
 from mmspec.app.demo.sight import look_at
 from mmspec.app.devices import EngineError, first_line, wait
 from mmspec.app.engine import Engine
+from mmspec.app.loaded import Inputs, Model
 from mmspec.app.media.decoder import Decoder
 from mmspec.config import SpecConfig, option_names
 from mmspec.pipelines.prompts import chat_inputs
@@ -31,17 +31,16 @@ from mmspec.registry import OF_TEXT, PUBLISHED, name_of
 WARM_UP = 2  # new tokens that are thrown away first, of either answer
 
 
-def fitting(engine: Engine, model: str, named: Sequence[str] = ()) -> dict[str, Any]:
+def fitting(engine: Engine, model: str, named: Sequence[str] = ()) -> dict[str, object]:
     """All drafters that fit a loaded model, by their methods; that of the engine is the first.
 
     These are the ones that are named, those that come with an embedded model, one that is published for the model, if
     it is in the hub's cache, the heads in the model's own files, and those without weights. Nothing is downloaded but
     what is named.
 
-    Raises:
-        EngineError: one that is named does not fit.
+    Raises EngineError: one that is named does not fit.
     """
-    found = {name_of(engine.drafter): engine.drafter}
+    titled = {name_of(engine.drafter): engine.drafter}
     published = PUBLISHED.get(model.rpartition("/")[2].lower(), "")
     cached = [published] if published and isinstance(try_to_load_from_cache(published, "config.json"), str) else []
     for name in (*named, *embedded.drafters(model), *cached, "mtp", *OF_TEXT):
@@ -52,16 +51,20 @@ def fitting(engine: Engine, model: str, named: Sequence[str] = ()) -> dict[str, 
                 raise EngineError(f"cannot use the drafter {name!r}: {first_line(error)}") from error
             continue
         title = name_of(made)
-        found.setdefault(f"{title} of {name}" if name in named and title in found else title, made)
+        titled.setdefault(f"{title} of {name}" if name in named and title in titled else title, made)
     mmspec.disable(engine.model)
-    return found
+    return titled
 
 
-class Duo(Race):
+class Duo(Race[Ask, ChatTurn, Inputs]):
     """Both paths of one loaded model; one run at a time."""
 
     def __init__(
-        self, engine: Engine, eyes: Decoder, time_limit: float = TIME_LIMIT, drafters: Mapping[str, Any] | None = None
+        self,
+        engine: Engine,
+        eyes: Decoder,
+        time_limit: float = TIME_LIMIT,
+        drafters: Mapping[str, object] | None = None,
     ) -> None:
         self.eyes = eyes
         self.model, self.processor, self.time_limit = engine.model, engine.processor, time_limit
@@ -71,7 +74,7 @@ class Duo(Race):
         self.drafters = {self.name: engine.drafter, **(drafters or {})}
         mmspec.disable(self.model)
 
-    def begin(self, ask: Ask, stop: threading.Event) -> tuple[ChatTurn, Any]:
+    def begin(self, ask: Ask, stop: threading.Event) -> tuple[ChatTurn, Inputs]:
         ask.check()
         if ask.drafter not in self.drafters:
             raise RefusedError(f"No drafter {ask.drafter!r} here; choose from {', '.join(self.drafters)}.")
@@ -82,13 +85,13 @@ class Duo(Race):
         both = ShownAnswer(), ShownAnswer(accelerated=True)
         return ChatTurn(*both, ask, time.perf_counter() - began, shown), inputs
 
-    def side(self, both: ChatTurn, one: ShownAnswer, request: Any, limits: Limits) -> None:
-        if one is both.plain:
+    def side(self, both: ChatTurn, fast: bool, request: Inputs, limits: Limits) -> None:
+        if not fast:
             for cold in (ShownAnswer(accelerated=True), ShownAnswer()):  # what only a first prefill of this shape costs
                 self._answer(cold, dataclasses.replace(both.ask, max_new_tokens=WARM_UP), request, limits)
-        self._answer(one, both.ask, request, limits)
+        self._answer(both.fast if fast else both.plain, both.ask, request, limits)
 
-    def end(self, both: ChatTurn, request: Any, limits: Limits) -> ChatTurn:
+    def end(self, both: ChatTurn, request: Inputs, limits: Limits) -> ChatTurn:
         return dataclasses.replace(both, over=True, difference=self._difference(both, request))
 
     def rest(self) -> None:
@@ -98,7 +101,7 @@ class Duo(Race):
         """Pay for what only the first run of a process costs."""
         self.whole(Ask("image", image, None, prompt, self.name, max_new_tokens=8))
 
-    def _inputs(self, ask: Ask, frames: tuple[Image.Image, ...]) -> Any:
+    def _inputs(self, ask: Ask, frames: tuple[Image.Image, ...]) -> Inputs:
         inputs = chat_inputs(self.processor, [ask.prompt.strip()], [frames], clips=True, before=ask.before)
         length = inputs["input_ids"].shape[1]
         room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
@@ -109,8 +112,7 @@ class Duo(Race):
             )
         return inputs.to(self.model.device, self.model.dtype)
 
-    def _answer(self, answer: ShownAnswer, ask: Ask, inputs: Any, limits: Limits) -> None:
-        """Write one answer."""
+    def _answer(self, answer: ShownAnswer, ask: Ask, inputs: Inputs, limits: Limits) -> None:
         if limits.over:
             return
         mmspec.disable(self.model)
@@ -130,13 +132,13 @@ class Duo(Race):
         full = len(answer.tokens) >= ask.max_new_tokens
         answer.cut = full and answer_length([*answer.ids, -1], ends) > len(answer.tokens)
 
-    def _options(self, ask: Ask) -> dict[str, Any]:
+    def _options(self, ask: Ask) -> dict[str, object]:
         """What the command line said by --enable, as far as the drafter that was chosen takes it."""
         own = option_names(getattr(self.drafters[ask.drafter], "options", None))
         shared = option_names(SpecConfig())
         return {k: v for k, v in self.options.items() if k in shared or (k in own and ask.drafter == self.name)}
 
-    def _difference(self, turn: ChatTurn, inputs: Any) -> tuple[int, float | None] | None:
+    def _difference(self, turn: ChatTurn, inputs: Inputs) -> tuple[int, float | None] | None:
         """The first token that differs, with the gap of the two best stock logits there; None if there is none."""
         mmspec.disable(self.model)
         plain, fast, n = turn.plain.ids, turn.fast.ids, turn.compared
@@ -152,7 +154,7 @@ class Duo(Race):
 
 
 @contextlib.contextmanager
-def _vision_timed(model: Any, answer: ShownAnswer) -> Iterator[None]:
+def _vision_timed(model: Model, answer: ShownAnswer) -> Iterator[None]:
     """Inside, the time that the model's vision tower takes is booked on the answer, where there is a tower."""
     tower = model.get_encoder(modality="image")
     if tower is model:
@@ -163,10 +165,10 @@ def _vision_timed(model: Any, answer: ShownAnswer) -> Iterator[None]:
         wait(model.device)
         return time.perf_counter()
 
-    def enter(*_: Any) -> None:
+    def enter(*_: object) -> None:
         answer.vision -= now()
 
-    def leave(*_: Any) -> None:
+    def leave(*_: object) -> None:
         answer.vision += now()
 
     hooks = tower.register_forward_pre_hook(enter), tower.register_forward_hook(leave)

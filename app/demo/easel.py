@@ -11,14 +11,16 @@ from functools import partial
 from typing import Any
 
 from PIL import Image
+from torch import Tensor
 
 from mmspec.app import embedded
 from mmspec.app.bench.image_methods import sweeps
+from mmspec.app.bench.report import Record
 from mmspec.app.demo.answer import MAX_PROMPT
 from mmspec.app.demo.desk import MAX_SEED, RefusedError, within
-from mmspec.app.demo.race import DONE, TIME_LIMIT, Limits, Race, RaceSide
-from mmspec.app.mar import MarSubject
-from mmspec.app.painter import DrawingMethod, ImageSubject
+from mmspec.app.demo.race import DONE, TIME_LIMIT, Limits, Race, RaceSide, RaceView
+from mmspec.app.mar import MarImages, MarSubject
+from mmspec.app.painter import DrawingMethod, ImageResult, ImageSubject
 from mmspec.pipelines.llamagen.pipeline import CLASS, TEXT
 
 MAX_WINDOW, MAX_AHEAD = 64, 16  # tokens that one forward looks at: of Jacobi, and of a MAR
@@ -26,14 +28,14 @@ LOSSLESS = "exact"
 FAMILIES = tuple(sweeps(1024))  # of rules that bend the distribution, each with settings from mild to bold
 STEPS = 5  # of boldness
 SEED_EXACT, COUPLED = "jacobi, seed-exact", "jacobi, maximal coupling"
-METHODS: dict[str, dict[str, Any]] = {  # options of the Jacobi drafter; the window comes from the page
+METHODS: dict[str, dict[str, object]] = {  # options of the Jacobi drafter; the window comes from the page
     SEED_EXACT: {"reproducible": True},
     COUPLED: {"coupling": "maximal"},
     "jacobi, gumbel coupling": {"coupling": "gumbel"},
     "jacobi, uncoupled (SJD)": {"coupling": "none"},
     "jacobi, proactive tree (SJD-PAC)": {"coupling": "maximal", "proactive": (3, 3)},
 }
-TRAINED: dict[str, dict[str, Any]] = {"trained drafter": {}, "trained drafter, seed-exact": {"reproducible": True}}
+TRAINED: dict[str, dict[str, object]] = {"trained drafter": {}, "trained drafter, seed-exact": {"reproducible": True}}
 OF_MAR = ITSELF, SMALLER, CSPD = "exact, own drafts", "exact, drafts of a smaller MAR", "CSpD, approximate"  # of a MAR
 FEWER = 4  # times fewer passes than tokens: how a MAR is drawn where exactness is not asked
 RANGES = {
@@ -107,25 +109,20 @@ class Ended(Exception):
 
 
 @dataclass(frozen=True)
-class Pair:
-    """What there is to see at one moment of a run.
-
+class Pair(RaceView[Canvas]):
+    """
     Attributes:
         rule: as it was enabled.
         fewer: passes and seconds of plain drawing with many tokens in each, of a MAR.
     """
 
-    plain: Canvas
-    fast: Canvas
     wish: Wish
     rule: str
-    over: bool = False
     fewer: tuple[int, float] | None = None
 
     @property
     def speed_up(self) -> float | None:
-        done = self.plain.state == self.fast.state == DONE
-        return self.plain.seconds / self.fast.seconds if done else None
+        return self.plain.seconds / self.fast.seconds if self.ended else None
 
     @property
     def same(self) -> int:
@@ -133,7 +130,7 @@ class Pair:
         return int((self.plain.made.tokens == self.fast.made.tokens).sum())
 
 
-class Easel(Race):
+class Easel(Race[Wish, Pair, str | int]):
     """Both ways to draw prompts of one loaded pipeline; one run at a time."""
 
     # Fields of a wish that the page has, in its order.
@@ -143,7 +140,7 @@ class Easel(Race):
     ordered = True  # places come row by row
     note = ""  # of what is drawn otherwise than by the model's own settings
 
-    def __init__(self, subject: ImageSubject, drafter: Any = None, time_limit: float = TIME_LIMIT) -> None:
+    def __init__(self, subject: ImageSubject, drafter: object = None, time_limit: float = TIME_LIMIT) -> None:
         self.subject: Any = subject
         self.drafter, self.time_limit = drafter, time_limit
         config = subject.pipe.transformer.config
@@ -157,7 +154,7 @@ class Easel(Race):
         plain, fast = (Canvas(at=[0.0] * self.grid**2) for _ in range(2))
         return Pair(plain, fast, wish, rule)
 
-    def begin(self, wish: Wish, stop: threading.Event) -> tuple[Pair, Any]:
+    def begin(self, wish: Wish, stop: threading.Event) -> tuple[Pair, str | int]:
         if not wish.prompt.strip():
             raise RefusedError("The prompt is empty. Write what to draw.")
         if len(wish.prompt) > MAX_PROMPT:
@@ -173,11 +170,11 @@ class Easel(Race):
             )
         return self.pair(wish, self.rule(wish)), self.subject.label(wish.prompt.strip())
 
-    def side(self, both: Pair, one: Canvas, request: Any, limits: Limits) -> None:
-        painting = self.painting(both.wish, request, one is both.fast)
+    def side(self, both: Pair, fast: bool, request: str | int, limits: Limits) -> None:
+        one, painting = both.fast if fast else both.plain, self.painting(both.wish, request, fast)
         began = time.perf_counter()
 
-        def seen(_: Any, __: int, ___: int, state: dict[str, Any]) -> None:
+        def seen(_: object, __: int, ___: int, state: dict[str, Tensor]) -> None:
             if limits.over:
                 raise Ended
             one.take(self.known(state["tokens"][0]), time.perf_counter() - began)
@@ -189,32 +186,30 @@ class Easel(Race):
     def rule(self, wish: Wish) -> str:
         return wish.spec(self.codes)
 
-    def painting(self, wish: Wish, request: Any, fast: bool) -> Callable[..., Any]:
+    def painting(self, wish: Wish, request: str | int, fast: bool) -> Callable[..., ImageResult | MarImages]:
         """The call of the pipeline, which tells the callback that it is given of each forward."""
         way = self.subject.plain
         if fast:
             bent = {"rule": wish.spec(self.codes)} | ({"budget": wish.budget} if wish.budget else {})
             options = {**METHODS, **TRAINED}[wish.method] | (bent if wish.rule != LOSSLESS else {})
             trained = wish.method in TRAINED
-            way = DrawingMethod(
-                self.drafter if trained else "jacobi", ({} if trained else {"window": wish.window}) | options
-            )
+            window = {} if trained else {"window": wish.window}
+            way = DrawingMethod(self.drafter if trained else "jacobi", window | options)
         self.subject.go(way)
         settings = {"guidance_scale": wish.guidance, "temperature": wish.temperature}
         return partial(self.subject.paint, [request], [wish.seed], **settings)
 
-    def known(self, tokens: Any) -> Sequence[bool]:
+    def known(self, tokens: Tensor) -> Sequence[bool]:
         """The places that are there, from the tokens of one picture so far; these come row by row."""
         return [True] * len(tokens)
 
-    def end(self, both: Pair, request: Any, limits: Limits) -> Pair:
+    def end(self, both: Pair, request: str | int, limits: Limits) -> Pair:
         return replace(both, over=True)
 
     def rest(self) -> None:
         self.subject.go(self.subject.plain)
 
     def warm_up(self, prompt: str) -> None:
-        """Pay for what only the first run of a process costs."""
         self.whole(Wish(prompt, self.usual, guidance=self.guidance))
 
 
@@ -231,7 +226,7 @@ class Studio(Easel):
     ordered = False
 
     def __init__(
-        self, subject: MarSubject, time_limit: float = TIME_LIMIT, measured: Mapping[str, Any] | None = None
+        self, subject: MarSubject, time_limit: float = TIME_LIMIT, measured: Mapping[str, Record] | None = None
     ) -> None:
         self.subject, self.time_limit, self.measured = subject, time_limit, measured or {}
         self.note = subject.singly()  # for both alike
@@ -242,24 +237,22 @@ class Studio(Easel):
     def rule(self, wish: Wish) -> str:
         return "cspd" if wish.method == CSPD else LOSSLESS
 
-    def painting(self, wish: Wish, request: Any, fast: bool) -> Callable[..., Any]:
-        how: dict[str, Any] = {"ahead": wish.window, "prefill": wish.prefill}
+    def painting(self, wish: Wish, request: str | int, fast: bool) -> Callable[..., ImageResult | MarImages]:
+        how: dict[str, object] = {"ahead": wish.window, "prefill": wish.prefill}
         how |= {} if wish.method == ITSELF else {"draft": self.subject.draft}
         how |= {"rule": "cspd"} if wish.method == CSPD else {}
         way = how if fast else self.subject.plain
         return partial(self.subject.draw, [request], [wish.seed], way, guidance_scale=wish.guidance)
 
-    def known(self, tokens: Any) -> Sequence[bool]:
-        return tokens.any(1).tolist()  # type: ignore[no-any-return]
+    def known(self, tokens: Tensor) -> list[bool]:
+        return tokens.any(1).tolist()
 
-    def end(self, both: Pair, request: Any, limits: Limits) -> Pair:
+    def end(self, both: Pair, request: str | int, limits: Limits) -> Pair:
         """With plain drawing in fewer passes beside them."""
         fewer = None
         if both.speed_up is not None and not limits.over:
-            settings = {
-                "guidance_scale": both.wish.guidance,
-                "num_inference_steps": max(1, self.subject.tokens // FEWER),
-            }
+            steps = max(1, self.subject.tokens // FEWER)
+            settings = {"guidance_scale": both.wish.guidance, "num_inference_steps": steps}
             made = self.subject.draw([request], [both.wish.seed], None, **settings)
             fewer = made.work["passes"], made.seconds
         return replace(both, over=True, fewer=fewer)
@@ -269,11 +262,7 @@ class Studio(Easel):
 
 
 def load(model: str, drafter: str | None, device: str, dtype: str, time_limit: float) -> Easel:
-    """Easel for the embedded image model, a folder or a name on the Hub.
-
-    Raises:
-        EngineError: it cannot be loaded.
-    """
+    """Easel for the embedded image model, a folder or a name on the Hub. Raises EngineError: it cannot be loaded."""
     from mmspec.app.painter import load as load_painter
 
     own = embedded.IMAGE_DRAFTER if model == embedded.IMAGE_MODEL else None

@@ -30,12 +30,12 @@ def _unopened(kind: type) -> Any:
 _Image, _Video = _unopened(gr.Image), _unopened(gr.Video)
 
 
-def picture(**options: Any) -> gr.Image:
+def picture(**options: object) -> gr.Image:
     """An image input; gradio's own would open the upload with Pillow in the server's process."""
     return _Image(type="filepath", image_mode=None, sources=["upload"], format="png", **options)
 
 
-def video(**options: Any) -> gr.Video:
+def video(**options: object) -> gr.Video:
     """A video input; gradio's own would start ffmpeg on the upload."""
     return _Video(format=None, sources=["upload"], include_audio=True, **options)
 
@@ -65,8 +65,7 @@ def _refuse_address(file: dict[str, Any]) -> dict[str, Any]:
 def credentials(host: str, auth: str | None) -> tuple[str, str] | None:
     """User and password, or None for a demo that only this machine can reach.
 
-    Raises:
-        DoorError: another host without a password, or a password that cannot be read.
+    Raises DoorError: another host without a password, or a password that cannot be read.
     """
     if auth is None:
         if is_local(host):

@@ -7,30 +7,20 @@ from html import escape
 from typing import Any
 
 import gradio as gr
+from gradio.components import Component
 
+from mmspec.app.demo import easel as easels
 from mmspec.app.demo import image_view, look
 from mmspec.app.demo.answer import MAX_PROMPT
 from mmspec.app.demo.desk import Desk
-from mmspec.app.demo.easel import (
-    COUPLED,
-    FAMILIES,
-    LOSSLESS,
-    RANGES,
-    SEED_EXACT,
-    STEPS,
-    Easel,
-    Pair,
-    Studio,
-    Wish,
-    seed_exact,
-)
+from mmspec.app.demo.easel import COUPLED, FAMILIES, LOSSLESS, RANGES, SEED_EXACT, STEPS, Easel, Pair, Studio, Wish
 from mmspec.app.demo.tab import QUICK, Tab, doors, tie
 from mmspec.app.painter import unknown_words
 
 MARKS = "(on) => { document.getElementById('mm-paint-race').dataset.marks = on; }"
 
 
-class Image(Tab):
+class Image(Tab[Pair]):
     """The events of a tab that draws prompts, or the classes of a MAR.
 
     Args:
@@ -62,7 +52,11 @@ def build(easel: Easel, desk: Desk, prompts: Sequence[str] = (), own: bool = Fal
     image = Image(easel, desk, own)
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
-            wished = _class(easel) if image.classes else _prompt(easel, prompts)
+            if image.classes:
+                names = easel.subject.names
+                wished: Any = gr.Dropdown(names, value=names[0], label="Class", filterable=True, elem_id="mm-class")
+            else:
+                wished = _prompt(easel, prompts)
             draw, stop = doors("Draw", ("mm-sketch", "mm-sketch-halt") if image.classes else ("mm-draw", "mm-halt"))
             inputs = [wished, *(_drafts if image.classes else _method)(easel), *_sampling(easel)]
             if len(prompts) > 1:
@@ -81,7 +75,7 @@ def build(easel: Easel, desk: Desk, prompts: Sequence[str] = (), own: bool = Fal
     return image
 
 
-def _prompt(easel: Easel, prompts: Sequence[str]) -> Any:
+def _prompt(easel: Easel, prompts: Sequence[str]) -> gr.Textbox:
     classes = easel.subject.classes
     return gr.Textbox(
         prompts[0] if prompts else "", label=f"Class, 0 to {classes - 1}" if classes else "Prompt",
@@ -89,12 +83,7 @@ def _prompt(easel: Easel, prompts: Sequence[str]) -> Any:
     )  # fmt: skip
 
 
-def _class(easel: Easel) -> Any:
-    names = easel.subject.names
-    return gr.Dropdown(names, value=names[0], label="Class", filterable=True, elem_id="mm-class")
-
-
-def _drafts(easel: Easel) -> list[Any]:
+def _drafts(easel: Easel) -> list[Component]:
     """How a MAR drafts: method, window, prefill."""
     return [
         gr.Dropdown(easel.methods, value=easel.usual, label="Rule and drafts", elem_id="mm-mode"),
@@ -103,7 +92,7 @@ def _drafts(easel: Easel) -> list[Any]:
     ]
 
 
-def _method(easel: Easel) -> list[Any]:
+def _method(easel: Easel) -> list[Component]:
     """How to draft, and the knob that bends the distribution: method, window, rule, boldness, budget."""
     method = gr.Dropdown(easel.methods, value=SEED_EXACT, label="Method", elem_id="mm-method")
     window = gr.Slider(*easel.windows, 16, step=1, label="Window", info="tokens that one forward looks at")
@@ -115,29 +104,29 @@ def _method(easel: Easel) -> list[Any]:
     boldness = gr.Slider(1, STEPS, 2, step=1, label="Boldness", info="of the rule, from mild to bold", visible=False)
     budget = gr.Number(0, label="Budget", minimum=0, info="most total variation to spend; 0: no limit", visible=False)
 
-    def by_method(name: str) -> tuple[Any, ...]:
-        kept = gr.update(value=LOSSLESS) if seed_exact(name) else gr.skip()
+    def by_method(name: str) -> tuple[object, ...]:
+        kept = gr.update(value=LOSSLESS) if easels.seed_exact(name) else gr.skip()
         return gr.update(interactive=name.startswith("jacobi")), kept
 
-    def by_rule(name: str, method: str) -> tuple[Any, ...]:
+    def by_rule(name: str, method: str) -> tuple[object, ...]:
         """A seed-exact method draws plain decoding's own picture, so that another one has to take its place."""
         shown = gr.update(visible=name != LOSSLESS)
-        return COUPLED if name != LOSSLESS and seed_exact(method) else method, shown, shown
+        return COUPLED if name != LOSSLESS and easels.seed_exact(method) else method, shown, shown
 
     method.input(by_method, method, [window, rule], **QUICK)
     rule.change(by_rule, [rule, method], [method, boldness, budget], **QUICK)
     return [method, window, rule, boldness, budget]
 
 
-def _sampling(easel: Easel) -> list[Any]:
+def _sampling(easel: Easel) -> list[Component]:
     with gr.Accordion("Sampling", open=False):
-        found = [
+        fields: list[Component] = [
             gr.Number(0, label="Seed", precision=0, minimum=0, info="of both pictures"),
             gr.Slider(
                 *RANGES["guidance"], easel.guidance, step=0.5, label="Guidance", info="how closely to follow the wish"
             ),
         ]
         if easel.temperature is not None:
-            found.append(gr.Slider(0, 2, easel.temperature, step=0.05, label="Temperature",
+            fields.append(gr.Slider(0, 2, easel.temperature, step=0.05, label="Temperature",
                                    info="0 takes the likeliest token"))  # fmt: skip
-    return found
+    return fields

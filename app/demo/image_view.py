@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+from mmspec.app.bench.report import Record
 from mmspec.app.demo import look
 from mmspec.app.demo.easel import CSPD, LOSSLESS, OF_MAR, Canvas, Pair
 from mmspec.app.demo.look import duration
@@ -49,7 +49,7 @@ def per_forward(canvas: Canvas) -> float:
     return canvas.count / max(1, forwards(canvas))
 
 
-def headline(pair: Pair, measured: Mapping[str, Any] | None = None, *notes: str) -> str:
+def headline(pair: Pair, measured: Mapping[str, Record] | None = None, *notes: str) -> str:
     """The speed-up, tokens per forward, what the picture has to do with the plain one, and what a rule costs.
 
     Args:
@@ -105,18 +105,18 @@ def _exact(pair: Pair) -> str:
     )
 
 
-def _cspd(pair: Pair, measured: Mapping[str, Any]) -> str:
+def _cspd(pair: Pair, measured: Mapping[str, Record]) -> str:
     stats = pair.fast.made.stats
     kept = (
         f"{stats['tested'] - stats['refused']:.0f} of {stats['tested']:.0f} drafted tokens stayed as the smaller MAR "
     )
     said = f"{kept}drew them, by a rule that bounds no distortion."
-    found = measured.get(f"cspd-{pair.wish.window}")
-    if found is None:
+    record = measured.get(f"cspd-{pair.wish.window}")
+    if record is None:
         return f"{said} No record of the bench measures this setting."
     return (
-        f"{said} Measured on {found['n']} pictures: Fréchet distance {found['fd_all']:.1f} to plain drawing, where "
-        f"two plain runs are {found['noise']:.1f} apart, and {found['fd_real']:.1f} to real pictures."
+        f"{said} Measured on {record['n']} pictures: Fréchet distance {record['fd_all']:.1f} to plain drawing, where "
+        f"two plain runs are {record['noise']:.1f} apart, and {record['fd_real']:.1f} to real pictures."
     )
 
 

@@ -9,23 +9,23 @@ import base64
 import io
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any
 
 from PIL import Image
 
-from mmspec.app.demo.race import DONE, RUNNING, WAITING, RaceSide
+from mmspec.app.demo.race import DONE, RUNNING, RaceSide, RaceView
+from mmspec.app.demo.race import WAITING as BEFORE
 
 LONGEST = 12.0  # seconds of a replay; what took longer is replayed faster, both sides alike
 FAILED = "This could not be run: the page sent what the demo does not take. Reload the page and try again."
 NO_FIGURES = "They come with a run."
 
 
-def haste(both: Any) -> float:
+def haste(both: RaceView[RaceSide]) -> float:
     """How many times faster than it ran a race is replayed."""
     return max(1.0, max(both.plain.seconds, both.fast.seconds) / LONGEST)
 
 
-def stage(both: Any, sides: Sequence[tuple[str, str, str]]) -> str:
+def stage(both: RaceView[RaceSide], sides: Sequence[tuple[str, str, str]]) -> str:
     """Both sides beside each other, each of (title, what it does, what it shows), under lanes on a common scale."""
     fast = haste(both)
     longest = max(both.plain.seconds, both.fast.seconds) or 1.0
@@ -45,7 +45,7 @@ def _lane(one: RaceSide, longest: float, fast: float) -> str:
 
 
 def _clock(one: RaceSide, fast: float) -> str:
-    if one.state in (WAITING, RUNNING):
+    if one.state in (BEFORE, RUNNING):
         return ""
     said = duration(one.seconds) if one.state == DONE else one.state
     return f'<b class="mm-clock" {moment(one.seconds, fast)}>{said}</b>'
@@ -56,7 +56,7 @@ def moment(seconds: float, fast: float) -> str:
     return f'style="--t:{seconds / fast:.3f}"'
 
 
-def pace(both: Any) -> str:
+def pace(both: RaceView[RaceSide]) -> str:
     """At what pace the race is replayed, if not at its own."""
     fast = haste(both)
     return f"Replayed {fast:.1f}× as fast as it ran." if fast > 1 else ""
@@ -79,16 +79,14 @@ def badge(kind: str, words: str, final: bool) -> str:
     return f'<p class="mm-badge mm-{kind}"{spoken}>{words}</p>'
 
 
-def hint(words: str, role: str = "") -> str:
-    spoken = f' role="{role}"' * bool(role)
+def hint(words: str, spoken: str = "") -> str:
     return f'<div class="mm-summary"><p class="mm-hint"{spoken}>{words}</p></div>'
 
 
-def waiting() -> str:
-    return hint("Waiting for the model …", "status")
+WAITING = hint("Waiting for the model …", ' role="status"')
 
 
-def measuring(both: Any) -> str:
+def measuring(both: RaceView[RaceSide]) -> str:
     """A count of the run that is being measured."""
     name, one = ("mmspec", both.fast) if both.plain.state != RUNNING else ("plain", both.plain)
     return hint(f"Measuring {name}: {one.count} tokens in {duration(one.seconds)}. The replay follows.")

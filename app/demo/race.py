@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Generic, TypeVar
 
 from mmspec.app.demo.desk import RefusedError
 from mmspec.app.devices import EngineError
@@ -37,7 +37,6 @@ class RaceSide:
 
     @property
     def count(self) -> int:
-        """Tokens that there are."""
         return sum(self.calls)
 
     @property
@@ -46,10 +45,30 @@ class RaceSide:
         return min(filter(None, self.at), default=0.0)
 
 
+S = TypeVar("S", bound=RaceSide, covariant=True)
+
+
+@dataclass(frozen=True)
+class RaceView(Generic[S]):
+    """What there is to see at one moment of a run."""
+
+    plain: S
+    fast: S
+    over: bool = field(default=False, kw_only=True)
+
+    @property
+    def ended(self) -> bool:
+        """Whether both sides came to their ends."""
+        return self.plain.state == self.fast.state == DONE
+
+
+W = TypeVar("W")  # what is asked
+V = TypeVar("V", bound=RaceView[RaceSide])
+Q = TypeVar("Q")  # what the model is given for it
+
+
 @dataclass(frozen=True)
 class Limits:
-    """When a run has to end."""
-
     stop: threading.Event
     deadline: float  # of time.monotonic
 
@@ -67,43 +86,38 @@ class Limits:
         return STOPPED if self.stop.is_set() else TIMED_OUT
 
 
-class Race:
+class Race(Generic[W, V, Q]):
     """Both sides of one loaded model; one run at a time. A kind of model says how it begins, runs and ends."""
 
     time_limit = TIME_LIMIT
 
-    def begin(self, wish: Any, stop: threading.Event) -> tuple[Any, Any]:
-        """What there is to see at first, with a `plain` and a `fast` side, and what the model is asked.
+    def begin(self, wish: W, stop: threading.Event) -> tuple[V, Q]:
+        """What there is to see at first, and what the model is given.
 
-        Raises:
-            RefusedError, EngineError: the wish is not run.
+        Raises RefusedError, EngineError: the wish is not run.
         """
         raise NotImplementedError
 
-    def side(self, both: Any, one: Any, request: Any, limits: Limits) -> None:
+    def side(self, both: V, fast: bool, request: Q, limits: Limits) -> None:
         """Run one of the two sides to its end, or to where the limits end it."""
         raise NotImplementedError
 
-    def end(self, both: Any, request: Any, limits: Limits) -> Any:
+    def end(self, both: V, request: Q, limits: Limits) -> V:
         """What there is to see at the end; it is `over`."""
         raise NotImplementedError
 
     def rest(self) -> None:
         """Leave the model as transformers or diffusers made it."""
 
-    def run(self, wish: Any, stop: threading.Event) -> Iterator[Any]:
-        """What there is by now, again and again; the last is of the end.
-
-        Raises:
-            RefusedError: the wish is not run.
-        """
+    def run(self, wish: W, stop: threading.Event) -> Iterator[V]:
+        """What there is by now, again and again; the last is of the end. Raises RefusedError: the wish is not run."""
         try:
             both, request = self.begin(wish, stop)
             limits = Limits(stop, time.monotonic() + self.time_limit)
-            for one in (both.plain, both.fast):
+            for fast, one in enumerate((both.plain, both.fast)):
                 if not limits.over:
                     one.state = RUNNING
-                    work = partial(self.side, both, one, request, limits)
+                    work = partial(self.side, both, bool(fast), request, limits)
                     with contextlib.closing(watched(work, stop)) as ticks:
                         for _ in ticks:
                             yield both
@@ -115,7 +129,7 @@ class Race:
         finally:
             self.rest()
 
-    def whole(self, wish: Any) -> Any:
+    def whole(self, wish: W) -> V:
         """A run that nobody looks at: what there is to see at its end."""
         *_, last = self.run(wish, threading.Event())
         return last

@@ -128,7 +128,6 @@ def kind(record: dict[str, Any]) -> str:
 
 
 def condition(record: Record) -> str:
-    """What a record was measured under, in words."""
     said = [form.format(record[name]) for name, form in SETTINGS.items() if record.get(name) is not None]
     return str(record.get("cell") or ", ".join(said) or "as it is")
 
@@ -166,8 +165,7 @@ def origins(bench: ResultFolder, run: str, measure: str) -> str:
     return "".join([*parts, f'<details class="mm-origin">{summary}<dl>{rows}</dl></details>'])
 
 
-def shown(bench: ResultFolder, run: str, under: str, measure: str) -> tuple[Any, ...]:
-    """The bars, the table and the notes of one condition of a run."""
+def shown(bench: ResultFolder, run: str, under: str, measure: str) -> tuple[object, ...]:
     rows, label = table(bench.conditions(run)[under][:MOST], measure), MEASURES[measure]
     title = f"{label[0].upper()}{label[1:]}; {under}"
     best = rows.rename(columns={label: "value"}).filter(["method", "distribution", "value", *QUARTILES.values()])
@@ -197,7 +195,7 @@ def build(bench: ResultFolder, model: str, page: gr.Blocks) -> None:
         labels = [(MEASURES[name], name) for name in named]
         return gr.update(choices=list(there), value=next(iter(there))), gr.update(choices=labels, value=named[0])
 
-    def redraw(run: str, under: str, measure: str) -> tuple[Any, ...]:
+    def redraw(run: str, under: str, measure: str) -> tuple[object, ...]:
         return shown(bench, run, under, measure)
 
     for chosen in (page.load, run.input):

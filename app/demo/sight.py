@@ -29,8 +29,7 @@ def decoder() -> Decoder:
 def look_at(ask: Ask, eyes: Decoder, stop: threading.Event) -> tuple[Image.Image, ...]:
     """The picture, or at most as many frames of the video as are asked for.
 
-    Raises:
-        RefusedError: it cannot be used; the message says why, and what to do.
+    Raises RefusedError: it cannot be used; the message says why, and what to do.
     """
     assert ask.media is not None
     ticket, end = object(), time.monotonic() + 2 * LIMITS.seconds

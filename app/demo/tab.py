@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic
 
 import gradio as gr
+from gradio.components import Component
+from gradio.events import Dependency
 
 from mmspec.app.demo import look
 from mmspec.app.demo.desk import QUEUE, Desk, visitor
-from mmspec.app.demo.race import Race
+from mmspec.app.demo.race import Race, V
 
 # A phone shows the answers below the question: go there when a run starts.
 SHOW = "() => {{ if (innerWidth < 640) document.getElementById('{}').scrollIntoView({{behavior: 'smooth'}}) }}"
@@ -24,45 +26,44 @@ QUICK: dict[str, Any] = {"queue": False, **QUIET}
 IN_TURN: dict[str, Any] = {"concurrency_id": QUEUE, "concurrency_limit": 1, **QUIET}
 
 
-class Tab:
+class Tab(Generic[V]):
     """Events of a tab that replays a race."""
 
     name: str  # in the ids of its parts
     start: str  # what stands in the headline's place before a run
-    wish: Callable[..., Any]  # what is asked, from the fields of the page in their order
+    wish: Callable[..., object]  # what is asked, from the fields of the page in their order
 
-    def __init__(self, race: Race, desk: Desk) -> None:
+    def __init__(self, race: Race[Any, V, Any], desk: Desk) -> None:
         self.race, self.desk = race, desk
 
     def empty(self) -> str:
-        """The stage before a run."""
         raise NotImplementedError
 
-    def look(self, both: Any) -> tuple[str, str, str]:
+    def look(self, both: V) -> tuple[str, str, str]:
         """Headline, stage and figures of a run that has ended."""
         raise NotImplementedError
 
-    def run(self, request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
+    def run(self, request: gr.Request, *values: object) -> Iterator[tuple[object, ...]]:
         """Headline, stage and figures; all but the headline are left alone until the run has ended."""
 
-        def looks(stop: threading.Event) -> Iterator[tuple[Any, ...]]:
+        def looks(stop: threading.Event) -> Iterator[tuple[object, ...]]:
             for both in self.race.run(self.wish(*values), stop):
                 yield self.look(both) if both.over else (look.measuring(both), gr.skip(), gr.skip())
 
-        def refuse(message: str) -> tuple[Any, ...]:
+        def refuse(message: str) -> tuple[object, ...]:
             return look.refusal(message), gr.skip(), gr.skip()
 
         yield from self.desk.serve(visitor(request), looks, refuse)  # gradio knows a generator by its function
 
-    def begin(self, request: gr.Request) -> tuple[Any, ...]:
+    def begin(self, request: gr.Request) -> tuple[object, ...]:
         """Before the queue: end an earlier run of this visitor and clear what it left."""
         self.desk.begin(visitor(request))
-        return look.waiting(), self.empty(), look.NO_FIGURES, *buttons(running=True)
+        return look.WAITING, self.empty(), look.NO_FIGURES, *buttons(running=True)
 
     def stop(self, request: gr.Request) -> None:
         self.desk.stop(visitor(request))
 
-    def lay(self, legend: str, *more: Any) -> list[Any]:
+    def lay(self, legend: str, *more: Component) -> list[Component]:
         """Headline, stage and figures in the page under construction, with what replays the race."""
         summary = gr.HTML(self.start, elem_id=f"mm-{self.name}-summary")
         stage = gr.HTML(self.empty(), elem_id=f"mm-{self.name}-race")
@@ -78,9 +79,10 @@ class Tab:
 
 
 def tie(
-    tab: Tab, triggers: Sequence[Any], work: Callable[..., Any], given: Sequence[Any], shown: Sequence[Any],
-    panes: Sequence[Any], doors: Sequence[Any],
-) -> Any:  # fmt: skip
+    tab: Tab[Any], triggers: Sequence[Callable[..., Dependency]], work: Callable[..., Iterator[object]],
+    given: Sequence[Component], shown: Sequence[Component],
+    panes: Sequence[Component], doors: Sequence[Component],
+) -> Dependency:  # fmt: skip
     """Tie a run to what starts it; the event of its end.
 
     Args:
@@ -95,12 +97,12 @@ def tie(
     return ended.then(lambda: buttons(running=False), None, doors, **QUICK)
 
 
-def buttons(running: bool) -> tuple[Any, Any]:
+def buttons(running: bool) -> tuple[object, object]:
     """Of those that start and stop a run, which can be pressed."""
     return gr.update(interactive=not running), gr.update(interactive=running)
 
 
-def doors(start: str, ids: Sequence[str], *more: Any) -> list[Any]:
+def doors(start: str, ids: Sequence[str], *more: Component) -> list[gr.Button]:
     """The buttons that start and stop a run, in a row, and others beside them."""
     with gr.Row():
         run = gr.Button(start, variant="primary", elem_id=ids[0], min_width=80)

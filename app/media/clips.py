@@ -51,8 +51,7 @@ class VideoReader:
     def __call__(self, held: object, folders: Sequence[Path], where: str) -> list[Image.Image]:
         """The frames of a cell: bytes, {bytes, path}, or the path of a file below one of these folders.
 
-        Raises:
-            MediaError: it holds something else, or its video cannot be decoded.
+        Raises MediaError: it holds something else, or its video cannot be decoded.
         """
         data = media.cell(held, folders, where, MediaLimits().max_bytes)
         if self._decoder is None:

@@ -35,8 +35,6 @@ class DecoderError(Exception):
 
 
 class DecodeJob(NamedTuple):
-    """An item on its way."""
-
     ticket: Hashable
     label: str  # how messages call the item
     packed: bytes  # the item, pickled
@@ -53,7 +51,6 @@ class DecodeWorker:
     job: DecodeJob | None = None
 
     def begin(self) -> None:
-        """Start a new process."""
         self.line, theirs = multiprocessing.Pipe()
         self.started = False
         self.process = multiprocessing.get_context("spawn").Process(

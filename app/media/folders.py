@@ -21,7 +21,6 @@ class Folder:
     recursive: bool
 
     def check(self) -> None:
-        """MediaError if the folder cannot be listed or has nothing to caption."""
         if next(self._walk(), None) is None:
             known = f"known extensions are {' '.join(sorted(media.EXTENSIONS | VIDEO_EXTENSIONS))}"
             advice = known if self.recursive else f"add --recursive for subfolders; {known}"

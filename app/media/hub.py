@@ -25,7 +25,6 @@ class Dataset:
     root: ClassVar[None] = None
 
     def check(self) -> None:
-        """MediaError if it cannot be loaded or has no such column."""
         for part in self.parts.values():
             self._column(part)
 

@@ -59,8 +59,6 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Item:
-    """One thing to caption."""
-
     name: str  # unique in the run and the same in every run: "birds/1.jpg", "shard-000003.tar/0007", "rows.parquet/12"
     kind: str  # IMAGE or VIDEO
     source: Source
@@ -89,8 +87,6 @@ class FileSource:
 
 @dataclass(frozen=True)
 class BytesSource:
-    """Bytes at hand."""
-
     data: bytes
     path: ClassVar[None] = None
 

@@ -83,7 +83,6 @@ class Remote:
     _others: Counter[str] = field(default_factory=Counter, compare=False)
 
     def check(self) -> None:
-        """MediaError if it cannot be listed or has nothing to caption."""
         if not self._files:
             advice = "name pictures or videos" + ", or add --recursive for subfolders" * (not self.recursive)
             raise MediaError(self.address, "no images or videos found", advice)

@@ -52,11 +52,9 @@ class Columns:
 
     @property
     def notes(self) -> list[str]:
-        """The columns beside the image that are wanted."""
         return list(dict.fromkeys(filter(None, (self.text, self.tags))))
 
     def said(self, row: dict[str, Any]) -> tuple[str | None, tuple[str, ...]]:
-        """Caption and tags of a row."""
         return text_of(row.get(self.text) if self.text else None), tags_of(row.get(self.tags) if self.tags else None)
 
 
@@ -93,7 +91,6 @@ class TableRows:
         return self.path.parent
 
     def check(self) -> None:
-        """MediaError if the file cannot be read, is empty or lacks a column."""
         try:
             first = next(self._rows(), None)
         except (OSError, ValueError, csv.Error) as error:
@@ -186,7 +183,6 @@ class Parquet:
         return self.path.parent
 
     def check(self) -> None:
-        """MediaError if the file cannot be read or has no such column."""
         self._column(self._open().schema_arrow)
 
     def items(self, name_of: Namer) -> Iterator[Item]:

@@ -40,7 +40,6 @@ class Tar:
         return self.path.parent
 
     def check(self) -> None:
-        """MediaError if the tar cannot be opened."""
         try:
             tarfile.open(self.path, "r:").close()
         except (tarfile.TarError, OSError) as error:

@@ -36,8 +36,6 @@ STRANGERS = {
 
 @dataclass(frozen=True)
 class FramePolicy:
-    """Which frames of a video are looked at."""
-
     kind: str = "uniform"  # or "fps", "keyframes"
     rate: float = 8  # frames for "uniform", frames per second for "fps"
     max_frames: int = MAX_FRAMES

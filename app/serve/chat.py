@@ -21,7 +21,7 @@ from mmspec.media import Media, MediaError, MediaLimits, read
 SECONDS = 20.0  # that fetching, and decoding, a picture may take
 COLD = 1e-5  # a temperature under which an answer is greedy: logits over it might be infinite
 KINDS = {429: "rate_limit_error", 500: "server_error"}  # of errors; all others are the request's
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # what is not offered: the values under which it changes nothing
+NEUTRAL: dict[str, tuple[object, ...]] = {  # what is not offered: the values under which it changes nothing
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},), "tools": ([],), "functions": ([],),
     "presence_penalty": (0,), "frequency_penalty": (0,), "tool_choice": ("none", "auto"), "audio": (),
 }  # fmt: skip
@@ -104,7 +104,6 @@ class ChatRequest(BaseModel, extra="allow"):
 
     @property
     def kept_to(self) -> dict[str, Any] | None:
-        """That the answer keeps to."""
         schema = self.response_format.json_schema
         anything = {"type": "object"} if self.response_format.type == "json_object" else None
         return anything if schema is None else schema.value

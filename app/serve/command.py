@@ -14,7 +14,6 @@ from mmspec.media import MAX_PIXELS, MediaLimits
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The options of `mmspec serve`."""
     parser.description = "Answer OpenAI's chat protocol at /v1, with pictures, streaming and many clients at once."
     add = parser.add_argument
     add("model", nargs="?", default=embedded.MODEL, help="name on the Hugging Face Hub, or a folder (%(default)s)")
@@ -36,7 +35,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until the user stops it; the exit code."""
     from mmspec.app.devices import EngineError
 
     key = args.key or os.environ.get("MMSPEC_API_KEY")

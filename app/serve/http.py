@@ -148,7 +148,6 @@ class Service:
 
 
 def build(service: Service) -> FastAPI:
-    """The server over a loaded model."""
     app = FastAPI(title="mmspec", openapi_url=None)
 
     @app.exception_handler(ChatError)

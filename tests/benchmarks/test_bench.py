@@ -16,8 +16,8 @@ from PIL import Image
 import mmspec
 from benchmarks.__main__ import parser as workshop
 from mmspec.app import cli, compare
-from mmspec.app.bench import by_data, report
 from mmspec.app.bench import command as bench
+from mmspec.app.bench import report
 from mmspec.app.bench import vlm as bench_vlm
 from mmspec.app.bench.answers import Clock, TimedCall, VlmBench
 from mmspec.app.bench.command import BenchError
@@ -318,12 +318,12 @@ def test_several_data_sets_make_a_table(model: Path, tmp_path: Path, capsys: pyt
     assert [r["kind"] for r in records] == [
         str(tmp_path / f"{kind}.jsonl") for kind in ("one", "one", "other", "other")
     ]
-    ((title, (head, stock, ngram)),) = by_data.tables(records).items()
+    ((title, (head, stock, ngram)),) = report.data_tables(records).items()
     assert title == "tokens/call, speedup: batch 1, temperature 0" and head[-1] == "mean" and len(head) == 4
     assert stock == ["stock", *["1.00, 1.00x"] * 3] and ngram[0] == "ngram" and ngram[3].endswith("x")
     assert title in capsys.readouterr().out and f"## {title}" in (tmp_path / "out.md").read_text()
     del records[3]
-    assert by_data.tables(records)[title][2][2:] == ["-", "-"] and by_data.tables(records[:2]) == {}
+    assert report.data_tables(records)[title][2][2:] == ["-", "-"] and report.data_tables(records[:2]) == {}
 
 
 def test_plots(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
