@@ -149,11 +149,7 @@ def there(records: list[Record], **facts: object) -> bool:
 
 
 def timed(
-    bench: ImageBench,
-    chosen: list[ImageMethod],
-    prompts: Sequence[str | int],
-    batch: int,
-    before: list[Record],
+    bench: ImageBench, chosen: list[ImageMethod], prompts: Sequence[str | int], batch: int, before: list[Record]
 ) -> list[Record]:
     """Warm each method up, then time all of them in turn on each batch; nothing if all are measured already."""
     if all(there(before, suite=report_image.SPEED, batch=batch, method=m.name) for m in chosen):
@@ -219,11 +215,7 @@ def measure_pictures(
 
 
 def gallery_of(
-    bench: ImageBench,
-    method: ImageMethod,
-    run: int,
-    conditions: Sequence[str | int],
-    args: argparse.Namespace,
+    bench: ImageBench, method: ImageMethod, run: int, conditions: Sequence[str | int], args: argparse.Namespace
 ) -> gallery.Gallery:
     """The pictures of a method's run, one of each prompt, drawn or read from the folder that keeps them."""
     bench.go(method)

@@ -13,7 +13,7 @@ from typing import Any
 from mmspec.app.caption.journal import Ledger, Record, digest, key
 from mmspec.app.caption.model import Answers, FatalError, area_for, compiles, dtype_of, load, peak_memory, rows_for
 from mmspec.app.caption.options import Options
-from mmspec.app.caption.outputs import STATE, UnwritableTextError, Writer, combined, facts_of
+from mmspec.app.caption.outputs import STATE, UnwritableTextError, Writer, facts_of
 from mmspec.app.caption.plan import Task
 from mmspec.app.extras import cores
 from mmspec.app.media.decoder import AHEAD, Decoder, DecoderError
@@ -262,8 +262,9 @@ class Worker:
         self, task: Task, media: Media, answers: list[str], tokens: int = 0, seconds: float = 0.0, twin_of: str = "",
         finish: str = "", scores: tuple[float, ...] = (),
     ) -> None:  # fmt: skip
-        mode, further = self.job.options.on_existing, task.choice.further
-        texts = [combined(task.existing, task.choice.caption(answer), mode) for answer in answers]
+        further = task.choice.further
+        before = f"{task.existing} " if task.existing and self.job.options.on_existing == "append" else ""
+        texts = [before + task.choice.caption(answer) for answer in answers]
         facts = about(task, media.content, self.job) | self.job.shaping | {"tokens": tokens}
         facts |= facts_of(
             prompt=task.choice.text, system=task.choice.system, start=task.choice.start, existing=task.existing,

@@ -7,7 +7,6 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable
 from queue import Empty, SimpleQueue
-from typing import Any
 
 from mmspec.app.loaded import Inputs
 from mmspec.compile.held import settled
@@ -15,7 +14,7 @@ from mmspec.pipelines.serving.batcher import Batcher
 from mmspec.statistics import Stats
 
 Progress = tuple[list[int], Stats, bool, Exception | None]  # tokens so far, their rounds, whether that is all, why not
-Tell = Callable[[Progress], Any]
+Tell = Callable[[Progress], object]
 
 
 class ModelThread:
@@ -35,7 +34,7 @@ class ModelThread:
         self._jobs.put(None)
         self._thread.join()
 
-    async def answer(self, inputs: Inputs, seed: int, settings: dict[str, Any]) -> AsyncIterator[Progress]:
+    async def answer(self, inputs: Inputs, seed: int, settings: dict[str, object]) -> AsyncIterator[Progress]:
         """What a prompt has, after each round; closing the iterator frees its row. Raises what the model raised."""
         loop, updates = asyncio.get_running_loop(), asyncio.Queue[Progress]()
 
