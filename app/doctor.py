@@ -8,6 +8,7 @@ import re
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import mmspec
@@ -60,7 +61,7 @@ def findings(device: str) -> Iterator[Finding]:
     yield from _guarded("device", lambda: _device(device))
     yield from _guarded("compiler", _compiler)
     for model in filter(embedded.speaks, embedded.DRAFTERS):
-        yield from _guarded(model, lambda model=model: _tokens(model, device))
+        yield from _guarded(model, partial(_tokens, model, device))
 
 
 def _guarded(about: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:

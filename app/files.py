@@ -1,13 +1,18 @@
-"""A file that is written in one step: there as it was before, or whole."""
+"""A file that is written in one step: there as it was before, or whole; its stamp; a picture as an address."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
+import io
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 
 @contextlib.contextmanager
@@ -54,3 +59,10 @@ def stamp(path: Path) -> str | None:
     except OSError:
         return None
     return f"{facts.st_size}-{facts.st_mtime_ns}"
+
+
+def inline(picture: Image.Image, kind: str = "PNG", **how: object) -> str:
+    """A picture as an address that holds it."""
+    into = io.BytesIO()
+    picture.save(into, kind, **how)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(into.getvalue()).decode()}"

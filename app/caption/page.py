@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from collections.abc import Iterable, Mapping
 from html import escape
@@ -13,6 +11,7 @@ from PIL import Image
 
 from mmspec.app.caption.journal import Ledger, Record
 from mmspec.app.caption.options import Options
+from mmspec.app.files import inline
 from mmspec.app.media.decoder import Decoder, DecoderError
 from mmspec.app.media.items import Item
 from mmspec.app.media.video import FramePolicy
@@ -72,9 +71,7 @@ def _numbers(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _figure(record: Record, picture: Image.Image | None) -> str:
     shown, scores = "", record.get("scores") or [record.get("score")]
     if picture is not None:
-        data = io.BytesIO()
-        picture.save(data, "JPEG", quality=80)
-        shown = f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}">'
+        shown = f'<img alt="" src="{inline(picture, "JPEG", quality=80)}">'
     texts = record.get("captions") or [record.get("text", "")]
     paragraphs = [f"<p>{escape(str(text))}</p>" for text in texts]
     likely = ", ".join(f"{score:.2f}" for score in scores if isinstance(score, int | float))
