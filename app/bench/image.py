@@ -89,9 +89,9 @@ def measure(args: argparse.Namespace, outcome: Outcome, further: Further | None 
         chosen = matching(methods(bench.painter, args), args.methods, args.without)
         conditions = prompts(bench.painter, args, max(args.images, GRID if args.grid else 0))
         for batch in args.batch if args.images else ():
-            found = timed(bench, chosen, conditions[: args.images], batch, outcome.records)
-            outcome.records += found
-            speeds = [f"{r['method']} {r['speedup_e2e']:.2f}x" for r in found if r["speedup_e2e"]]
+            records = timed(bench, chosen, conditions[: args.images], batch, outcome.records)
+            outcome.records += records
+            speeds = [f"{r['method']} {r['speedup_e2e']:.2f}x" for r in records if r["speedup_e2e"]]
             say(f"batch {batch}: {', '.join(speeds) or 'measured before'}")
             yield
         if args.grid:
@@ -221,9 +221,5 @@ def gallery_of(
     bench.go(method)
     keep = None if args.pictures is None else args.pictures / gallery.slug(method.name, run)
     facts = {"setting": method.setting, "settings": bench.painter.settings, "model": args.model}
-    try:
-        return gallery.fill(
-            bench.painter, conditions, seeds_of(run, len(conditions), bench.seed), args.quality_batch, keep, facts
-        )
-    except gallery.GalleryError as error:
-        raise BenchError(str(error)) from error
+    seeds = seeds_of(run, len(conditions), bench.seed)
+    return gallery.fill(bench.painter, conditions, seeds, args.quality_batch, keep, facts)

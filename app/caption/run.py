@@ -151,8 +151,8 @@ class Worker:
                 self._answer(answer)
         if not self._at_work:
             self._let_go()
-        found, self._results = self._results, []
-        return found
+        results, self._results = self._results, []
+        return results
 
     def summary(self) -> dict[str, Any]:
         stats = getattr(self.flow, "stats", None)
@@ -186,10 +186,10 @@ class Worker:
             return
         idle = self.flow is None or not (self._waiting or self.flow.busy)
         try:
-            found = self._decoder.ready(0.2 if idle else 0)
+            decoded = self._decoder.ready(0.2 if idle else 0)
         except DecoderError as error:
             raise FatalError(str(error)) from error
-        for name, media in found:
+        for name, media in decoded:
             task = self._decoding.pop(str(name))
             if isinstance(media, Media):
                 self._sort(task, media)
