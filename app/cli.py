@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import mmspec
 from mmspec.app.options import Pairs, meant
@@ -22,10 +22,7 @@ COMMANDS = {  # verb: (module with configure(parser) and run(args) -> exit code,
     "demo": ("mmspec.app.demo.command", "see it at work in the browser"),
     "serve": ("mmspec.app.serve.command", "answer OpenAI's chat protocol, many clients at once"),
     "verify": ("mmspec.app.verify", "check that output is unchanged on your model and image"),
-    "bench": (
-        "mmspec.app.bench.command",
-        "measure speed beside plain decoding, and the quality of pictures",
-    ),
+    "bench": ("mmspec.app.bench.command", "measure speed beside plain decoding, and the quality of pictures"),
     "train": ("mmspec.app.train", "train a drafter for a model"),
     "convert": ("mmspec.app.convert", "rewrite a drafter in another published layout"),
     "doctor": ("mmspec.app.doctor", "check versions, device, compiler and what a new release changed; for bug reports"),
@@ -76,11 +73,11 @@ class Parser(argparse.ArgumentParser):
         if not args and self._subparsers is not None:
             self.print_help(sys.stderr)
             self.exit(2)
-        found, strange = super().parse_known_args(args, namespace)
+        known, strange = super().parse_known_args(args, namespace)
         if strange:
             near = meant(strange[0], self._option_string_actions) or self._value(strange[0])
             self.error(f"unrecognized arguments: {' '.join(strange)}{near}")
-        return found, strange
+        return known, strange
 
     def _value(self, word: str) -> str:
         """A question after NAME=VALUE, where a word that is no flag is a name that one takes."""
@@ -88,13 +85,13 @@ class Parser(argparse.ArgumentParser):
         takes = (each for each in self._actions if isinstance(each, Pairs) and name in each.names())
         return "".join(f"; did you mean {each.option_strings[0]} {name}=VALUE?" for each in takes)
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: str) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             near, names = meant(value, action.choices) or ".", ", ".join(action.choices)
             self.error(f"there is no {action.metavar} {value!r}{near} Choose from {names}")
         super()._check_value(action, value)
 
-    def error(self, message: str) -> Any:
+    def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` explains what it takes\n")
 
 

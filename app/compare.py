@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -62,12 +63,9 @@ class Comparison(Generic[M, Q, R]):
         self.reads: dict[str, int] = {}
 
     def warm_up(
-        self,
-        request: Q,
-        needed: Collection[str] = (),
-        device: torch.device | None = None,
+        self, request: Q, needed: Collection[str] = (), device: torch.device | None = None,
         read: Callable[[M], bool] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Run each method until nothing compiles any more; leave out those that fail.
 
         Args:
@@ -79,10 +77,10 @@ class Comparison(Generic[M, Q, R]):
             try:
                 with warnings.catch_warnings(record=True) as said:
                     warnings.simplefilter("always")
-                    settle(lambda method=method: self.run(method, request))  # type: ignore[misc]
+                    settle(partial(self.run, method, request))
                 self._heard(method.name, said)
                 if device is not None:
-                    self.peaks[method.name] = peak_mb(device, lambda method=method: self.run(method, request))  # type: ignore[misc]
+                    self.peaks[method.name] = peak_mb(device, partial(self.run, method, request))
                 if read is not None and read(method):
                     with Reads() as reads:
                         self.run(method, request)
@@ -169,8 +167,7 @@ def free() -> None:
 
 def peak_mb(device: torch.device, call: Callable[[], object]) -> float | None:
     """MiB that a call holds at its peak above what was held before it, the median of several; None: it is not told."""
-    found = [_peak_mb(device, call) for _ in range(PEAKS)]
-    known = [peak for peak in found if peak is not None]
+    known = [peak for _ in range(PEAKS) if (peak := _peak_mb(device, call)) is not None]
     return statistics.median(known) if known else None
 
 

@@ -59,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        print({LLAMAGEN: _llamagen, MAR: _mar}.get(args.src, _drafter)(args))
+        print((_pipeline if args.src in (LLAMAGEN, MAR) else _drafter)(args))
     except (OSError, ValueError) as error:
         absent = isinstance(error, FileNotFoundError) and error.filename
         print(f"mmspec convert: {f'there is no file {absent!r}' if absent else error}", file=sys.stderr)
@@ -88,37 +88,29 @@ def _drafter(args: argparse.Namespace) -> str:
     return f"{args.src} written to {args.dst} in the layout {args.layout}; target: {target}"
 
 
-def _llamagen(args: argparse.Namespace) -> str:
-    """Write a pipeline of LlamaGen's files; what to say of it."""
-    from mmspec.pipelines.llamagen import files
-
-    if args.vq is None or args.output is None:
-        raise ValueError("`mmspec convert llamagen FILE` needs --vq FILE, the VQ tokenizer, and -o FOLDER to write")
+def _pipeline(args: argparse.Namespace) -> str:
+    """Write a pipeline of LlamaGen's or MAR's files; what to say of it."""
+    part, what = (args.vae, "--vae FILE") if args.src == MAR else (args.vq, "--vq FILE, the VQ tokenizer")
+    if part is None or args.output is None:
+        raise ValueError(f"`mmspec convert {args.src} FILE` needs {what}, and -o FOLDER to write")
     _refuse_standing(args.output, ("model_index.json",), args.overwrite)
-    pipe: Any = files.pipeline(
-        args.dst, args.vq, args.text_encoder, image_size=args.image_size, heads=args.heads,
-        allow_pickle=args.allow_pickle,
-    )  # fmt: skip
+    how = {"heads": args.heads, "allow_pickle": args.allow_pickle}
+    pipe: Any
+    if args.src == MAR:
+        from mmspec.pipelines.mar import files as of_mar
+
+        pipe = of_mar.pipeline(args.dst, part, **how)
+        pixels = pipe.image_processor.config.vae_scale_factor  # along a side of a token
+    else:
+        from mmspec.pipelines.llamagen import files
+
+        pipe = files.pipeline(args.dst, part, args.text_encoder, image_size=args.image_size, **how)
+        pixels = pipe.vqvae.downsample
     pipe.save_pretrained(args.output)
     c = pipe.transformer.config
-    kind = f"{c.classes} classes" if c.classes else "text"
+    kind, g, side = f"{c.classes} classes" if c.classes else "text", c.grid, c.grid * pixels
     silent = "" if c.classes or args.text_encoder else "; it has no text encoder yet, name one with --text-encoder"
-    side = c.grid * pipe.vqvae.downsample
-    return f"{args.dst} written to {args.output}: {kind} to {side}x{side} pixels in {c.grid}x{c.grid} tokens{silent}"
-
-
-def _mar(args: argparse.Namespace) -> str:
-    """Write a pipeline of MAR's files; what to say of it."""
-    from mmspec.pipelines.mar import files
-
-    if args.vae is None or args.output is None:
-        raise ValueError("`mmspec convert mar FILE` needs --vae FILE, and -o FOLDER to write")
-    _refuse_standing(args.output, ("model_index.json",), args.overwrite)
-    pipe: Any = files.pipeline(args.dst, args.vae, heads=args.heads, allow_pickle=args.allow_pickle)
-    pipe.save_pretrained(args.output)
-    c = pipe.transformer.config
-    g, side = c.grid, c.grid * pipe.image_processor.config.vae_scale_factor
-    return f"{args.dst} written to {args.output}: {c.classes} classes to {side}x{side} pixels in {g}x{g} tokens"
+    return f"{args.dst} written to {args.output}: {kind} to {side}x{side} pixels in {g}x{g} tokens{silent}"
 
 
 def _refuse_standing(folder: Path, names: tuple[str, ...], overwrite: bool) -> None:

@@ -40,8 +40,7 @@ def wait(device: torch.device) -> None:
 def find_device(name: str) -> torch.device:
     """The device of that name; `auto` is the fastest there is."""
     if name == "auto":
-        found = torch.accelerator.current_accelerator(check_available=True)
-        return found if found is not None else torch.device("cpu")
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:

@@ -7,8 +7,9 @@ import platform
 import re
 import subprocess
 import warnings
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
 
 import mmspec
 from mmspec.app import embedded
@@ -60,10 +61,10 @@ def findings(device: str) -> Iterator[Finding]:
     yield from _guarded("device", lambda: _device(device))
     yield from _guarded("compiler", _compiler)
     for model in filter(embedded.speaks, embedded.DRAFTERS):
-        yield from _guarded(model, lambda model=model: _tokens(model, device))
+        yield from _guarded(model, partial(_tokens, model, device))
 
 
-def _guarded(about: str, look: Any) -> Iterator[Finding]:
+def _guarded(about: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from look()
     except Exception as error:  # whatever is broken here is what is looked for
@@ -76,8 +77,8 @@ def _software() -> Iterator[Finding]:
     for name in PACKAGES:
         yield _package(name)
     for name, use in OPTIONAL.items():
-        found = version(name)
-        yield Finding(NOTE if found is None else GOOD, name, found or f"not installed: no {use}")
+        here = version(name)
+        yield Finding(NOTE if here is None else GOOD, name, here or f"not installed: no {use}")
 
 
 def _commit() -> Iterator[Finding]:
@@ -92,26 +93,26 @@ def _commit() -> Iterator[Finding]:
 def _package(name: str) -> Finding:
     from packaging.specifiers import SpecifierSet
 
-    range_, found = contract.TESTED.get(name, ""), version(name)
+    range_, here = contract.TESTED.get(name, ""), version(name)
     mend = f'pip install "{name}{range_}"'
-    if found is None:
+    if here is None:
         return Finding(BAD, name, f"not installed; {mend}")
-    if not SpecifierSet(range_).contains(found, prereleases=True):
-        return Finding(NOTE, name, f"{found}, untested: mmspec is tested with {range_}; {mend}")
-    return Finding(GOOD, name, f"{found} (tested: {range_ or 'any'})")
+    if not SpecifierSet(range_).contains(here, prereleases=True):
+        return Finding(NOTE, name, f"{here}, untested: mmspec is tested with {range_}; {mend}")
+    return Finding(GOOD, name, f"{here} (tested: {range_ or 'any'})")
 
 
 def _assumptions() -> Iterator[Finding]:
     """What mmspec assumes of the packages that it is built on."""
-    found = contract.broken()
-    for row in found:
+    broken = contract.broken()
+    for row in broken:
         yield Finding(NOTE if row.models else BAD, "contract", str(row))
     count = len(contract.judged())
-    if not found:
+    if not broken:
         yield Finding(GOOD, "contract", f"{count} rows hold")
     else:
         range_ = contract.TESTED.get("transformers", "")
-        yield Finding(NOTE, "contract", f'{len(found)} of {count} rows are broken; pip install "transformers{range_}"')
+        yield Finding(NOTE, "contract", f'{len(broken)} of {count} rows are broken; pip install "transformers{range_}"')
 
 
 def _device(name: str) -> Iterator[Finding]:

@@ -37,8 +37,8 @@ def drafter(model: str) -> str:
 
 
 def drafters(model: str) -> list[str]:
-    found = [name for name, made in zoo.DRAFTERS.items() if made.target == model]
-    return [name for name in found if (zoo.weights() / name / "config.json").is_file()]
+    return [name for name, made in zoo.DRAFTERS.items()
+            if made.target == model and (zoo.weights() / name / "config.json").is_file()]  # fmt: skip
 
 
 def speaks(model: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,9 @@ class _Said(Pairs):
 
     @staticmethod
     def names() -> list[str]:
-        from mmspec.config import SpecConfig
+        from mmspec.config import SpecConfig, option_names
 
-        return [DRAFT, *(name for kind in (SpecConfig(), *kinds_of(None)) for name in _names(kind))]
+        return [DRAFT, *(name for kind in (SpecConfig(), *kinds_of(None)) for name in option_names(kind))]
 
     def __call__(self, parser: argparse.ArgumentParser, args: argparse.Namespace, values: Any, *_: Any) -> None:
         if values == [LIST]:
@@ -76,34 +76,32 @@ def given(said: Iterable[str], drafter: object = None) -> dict[str, Any]:
     Raises EnableError: a drafter or an option that there is not, a wrong value, or a word that is no NAME=VALUE.
     """
     _known(drafter)
-    words = dict(_pairs(said))
+    words = unchecked(said)
     if drafter in OF_MODEL:
         if DRAFT not in words:
             raise EnableError(f"--drafter {drafter} needs --enable {DRAFT}=FOLDER, {_DRAFT}")
         words[DRAFT] = resolve(str(words[DRAFT]))
     if not words:  # nothing of this needs torch to be imported
         return {}
-    from mmspec.config import SpecConfig
+    from mmspec.config import SpecConfig, option_names
 
-    found: dict[str, Any] = {}
     kinds = kinds_of(drafter)
-    known = [name for kind in (SpecConfig(), *kinds) for name in _names(kind)]
+    known = [name for kind in (SpecConfig(), *kinds) for name in option_names(kind)]
     known += [DRAFT] if drafter in OF_MODEL else []
-    for name, value in words.items():
+    for name in words:
         if name not in known:
             whose = f" with the drafter {drafter}" if drafter and len(kinds) == 1 else ""
             near, names = meant(name, known) or ".", ", ".join(dict.fromkeys(known))
             raise EnableError(f"--enable has no {name!r}{whose}{near} It takes {names}")
-        found[name] = value
-    _check(found, kinds)
-    return found
+    _check(words, kinds)
+    return words
 
 
-def _known(drafter: Any) -> None:
+def _known(drafter: object) -> None:
     """Refuse a drafter that is neither a name nor can be a folder or a name on the Hub, before a model is loaded."""
-
-    named = isinstance(drafter, str) and "/" not in drafter and not Path(drafter).exists()
-    if not named or drafter in (STOCK, SHIPPED, *zoo.DRAFTERS):
+    if not isinstance(drafter, str) or drafter in (STOCK, SHIPPED, *zoo.DRAFTERS):
+        return
+    if "/" in drafter or Path(drafter).exists():
         return
     from mmspec.registry import DRAFTERS
 
@@ -116,15 +114,13 @@ def _known(drafter: Any) -> None:
 
 def unchecked(said: Iterable[str]) -> dict[str, Any]:
     """The same for an engine of somebody else, whose options are not known here."""
-    return dict(_pairs(said))
-
-
-def _pairs(said: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    words = {}
     for word in said:
         name, equals, text = word.partition("=")
         if not equals:
             raise EnableError(f"--enable takes NAME=VALUE, such as depth=6; got {word!r}")
-        yield name.strip().replace("-", "_"), _value(text)
+        words[name.strip().replace("-", "_")] = _value(text)
+    return words
 
 
 def help_text(drafter: object = None) -> str:
@@ -141,7 +137,7 @@ def help_text(drafter: object = None) -> str:
     return "\n".join(lines)
 
 
-def kinds_of(drafter: Any) -> list[Any]:
+def kinds_of(drafter: object) -> list[object]:
     """The options of a drafter; of one that is known only once it is loaded, those of all."""
     from mmspec.registry import DRAFTERS
 
@@ -153,7 +149,7 @@ def kinds_of(drafter: Any) -> list[Any]:
     return list(kinds.values())
 
 
-def _options(name: str) -> Any:
+def _options(name: str) -> object:
     from mmspec.drafters.block_config import BlockOptions
     from mmspec.drafters.shape import TreeOptions
     from mmspec.registry import DRAFTERS, drafter_class
@@ -163,11 +159,7 @@ def _options(name: str) -> Any:
     return getattr(drafter_class(name), "options", None)
 
 
-def _names(kind: Any) -> list[str]:
-    return [one.name for one in fields(kind) if one.init] if is_dataclass(kind) else []
-
-
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     """A number, a truth, nothing, several of these with commas between, or the words as they are."""
     text = text.strip()
     if text.lower() in WORDS:
@@ -178,24 +170,24 @@ def _value(text: str) -> Any:
         return text
 
 
-def _check(found: Mapping[str, Any], kinds: list[Any]) -> None:
+def _check(words: Mapping[str, object], kinds: Iterable[object]) -> None:
     """Refuse values that no option of that name allows."""
-    from mmspec.config import SpecConfig
+    from mmspec.config import SpecConfig, option_names
 
     try:
-        SpecConfig.split(found)
+        SpecConfig.split(words)
     except ValueError as error:
         raise EnableError(f"--enable: {error}") from error
     for flag in ("reproducible", "auto"):
-        if not isinstance(found.get(flag, False), bool):
-            raise EnableError(f"--enable {flag}= is true or false; got {found[flag]!r}")
-    for name, value in found.items():
-        troubles = [_trouble(kind, name, value) for kind in kinds if name in _names(kind)]
+        if not isinstance(words.get(flag, False), bool):
+            raise EnableError(f"--enable {flag}= is true or false; got {words[flag]!r}")
+    for name, value in words.items():
+        troubles = [_trouble(kind, name, value) for kind in kinds if name in option_names(kind)]
         if value is not None and troubles and all(troubles):
             raise EnableError(f"--enable: {troubles[0]}")
 
 
-def _trouble(kind: Any, name: str, value: Any) -> str:
+def _trouble(kind: object, name: str, value: object) -> str:
     try:
         type(kind)(**{name: value})
     except (ValueError, TypeError) as error:
@@ -203,7 +195,7 @@ def _trouble(kind: Any, name: str, value: Any) -> str:
     return ""
 
 
-def _described(kind: Any) -> list[str]:
+def _described(kind: object) -> list[str]:
     """A line for each field of a dataclass: its name, default, and the words of the docstring's Attributes."""
     if not is_dataclass(kind):
         return []
@@ -217,7 +209,7 @@ def _described(kind: Any) -> list[str]:
 
 def _attributes(cls: type) -> dict[str, str]:
     """What the docstrings of a class and its parents say of each attribute."""
-    found: dict[str, str] = {}
+    about: dict[str, str] = {}
     for parent in reversed(cls.__mro__):
         _, _, section = (parent.__doc__ or "").partition("Attributes:\n")
         name = ""
@@ -225,7 +217,7 @@ def _attributes(cls: type) -> dict[str, str]:
             indent = len(line) - len(line.lstrip())
             if indent == 8:
                 name, _, words = line.strip().partition(": ")
-                found[name] = words
+                about[name] = words
             elif name and line.strip():
-                found[name] += " " + line.strip()
-    return found
+                about[name] += " " + line.strip()
+    return about

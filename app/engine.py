@@ -244,7 +244,7 @@ class Captioner:
 
         Only full batches are worth compiling: at the end of a run a batch takes every size below its own.
         """
-        found = self._enter()
+        results = self._enter()
         with settled(self._batches.free > 0):
             finished = self._batches.step()
         for one in finished:
@@ -255,8 +255,8 @@ class Captioner:
             text = self._text(one.ticket, one.tokens) if error is None else ""
             scores = () if one.logprob is None else (round(one.logprob / max(1, len(one.tokens)), 6),)
             result = CaptionResult(one.ticket.ticket, text, len(one.tokens), one.seconds, error, finish, scores=scores)
-            found += self._gathered(one.ticket, result)
-        return found
+            results += self._gathered(one.ticket, result)
+        return results
 
     def _gathered(self, ticket: _Ticket, result: CaptionResult) -> list[CaptionResult]:
         """The result of an item once all of its prompts are answered; the first that fails fails the item."""

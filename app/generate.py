@@ -97,8 +97,8 @@ def run(args: argparse.Namespace) -> int:
                 )
             way = painter.DrawingMethod(embedded.fitting(args.drafter, args.model), said)
         orders = [replace(order, condition=subject.label(order.condition)) for order in orders]
-        if args.model == embedded.IMAGE_MODEL:
-            _say_unknown(prompts)
+        if args.model == embedded.IMAGE_MODEL and (unknown := painter.unknown_words(prompts)):
+            print(painter.NOTE.format(", ".join(unknown[:8])), file=sys.stderr)
         summary: Any = _summary_mar if continuous else _summary
         print("\n".join(summary(*_draw(subject, way, orders, args), args.drafter, said)))
     except (GenerateError, EngineError, enabling.EnableError) as error:
@@ -169,23 +169,9 @@ def _orders(args: argparse.Namespace, prompts: list[str]) -> list[DrawingOrder]:
         raise GenerateError(f"a picture is a file ending in {', '.join(ENDINGS)}; got {str(out)!r}")
     if not one and (picture or out.is_file()):
         raise GenerateError(f"{len(conditions)} pictures do not fit into {str(out)!r}; name a folder, or add --grid")
-    paths = [out if one else out / f"{i:04d}-{_slug(prompt)}.png" for i, prompt in enumerate(conditions)]
-    return [
-        DrawingOrder(prompt, args.seed + i, path)
-        for i, (prompt, path) in enumerate(zip(conditions, paths, strict=True))
-    ]
-
-
-def _slug(prompt: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture"
-
-
-def _say_unknown(prompts: Sequence[str]) -> None:
-    from mmspec.app.painter import NOTE, unknown_words
-
-    unknown = unknown_words(prompts)
-    if unknown:
-        print(NOTE.format(", ".join(unknown[:8])), file=sys.stderr)
+    slugs = (re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture" for prompt in conditions)
+    paths = [out if one else out / f"{i:04d}-{slug}.png" for i, slug in enumerate(slugs)]
+    return [DrawingOrder(prompt, args.seed + i, paths[i]) for i, prompt in enumerate(conditions)]
 
 
 def write(orders: Sequence[DrawingOrder], pictures: Sequence[Image]) -> None:

@@ -81,10 +81,10 @@ class MarSubject:
         if own and self.draft is not None:
             return self.draft
         try:
-            found = MARTransformer2DModel.from_pretrained(zoo.path(name) if own else name)
+            draft = MARTransformer2DModel.from_pretrained(zoo.path(name) if own else name)
         except (ValueError, TypeError, OSError) as error:
             raise EngineError(f"cannot load the draft {name}: {first_line(error)}") from error
-        return found.to(model.device, model.dtype).eval()
+        return draft.to(model.device, model.dtype).eval()
 
     def label(self, said: str) -> int:
         """The number of a class by its name or number. Raises EngineError: there is none."""

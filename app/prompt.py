@@ -1,8 +1,16 @@
-"""What a model is asked about one item, and the caption that its answer gives."""
+"""What is asked about each item: a prompt with variables, how its answer begins, and the caption that it gives."""
 
 from __future__ import annotations
 
+import string
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from mmspec.app.media.items import Item
+
+VARIABLES = ("name", "dir", "tags", "existing")
 
 
 @dataclass(frozen=True)
@@ -22,12 +30,50 @@ class PromptChoice:
 
     def caption(self, answer: str) -> str:
         """The caption that a model's answer gives; `start` is put before it unless it is there already."""
-        answer = answer.strip()
-        if not answer.startswith(self.start.strip()):
-            answer = _joined(self.start.strip(), answer)
+        answer, start = answer.strip(), self.start.strip()
+        if not answer.startswith(start):  # no space before punctuation that goes on with the last word
+            answer = start + " " * (answer != "" and answer[0] not in ",.;:!?'’)") + answer
         return f"{self.prepend}{answer}{self.append}"
 
 
-def _joined(start: str, answer: str) -> str:
-    """Both with a space between, but none before punctuation that goes on with the last word."""
-    return f"{start}{answer}" if not start or not answer or answer[0] in ",.;:!?'’)" else f"{start} {answer}"
+class PromptError(Exception):
+    """A prompt that cannot be used."""
+
+
+@dataclass(frozen=True)
+class Prompts(PromptChoice):
+    """The same before the variables are filled in. PromptError where one cannot be."""
+
+    def __post_init__(self) -> None:
+        if not all(text.strip() for text in self.texts):
+            raise PromptError("the prompt is empty; write what to ask")
+        for what, text in vars(self).items():
+            for one in (text,) if isinstance(text, str) else text:
+                _check(one, what if what in ("system", "start", "prepend", "append") else "prompt")
+
+    def of(self, item: Item) -> PromptChoice:
+        place = PurePosixPath(item.name)
+        folder = "" if place.parent == PurePosixPath() else place.parent.as_posix()
+        values = {"name": place.stem, "dir": folder, "tags": ", ".join(item.tags), "existing": item.existing or ""}
+        filled: dict[str, Any] = {
+            what: text.format_map(values) if isinstance(text, str) else tuple(one.format_map(values) for one in text)
+            for what, text in vars(self).items()
+        }
+        return PromptChoice(**filled)
+
+
+def _check(text: str, what: str) -> None:
+    """Only plain {variables} of ours; a brace that is meant is written twice."""
+    allowed = "use " + ", ".join(f"{{{name}}}" for name in VARIABLES) + "; write {{ and }} for braces"
+    try:
+        parts: Sequence[tuple] = list(string.Formatter().parse(text))
+    except ValueError as error:
+        raise PromptError(f"the {what} {_short(text)} has a brace too many ({error}); {allowed}") from error
+    for _, name, form, conversion in parts:
+        if name is not None and (name not in VARIABLES or form or conversion):
+            given = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
+            raise PromptError(f"unknown variable {{{given}}} in the {what} {_short(text)}; {allowed}")
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")

@@ -8,7 +8,6 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ PACKAGES = ("torch", "transformers", "diffusers")
 CODE = ("mmspec", "pipelines", "kernels", "app", "pyproject.toml")
 
 
-def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
     """The facts as plain data; what cannot be found out is None."""
     commit, dirty = checkout()
     return {
@@ -54,10 +53,10 @@ def checkout() -> tuple[str | None, bool | None]:
 
 def _git(root: Path, *words: str) -> str | None:
     try:
-        found = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=20, check=True)
+        said = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):  # no git here, or a repository of somebody else
         return None
-    return found.stdout.strip()
+    return said.stdout.strip()
 
 
 def device_name(device: torch.device) -> str:

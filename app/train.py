@@ -80,7 +80,7 @@ def _values(option: str, items: list[str], now: dict[str, Any]) -> dict[str, Any
 
     Raises ValueError: an unknown name, or a value of another kind.
     """
-    found: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     for item in items:
         name, said, value = item.partition("=")
         if name not in now:
@@ -90,12 +90,12 @@ def _values(option: str, items: list[str], now: dict[str, Any]) -> dict[str, Any
             if not said:
                 raise ValueError("no value")
             if kind is bool:
-                found[name] = {"true": True, "false": False, "yes": True, "no": False}[value.lower()]
+                chosen[name] = {"true": True, "false": False, "yes": True, "no": False}[value.lower()]
             else:
-                found[name] = tuple(ast.literal_eval(value)) if kind is tuple else kind(value)
+                chosen[name] = tuple(ast.literal_eval(value)) if kind is tuple else kind(value)
         except (ValueError, KeyError, SyntaxError, TypeError) as error:
             raise ValueError(f"{option}: {name} is {KINDS[kind]}, such as {now[name]!r}; got {item!r}") from error
-    return found
+    return chosen
 
 
 def draws(target: str, data: str) -> bool:
@@ -208,10 +208,7 @@ def train(
     began = time.monotonic()
     features, of = drafter.features, getattr(drafter.config, "target", "") or model.config._name_or_path
     about = f"{of} {data}" + (f" {frames}" if any(sample.clip for sample in samples) else "")
-    with (
-        clips,
-        Teacher(model, processor, features) if processor else ImageTeacher(model, features) as teacher,
-    ):
+    with clips, Teacher(model, processor, features) if processor else ImageTeacher(model, features) as teacher:
         drafter.to(model.device)
         kind = HeadsTraining if drafter.method == "heads" else Distillation
         run = kind(
@@ -221,15 +218,10 @@ def train(
     if run.accelerator.is_main_process:
         write(drafter.eval(), model, out / "drafter")
         report = {
-            "held_out_tau": tau,
-            "curve": run.curve,
-            "minutes": (time.monotonic() - began) / 60,
-            "cpu_minutes_of_steps": run.seconds / 60,
-            "method": method,
-            "recipe": asdict(recipe),
-            "data": data,
+            "held_out_tau": tau, "curve": run.curve, "minutes": (time.monotonic() - began) / 60,
+            "cpu_minutes_of_steps": run.seconds / 60, "method": method, "recipe": asdict(recipe), "data": data,
             "samples": len(samples),
-        }
+        }  # fmt: skip
         write_whole(out / "report.json", json.dumps(report, indent=2).encode())
         chain = "drawn chain" if recipe.overlap else "chain"
         what = "window" if drafter.method == "heads" else f"{chain} of {recipe.unroll}"

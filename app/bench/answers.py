@@ -96,15 +96,15 @@ class VlmBench:
 
     def conversations(self, some: Sequence[Question]) -> list[Question]:
         """Every turn of each question as one of its own, behind what stock answers greedily to the turns before."""
-        found = []
+        turns = []
         for question in some:
-            found.append(replace(question, later=()))
+            turns.append(replace(question, later=()))
             for prompt in question.later:
-                last = found[-1]
+                last = turns[-1]
                 said = self.call(VlmMethod("stock"), 0.0, self.inputs([last]), self.seed).answers[0]
                 (answer,) = self.processor.batch_decode([list(said)], skip_special_tokens=True)
-                found.append(replace(last, prompt=prompt, before=(*last.before, (last.prompt, answer))))
-        return found
+                turns.append(replace(last, prompt=prompt, before=(*last.before, (last.prompt, answer))))
+        return turns
 
     def call(self, method: VlmMethod, temperature: float, inputs: Inputs, seed: int) -> TimedCall:
         """One timed call; garbage is collected and the drafter enabled before the clock starts."""

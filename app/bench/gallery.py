@@ -11,12 +11,9 @@ from typing import Any
 
 from PIL import Image
 
+from mmspec.app.bench.command import BenchError
 from mmspec.app.files import write_whole
 from mmspec.app.painter import ImageResult, ImageSubject
-
-
-class GalleryError(Exception):
-    """A folder that holds something else than this run's pictures; the message says what to do."""
 
 
 @dataclass
@@ -56,7 +53,7 @@ def fill(
 ) -> Gallery:  # fmt: skip
     """Draw what is not in the folder yet, `batch` at a time; whole batches are written before the next one begins.
 
-    Raises GalleryError: the folder holds pictures of other prompts, seeds or settings.
+    Raises BenchError: the folder holds pictures of other prompts, seeds or settings.
     """
     plan = {**told, "asked": list(asked), "seeds": list(seeds)}
     gallery = Gallery() if folder is None else _read(folder, plan)
@@ -78,10 +75,10 @@ def _read(folder: Path, plan: Mapping[str, Any]) -> Gallery:
     for name, value in json.loads(json.dumps(plan)).items():
         same = earlier.get(name) == value if name not in ("asked", "seeds") else earlier[name][:count] == value[:count]
         if not same:
-            raise GalleryError(f"{folder} holds pictures of another run: {name} differs. Name another folder")
+            raise BenchError(f"{folder} holds pictures of another run: {name} differs. Name another folder")
     done = len(held["spent"])
     if done > len(plan["asked"]):
-        raise GalleryError(f"{folder} holds {done} pictures, more than the {len(plan['asked'])} asked for")
+        raise BenchError(f"{folder} holds {done} pictures, more than the {len(plan['asked'])} asked for")
     images = []
     for i in range(done):
         with Image.open(folder / f"{i:05d}.png") as picture:

@@ -89,9 +89,9 @@ def measure(args: argparse.Namespace, outcome: Outcome, further: Further | None 
         chosen = matching(methods(bench.painter, args), args.methods, args.without)
         conditions = prompts(bench.painter, args, max(args.images, GRID if args.grid else 0))
         for batch in args.batch if args.images else ():
-            found = timed(bench, chosen, conditions[: args.images], batch, outcome.records)
-            outcome.records += found
-            speeds = [f"{r['method']} {r['speedup_e2e']:.2f}x" for r in found if r["speedup_e2e"]]
+            records = timed(bench, chosen, conditions[: args.images], batch, outcome.records)
+            outcome.records += records
+            speeds = [f"{r['method']} {r['speedup_e2e']:.2f}x" for r in records if r["speedup_e2e"]]
             say(f"batch {batch}: {', '.join(speeds) or 'measured before'}")
             yield
         if args.grid:
@@ -149,11 +149,7 @@ def there(records: list[Record], **facts: object) -> bool:
 
 
 def timed(
-    bench: ImageBench,
-    chosen: list[ImageMethod],
-    prompts: Sequence[str | int],
-    batch: int,
-    before: list[Record],
+    bench: ImageBench, chosen: list[ImageMethod], prompts: Sequence[str | int], batch: int, before: list[Record]
 ) -> list[Record]:
     """Warm each method up, then time all of them in turn on each batch; nothing if all are measured already."""
     if all(there(before, suite=report_image.SPEED, batch=batch, method=m.name) for m in chosen):
@@ -219,19 +215,11 @@ def measure_pictures(
 
 
 def gallery_of(
-    bench: ImageBench,
-    method: ImageMethod,
-    run: int,
-    conditions: Sequence[str | int],
-    args: argparse.Namespace,
+    bench: ImageBench, method: ImageMethod, run: int, conditions: Sequence[str | int], args: argparse.Namespace
 ) -> gallery.Gallery:
     """The pictures of a method's run, one of each prompt, drawn or read from the folder that keeps them."""
     bench.go(method)
     keep = None if args.pictures is None else args.pictures / gallery.slug(method.name, run)
     facts = {"setting": method.setting, "settings": bench.painter.settings, "model": args.model}
-    try:
-        return gallery.fill(
-            bench.painter, conditions, seeds_of(run, len(conditions), bench.seed), args.quality_batch, keep, facts
-        )
-    except gallery.GalleryError as error:
-        raise BenchError(str(error)) from error
+    seeds = seeds_of(run, len(conditions), bench.seed)
+    return gallery.fill(bench.painter, conditions, seeds, args.quality_batch, keep, facts)

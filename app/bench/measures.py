@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from mmspec.app.bench.command import BenchError
-from mmspec.app.bench.report import OWN, Record
+from mmspec.app.bench.report import OWN, Record, number
 from mmspec.app.devices import EngineError, find_model, first_line, load_quietly
 from mmspec.app.extras import installing
 from mmspec.app.media.inputs import images
@@ -176,14 +176,7 @@ class Inception:
         return known
 
 
-def scored(record: Record) -> str:
-    """The scores of all CLIPs, in the order in which they were named."""
-    return " ".join(f"{score:.2f}" for score in record["clip"].values()) if record["clip"] else "-"
-
-
-def inception_score(record: Record) -> str:
-    mean = record["inception_score"]
-    return "-" if mean is None else f"{mean:.2f} ± {record['inception_score_std']:.2f}"
-
-
-OWN |= {"clip": scored, "inception_score": inception_score}
+OWN |= {  # the scores of all CLIPs are in the order in which they were named
+    "clip": lambda r: " ".join(f"{score:.2f}" for score in r["clip"].values()) if r["clip"] else "-",
+    "inception_score": lambda r: number(r["inception_score"], f"{{:.2f}} ± {r['inception_score_std'] or 0:.2f}"),
+}

@@ -146,5 +146,5 @@ def questions_of(path: Path) -> HubQuestions | None:
     if path.exists():
         return HubQuestions(PROTOCOLS["mvbench"], path) if mvbench.tasks(path) else None
     name = str(path)
-    found = PROTOCOLS.get(name) or (Protocol(name) if name.startswith("hf:") else None)
-    return None if found is None else HubQuestions(found)
+    protocol = PROTOCOLS.get(name) or (Protocol(name) if name.startswith("hf:") else None)
+    return None if protocol is None else HubQuestions(protocol)

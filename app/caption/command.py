@@ -25,7 +25,6 @@ from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.options import BESIDE, ENGINE, Options
 from mmspec.app.caption.outputs import Outputs
 from mmspec.app.caption.plan import Plan, Planner
-from mmspec.app.caption.prompts import PromptError, Prompts
 from mmspec.app.caption.report import RunTally, TooManyErrorsError, plain
 from mmspec.app.caption.run import Job
 from mmspec.app.caption.settings import SettingsError
@@ -35,6 +34,7 @@ from mmspec.app.files import write_whole
 from mmspec.app.media.inputs import Inputs, open_inputs
 from mmspec.app.media.items import Item
 from mmspec.app.media.remote import is_address
+from mmspec.app.prompt import PromptError, Prompts
 from mmspec.media import MediaError
 
 OK, FATAL, SENSELESS, SOME_FAILED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143

@@ -122,12 +122,12 @@ class Crew:
         """So many items more; one that a killed worker had goes to a worker that has nothing else, after all others."""
         if hand.alone and hand.tasks:
             return []
-        found = [self._rest.popleft() for _ in range(min(room, len(self._rest)))]
-        hand.alone = not found and not hand.tasks and bool(self._suspects)
+        tasks = [self._rest.popleft() for _ in range(min(room, len(self._rest)))]
+        hand.alone = not tasks and not hand.tasks and bool(self._suspects)
         if hand.alone:
-            found = [self._suspects.popleft()]
-        hand.tasks |= {task.item.name: task for task in found}
-        return found
+            tasks = [self._suspects.popleft()]
+        hand.tasks |= {task.item.name: task for task in tasks}
+        return tasks
 
     def _hire(self, slot: str, place: str, barren: int = 0) -> None:
         line, theirs = multiprocessing.Pipe()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
 
 from mmspec.app.caption.journal import Record, line_of
+from mmspec.app.files import replacing
 from mmspec.app.media.items import HEAD, FileSource, Source, need, sniff
 from mmspec.media import MAX_BYTES, MediaError
 
@@ -29,8 +27,6 @@ SHOWN = ("file_name", "text", "captions", "score", "scores")  # in metadata.json
 LISTS = {"strings": "string", "numbers": "float64"}  # what they hold
 CHUNK = 4096  # records written at once
 SHARD_SIZE = 1000  # samples
-
-
 NAMES = {"metadata": "metadata.jsonl", "parquet": "captions.parquet"}  # by kind; the names of tars are numbers
 LIBRARIES = {"parquet": ("pyarrow",), "webdataset": ("webdataset",)}  # by kind
 Note = Callable[[Path], None]  # told where a file is to be put
@@ -38,8 +34,7 @@ Note = Callable[[Path], None]  # told where a file is to be put
 
 def metadata(records: Iterable[Record], folder: Path, note: Note | None = None) -> list[Path]:
     """`metadata.jsonl`, which `load_dataset("imagefolder")` reads if it lies in the folder of the images."""
-    path = folder / NAMES["metadata"]
-    some = _unless_empty(records)
+    path, some = folder / NAMES["metadata"], _unless_empty(records)
     if some is None:
         return []
     with replacing(path, note) as file:
@@ -50,18 +45,23 @@ def metadata(records: Iterable[Record], folder: Path, note: Note | None = None) 
 
 def parquet(records: Iterable[Record], folder: Path, note: Note | None = None) -> list[Path]:
     """`captions.parquet`; not metadata.parquet, since `imagefolder` refuses a folder with two sorts of metadata."""
-    some = _unless_empty(records)
-    return [] if some is None else [_write_table(some, folder / NAMES["parquet"], note)]
+    path, some = folder / NAMES["parquet"], _unless_empty(records)
+    if some is None:
+        return []
+    arrow, writers = need("pyarrow", str(path)), need("pyarrow.parquet", str(path))
+    types = {"strings": arrow.list_(arrow.string()), "numbers": arrow.list_(arrow.float64())}
+    schema = arrow.schema([(name, types.get(kind) or getattr(arrow, kind)()) for name, kind in COLUMNS.items()])
+    with replacing(path, note) as file, writers.ParquetWriter(file, schema) as writer:
+        while part := list(itertools.islice(some, CHUNK)):
+            rows = [{name: cell(record.get(name), kind) for name, kind in COLUMNS.items()} for record in part]
+            writer.write_table(arrow.Table.from_pylist(rows, schema))
+    return [path]
 
 
 def webdataset(
-    records: Iterable[Record],
-    folder: Path,
-    sources: Mapping[str, Source] | None = None,
-    shard_size: int = SHARD_SIZE,
-    max_bytes: int = MAX_BYTES,
-    note: Note | None = None,
-) -> list[Path]:
+    records: Iterable[Record], folder: Path, sources: Mapping[str, Source] | None = None, shard_size: int = SHARD_SIZE,
+    max_bytes: int = MAX_BYTES, note: Note | None = None,
+) -> list[Path]:  # fmt: skip
     """`webdataset/00000.tar` and so on, with .jpg (.mp4 ...), .txt and .json of each record.
 
     Records are left out whose item is not in `sources` (by `file_name`) and has no `path` of its own.
@@ -75,44 +75,7 @@ def webdataset(
     return made
 
 
-FORMATS: dict[str, Callable[..., list[Path]]] = {
-    "metadata": metadata,
-    "parquet": parquet,
-    "webdataset": webdataset,
-}
-
-
-@contextlib.contextmanager
-def replacing(path: Path, note: Note | None = None) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of `path` at the end: whoever looks sees the old one or all of the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    try:
-        with open(partial, "xb") as file:  # x: never through a link that somebody laid there
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        if note is not None:
-            note(path)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _write_table(records: Iterable[Record], path: Path, note: Note | None = None) -> Path:
-    arrow, writers = need("pyarrow", str(path)), need("pyarrow.parquet", str(path))
-    columns = {
-        name: arrow.list_(getattr(arrow, LISTS[kind])()) if kind in LISTS else getattr(arrow, kind)()
-        for name, kind in COLUMNS.items()
-    }
-    schema = arrow.schema(list(columns.items()))
-    rest = iter(records)
-    with replacing(path, note) as file, writers.ParquetWriter(file, schema) as writer:
-        while part := list(itertools.islice(rest, CHUNK)):
-            rows = [{name: cell(record.get(name), COLUMNS[name]) for name in COLUMNS} for record in part]
-            writer.write_table(arrow.Table.from_pylist(rows, schema))
-    return path
+FORMATS: dict[str, Callable[..., list[Path]]] = {"metadata": metadata, "parquet": parquet, "webdataset": webdataset}
 
 
 def _write_shard(
@@ -128,9 +91,9 @@ def _write_shard(
                 warnings.warn(f"left out of {path}: {error}", stacklevel=2)
                 continue
             _, extension = sniff(data[:HEAD]) or ("", Path(record["file_name"]).suffix.lower() or ".bin")
-            facts = json.dumps(_public(record)).encode()
+            facts = {name: record[name] for name in COLUMNS if record.get(name) is not None}
             text = str(record["text"]).encode("utf-8", "replace")
-            tar.write({"__key__": f"{number:09}", extension[1:]: data, "txt": text, "json": facts})
+            tar.write({"__key__": f"{number:09}", extension[1:]: data, "txt": text, "json": json.dumps(facts).encode()})
 
 
 def _source(record: Record, sources: Mapping[str, Source]) -> Source:
@@ -142,11 +105,7 @@ def _source(record: Record, sources: Mapping[str, Source]) -> Source:
     raise MediaError(name, "is not among the inputs of this run", "name all inputs whose captions belong into the tars")
 
 
-def _public(record: Record) -> Record:
-    return {name: record[name] for name in COLUMNS if record.get(name) is not None}
-
-
-def cell(value: Any, kind: str) -> Any:
+def cell(value: object, kind: str) -> object:
     """A value as its column's type; None for what is none of that."""
     if value is None:
         return None

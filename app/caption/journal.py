@@ -121,7 +121,7 @@ class Ledger:
     def _enter(self, name: str, place: int, record: Record) -> None:
         last = self.captions.get(name)
         if record.get("status") == FAILED:
-            rivals = [found for found in (last, self.failures.get(name)) if found is not None]
+            rivals = [rival for rival in (last, self.failures.get(name)) if rival is not None]
             if all(self._newer(place, record, rival) for rival in rivals):
                 self.failures[name] = place
             return
@@ -173,8 +173,8 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 def time_of(record: Record) -> float:
     """When a line was written; long ago, where it does not say so in a number."""
-    found = record.get("time")
-    return float(found) if isinstance(found, int | float) and abs(found) < 2**63 else 0.0
+    written = record.get("time")
+    return float(written) if isinstance(written, int | float) and abs(written) < 2**63 else 0.0
 
 
 def hold(handle: int, shared: bool = False, patience: float = 0) -> bool:
@@ -213,9 +213,9 @@ def _last_line(file: BinaryIO, end: int, step: int = 2**16) -> int:
     while at > 0:
         first = max(0, at - step)
         file.seek(first)
-        found = file.read(at - first).rfind(b"\n")
-        if found >= 0:
-            return first + found + 1
+        newline = file.read(at - first).rfind(b"\n")
+        if newline >= 0:
+            return first + newline + 1
         at = first
     return 0
 

@@ -14,7 +14,7 @@ from mmspec.app.caption.formats import NAMES
 from mmspec.app.caption.journal import digest
 from mmspec.app.caption.outputs import STATE
 from mmspec.app.caption.settings import FILE
-from mmspec.app.files import write_whole
+from mmspec.app.files import stamp, write_whole
 from mmspec.app.media.remote import filesystem, unreachable
 
 EVERY = 300.0  # seconds between two checkpoints
@@ -39,7 +39,7 @@ class Mirror:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.folder = home / "mmspec" / "captions" / digest(self.address.encode())[:16]
         self.tars: list[str] = []
-        self._there: dict[str, str] = {}  # names → stamps of what is the same on both sides
+        self._there: dict[str, str | None] = {}  # names → stamps of what is the same on both sides
 
     def pull(self, extension: str = ".txt") -> None:
         """Fetch what a run looks at and is not here; of a journal that both sides have written to, both parts.
@@ -55,7 +55,7 @@ class Mirror:
             if _looked_at(name, extension):
                 if not path.is_file() or path.stat().st_size != size:
                     write_whole(path, self._read(name))
-                self._there[name] = _stamp(path)
+                self._there[name] = stamp(path)
         self.tars = [name for name in sizes if SHARD.fullmatch(name)]
         ours = noted(self.folder / STATE / LOG)
         self._there |= {name: "" for name in self.tars if name in ours}
@@ -67,10 +67,10 @@ class Mirror:
         """
         try:
             self.fs.invalidate_cache()
-            found = self.fs.find(self.root, detail=True) if self.fs.exists(self.root) else {}
+            there = self.fs.find(self.root, detail=True) if self.fs.exists(self.root) else {}
         except Exception as error:  # each of the libraries has errors of its own
             raise unreachable(self.address, error) from error
-        sizes = {path.removeprefix(self.root).lstrip("/"): facts.get("size") for path, facts in found.items()}
+        sizes = {path.removeprefix(self.root).lstrip("/"): facts.get("size") for path, facts in there.items()}
         for name in filter(_log, sizes):
             self._grown(name, self.folder / name)
         return sizes
@@ -89,14 +89,14 @@ class Mirror:
         here, folders = dict(self._files()), set[str]()
         try:
             for name in sorted(here, key=lambda name: not name.startswith(STATE)):
-                stamp = _stamp(here[name])
-                if self._there.get(name) != stamp:
+                now = stamp(here[name])
+                if self._there.get(name) != now:
                     place = f"{self.root}/{name}"
                     if (folder := place.rpartition("/")[0]) not in folders:
                         self.fs.makedirs(folder, exist_ok=True)
                         folders.add(folder)
                     self.fs.put_file(str(here[name]), place)
-                    self._there[name] = stamp
+                    self._there[name] = now
             for name in [name for name in self._there if name not in here and not _log(name)]:
                 self.fs.rm_file(f"{self.root}/{name}")
                 del self._there[name]
@@ -150,17 +150,17 @@ class Mirror:
         ours = path.read_bytes() if path.is_file() else b""
         if ours.startswith(theirs):
             if ours == theirs:
-                self._there[name] = _stamp(path)
+                self._there[name] = stamp(path)
             return
         if theirs.startswith(ours):
             write_whole(path, theirs)
-            self._there[name] = _stamp(path)
+            self._there[name] = stamp(path)
         elif path.suffix == ".log":  # names, each of which may be there twice
             write_whole(path, theirs.removesuffix(b"\n") + b"\n" + ours)
         else:  # a journal is known by what is in it, not by its name
             write_whole(path.with_stem(f"{path.stem}-{digest(ours)[:8]}"), ours)
             write_whole(path, theirs)
-            self._there[name] = _stamp(path)
+            self._there[name] = stamp(path)
 
 
 def push_to_hub(folder: Path, repo: str) -> str:
@@ -190,8 +190,3 @@ def _looked_at(name: str, extension: str) -> bool:
     """Whether a run reads a file of that name in its output folder, or may replace it."""
     hidden = any(part.startswith(".") for part in name.split("/"))  # .. as well
     return not hidden and (name in (FAILURES, FILE, *NAMES.values()) or name.endswith(extension))
-
-
-def _stamp(path: Path) -> str:
-    found = path.stat()
-    return f"{found.st_size}-{found.st_mtime_ns}"

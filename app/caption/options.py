@@ -59,8 +59,8 @@ def _size(text: str) -> int:
 
 
 def _shard(text: str) -> str:
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not found or not int(found[1]) < int(found[2]):
+    parts = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not parts or not int(parts[1]) < int(parts[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 0 to N-1, as 0/4 ... 3/4")
     return text
 

@@ -8,12 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Protocol
 
 from mmspec.app.caption import formats
 from mmspec.app.caption.finals import FAILURES, Finals, OutputError
 from mmspec.app.caption.journal import FAILED, Journal, Ledger, Record, digest, hold, line_of
-from mmspec.app.files import write_whole
+from mmspec.app.files import replacing, write_whole
 from mmspec.app.media.items import Item
 
 STATE = ".mmspec"  # folder in the output folder: journals, locks, the resolved options
@@ -79,6 +79,14 @@ class Writer:
         self.journal.close()
 
 
+class Elsewhere(Protocol):
+    """What keeps a folder elsewhere like the one here: a Mirror."""
+
+    tars: list[str]
+
+    def fetch_logs(self) -> object: ...
+
+
 class Outputs:
     """The output folder as the planning process sees it: locked, and with all journals read.
 
@@ -87,14 +95,9 @@ class Outputs:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        origin: str,
-        slots: str = "",
-        look_only: bool = False,
-        overwrite: bool = False,
-        mirror: Any = None,
-    ):
+        self, folder: Path, origin: str, slots: str = "", look_only: bool = False, overwrite: bool = False,
+        mirror: Elsewhere | None = None,
+    ):  # fmt: skip
         self.folder, self.origin, self.slots = folder, digest(os.fsencode(origin))[:16], slots
         self.state, self.look_only, self._mirror = folder / STATE, look_only, mirror
         self.finals = Finals(folder, self.state, overwrite, mirror.tars if mirror is not None else ())
@@ -155,14 +158,14 @@ class Outputs:
             if kind == "txt":
                 continue  # written as the items were finished
             sources = {item.name: item.source for item in items()} if kind == "webdataset" else {}
-            more: dict[str, Any] = {"sources": sources, "max_bytes": most} if kind == "webdataset" else {}
+            more = {"sources": sources, "max_bytes": most} if kind == "webdataset" else {}
             made += formats.FORMATS[kind](self.ledger.all_captions(), self.folder, note=self.finals.note, **more)
             if kind == "webdataset":
                 self.finals.drop_shards(made)
         failures = self.folder / FAILURES
         lines = [line_of(record) for record in self.standing_failures(items)]
         if lines:
-            with formats.replacing(failures, self.finals.note) as file:
+            with replacing(failures, self.finals.note) as file:
                 file.writelines(lines)
         else:
             failures.unlink(missing_ok=True)
@@ -216,11 +219,6 @@ def write_text(folder: Path, sidecar: str, text: str, partial: Path) -> None:
     except OSError as error:
         reason = f"cannot write {path}: {error.strerror or error}"
         raise UnwritableTextError(f"{reason}; the caption itself is in {folder / STATE}") from error
-
-
-def combined(existing: str | None, text: str, mode: str) -> str:
-    """The caption where one is there already, for --on-existing append."""
-    return f"{existing} {text}" if existing and mode == "append" else text
 
 
 def facts_of(**facts: object) -> Record:

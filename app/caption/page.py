@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from collections.abc import Iterable, Mapping
 from html import escape
@@ -13,6 +11,7 @@ from PIL import Image
 
 from mmspec.app.caption.journal import Ledger, Record
 from mmspec.app.caption.options import Options
+from mmspec.app.files import inline
 from mmspec.app.media.decoder import Decoder, DecoderError
 from mmspec.app.media.items import Item
 from mmspec.app.media.video import FramePolicy
@@ -47,7 +46,7 @@ def made(facts: Mapping[str, Any], ledger: Ledger, items: Iterable[Item], option
     failed = [f"<li>{escape(str(record.get('message')))}</li>" for record in ledger.all_failures()]
     parts = [
         f"<!doctype html><meta charset=utf-8><title>Captions by mmspec</title><style>{STYLE}</style><h1>Captions</h1>",
-        f"<dl>{''.join(_number(*number) for number in _numbers(facts))}</dl>",
+        "<dl>" + "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in _numbers(facts)) + "</dl>",
         *(f"<p>{escape(prompt)}</p>" for prompt in options.prompt),
         f"<p><small>{len(figures)} of {len(names)}</small></p><main>{''.join(figures)}</main>",
         f"<h2>Failed</h2><ul>{''.join(failed[:FAILED])}</ul>" * bool(failed),
@@ -60,25 +59,19 @@ def made(facts: Mapping[str, Any], ledger: Ledger, items: Iterable[Item], option
 def _numbers(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What is large on the page: a name and a value each."""
     counts, measured = facts["counts"], facts["comparison"] or {}
-    found = [("captions in this run", f"{counts['captioned']:,}"), ("items/s", f"{facts['items_per_second']:.2f}")]
+    shown = [("captions in this run", f"{counts['captioned']:,}"), ("items/s", f"{facts['items_per_second']:.2f}")]
     if "speedup" in measured:
-        found.append(("over stock generate", f"{measured['speedup']:.2f}×"))
-        found.append(("identical to stock", f"{measured['identical']} of {measured['items']}"))
+        shown.append(("over stock generate", f"{measured['speedup']:.2f}×"))
+        shown.append(("identical to stock", f"{measured['identical']} of {measured['items']}"))
     if facts["acceptance"]:
-        found.append(("tokens per model call", f"{facts['acceptance']['tokens_per_target_call']:.2f}"))
-    return [*found, ("failed", f"{counts['failed'] + counts['failed_before']:,}")]
-
-
-def _number(name: str, value: str) -> str:
-    return f"<div><dt>{name}</dt><dd>{value}</dd></div>"
+        shown.append(("tokens per model call", f"{facts['acceptance']['tokens_per_target_call']:.2f}"))
+    return [*shown, ("failed", f"{counts['failed'] + counts['failed_before']:,}")]
 
 
 def _figure(record: Record, picture: Image.Image | None) -> str:
     shown, scores = "", record.get("scores") or [record.get("score")]
     if picture is not None:
-        data = io.BytesIO()
-        picture.save(data, "JPEG", quality=80)
-        shown = f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}">'
+        shown = f'<img alt="" src="{inline(picture, "JPEG", quality=80)}">'
     texts = record.get("captions") or [record.get("text", "")]
     paragraphs = [f"<p>{escape(str(text))}</p>" for text in texts]
     likely = ", ".join(f"{score:.2f}" for score in scores if isinstance(score, int | float))
@@ -88,13 +81,13 @@ def _figure(record: Record, picture: Image.Image | None) -> str:
 
 def _pictures(items: list[Item], options: Options) -> dict[str, Image.Image]:
     """The first frame of each item by its name, small; without those that can no more be read."""
-    found: dict[str, Image.Image] = {}
+    pictures: dict[str, Image.Image] = {}
     with Decoder(1, options.limits(), FramePolicy.parse("uniform:1", 1), SIDE) as decoder:
         for item in items:
             try:
-                found[item.name] = decoder.one(item).frames[0]
+                pictures[item.name] = decoder.one(item).frames[0]
             except MediaError:
                 continue
             except DecoderError:  # the captions are there; a page without pictures is still one
                 break
-    return found
+    return pictures

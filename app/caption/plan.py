@@ -5,19 +5,18 @@ from __future__ import annotations
 import functools
 import hashlib
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from mmspec.app.caption.journal import Record, digest
 from mmspec.app.caption.options import Options
 from mmspec.app.caption.outputs import OutputError, Outputs, Sidecars, UnwritableTextError
-from mmspec.app.caption.prompts import Prompts
 from mmspec.app.caption.settings import ask
+from mmspec.app.files import stamp
 from mmspec.app.media.inputs import Inputs
 from mmspec.app.media.items import VIDEO, Item
 from mmspec.app.media.remote import RemoteSource
 from mmspec.app.media.video import FramePolicy
-from mmspec.app.prompt import PromptChoice
+from mmspec.app.prompt import PromptChoice, Prompts
 from mmspec.media import MediaError
 
 
@@ -93,8 +92,8 @@ class Planner:
         if sidecar in outputs.finals.reserved:
             raise OutputError(f"{sidecar} would be the caption file of {name} and another file of this run as well; "
                 "choose another --extension, or rename the item")  # fmt: skip
-        stamp = stamp_of(item)
-        same = record is not None and self._unchanged(record, item, stamp)
+        came_with = stamp_of(item)
+        same = record is not None and self._unchanged(record, item, came_with)
         came = item.existing or (record or {}).get("existing")  # what was there before any of ours
         if record and same and options.resume and record.get("ask") == self._choice(item, came)[1]:
             todo.done += 1
@@ -106,7 +105,7 @@ class Planner:
             return
         existing = there or came
         choice, named = self._choice(item, existing)
-        if failure and failure.get("ask") == named and failure.get("stamp") == stamp and not options.retry_failed:
+        if failure and failure.get("ask") == named and failure.get("stamp") == came_with and not options.retry_failed:
             todo.failed_before += 1
             return
         if record and not same and record.get("folder") != outputs.origin and options.on_existing != "overwrite":
@@ -115,7 +114,7 @@ class Planner:
                 "choose another --out, or --on-existing overwrite"
             )
         todo.anew += same
-        todo.pending.append(Task(item, choice, named, stamp, existing, sidecar))
+        todo.pending.append(Task(item, choice, named, came_with, existing, sidecar))
 
     def _choice(self, item: Item, existing: str | None) -> tuple[PromptChoice, str]:
         """What is asked about the item, and the name of all that shapes the answer but its content."""
@@ -129,8 +128,8 @@ class Planner:
             more |= {"on_existing": self.options.on_existing, "existing": existing}
         return choice, ask(self.shaping | vars(choice) | more)
 
-    def _unchanged(self, record: Record, item: Item, stamp: str | None) -> bool:
-        if stamp and record.get("stamp") == stamp and record.get("folder") == self.outputs.origin:
+    def _unchanged(self, record: Record, item: Item, came_with: str | None) -> bool:
+        if came_with and record.get("stamp") == came_with and record.get("folder") == self.outputs.origin:
             return True
         try:
             return record.get("content") == digest(item.source.read(self.options.max_bytes))
@@ -165,16 +164,8 @@ def stamp_of(item: Item) -> str | None:
     for attribute in ("path", "tar", "table"):
         path = getattr(item.source, attribute, None)
         if path is not None:
-            return _stamp(path) if attribute == "path" else _stamp_of_many(path)
+            return stamp(path) if attribute == "path" else _stamp_of_many(path)
     return None
 
 
-def _stamp(path: Path) -> str | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return f"{found.st_size}-{found.st_mtime_ns}"
-
-
-_stamp_of_many = functools.lru_cache(maxsize=64)(_stamp)  # items of one tar come one after the other
+_stamp_of_many = functools.lru_cache(maxsize=64)(stamp)  # items of one tar come one after the other

@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from mmspec.app.caption import page
-from mmspec.app.caption.journal import Ledger
+from mmspec.app.caption.journal import Ledger, Record
 from mmspec.app.caption.options import PAGES, Options
 from mmspec.app.caption.plan import Plan
 from mmspec.app.caption.run import Result
@@ -111,14 +111,9 @@ class RunTally:
 
 
 def write(
-    options: Options,
-    todo: Plan,
-    tally: RunTally,
-    workers: Sequence[dict[str, Any]],
-    comparison: Sampled | None,
-    ledger: Ledger,
-    items: Callable[[], Iterable[Item]],
-) -> None:
+    options: Options, todo: Plan, tally: RunTally, workers: Sequence[Record], comparison: Sampled | None,
+    ledger: Ledger, items: Callable[[], Iterable[Item]],
+) -> None:  # fmt: skip
     """The report as JSON: counts, speeds, acceptance, and where the numbers come from; or all this and some of the
     items with their captions as a page, where the name ends in .html."""
     import torch
@@ -167,7 +162,7 @@ def write(
     write_whole(path, data)
 
 
-def estimate(todo: Plan, tally: RunTally, workers: int, summary: dict[str, Any]) -> str:
+def estimate(todo: Plan, tally: RunTally, workers: int, summary: Record) -> str:
     """What a whole run will take, from the few items of a dry run."""
     if not tally.captioned:
         return "no estimate: nothing could be captioned"
@@ -185,7 +180,7 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
-def _acceptance(workers: Sequence[dict[str, Any]]) -> dict[str, float] | None:
+def _acceptance(workers: Sequence[Record]) -> dict[str, float] | None:
     rounds = sum(worker.get("row_rounds", 0) for worker in workers)
     if not rounds:
         return None

@@ -13,7 +13,7 @@ from typing import Any
 from mmspec.app.caption.journal import Ledger, Record, digest, key
 from mmspec.app.caption.model import Answers, FatalError, area_for, compiles, dtype_of, load, peak_memory, rows_for
 from mmspec.app.caption.options import Options
-from mmspec.app.caption.outputs import STATE, UnwritableTextError, Writer, combined, facts_of
+from mmspec.app.caption.outputs import STATE, UnwritableTextError, Writer, facts_of
 from mmspec.app.caption.plan import Task
 from mmspec.app.extras import cores
 from mmspec.app.media.decoder import AHEAD, Decoder, DecoderError
@@ -151,8 +151,8 @@ class Worker:
                 self._answer(answer)
         if not self._at_work:
             self._let_go()
-        found, self._results = self._results, []
-        return found
+        results, self._results = self._results, []
+        return results
 
     def summary(self) -> dict[str, Any]:
         stats = getattr(self.flow, "stats", None)
@@ -186,10 +186,10 @@ class Worker:
             return
         idle = self.flow is None or not (self._waiting or self.flow.busy)
         try:
-            found = self._decoder.ready(0.2 if idle else 0)
+            decoded = self._decoder.ready(0.2 if idle else 0)
         except DecoderError as error:
             raise FatalError(str(error)) from error
-        for name, media in found:
+        for name, media in decoded:
             task = self._decoding.pop(str(name))
             if isinstance(media, Media):
                 self._sort(task, media)
@@ -262,8 +262,9 @@ class Worker:
         self, task: Task, media: Media, answers: list[str], tokens: int = 0, seconds: float = 0.0, twin_of: str = "",
         finish: str = "", scores: tuple[float, ...] = (),
     ) -> None:  # fmt: skip
-        mode, further = self.job.options.on_existing, task.choice.further
-        texts = [combined(task.existing, task.choice.caption(answer), mode) for answer in answers]
+        further = task.choice.further
+        before = f"{task.existing} " if task.existing and self.job.options.on_existing == "append" else ""
+        texts = [before + task.choice.caption(answer) for answer in answers]
         facts = about(task, media.content, self.job) | self.job.shaping | {"tokens": tokens}
         facts |= facts_of(
             prompt=task.choice.text, system=task.choice.system, start=task.choice.start, existing=task.existing,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -52,12 +53,7 @@ class Flags:
             if action.option_strings and action.option_strings[0] in RARE:
                 self.rare[action], action.help = str(action.help), argparse.SUPPRESS
 
-    def reveal(self) -> None:
-        """Let the help tell of all flags."""
-        for action, told in self.rare.items():
-            action.help = told
-
-    def words(self, said: dict[str, Any], origin: Path) -> list[str]:
+    def words(self, said: Mapping[str, Any], origin: Path) -> list[str]:
         """A config's entries as the words of a command line."""
         words: list[str] = []
         for name, value in said.items():
@@ -96,20 +92,17 @@ class _WholeHelp(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
         self.flags = flags
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        self.flags.reveal()
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        for action, told in self.flags.rare.items():
+            action.help = told
         parser.print_help()
         parser.exit()
 
 
 def resolve(args: argparse.Namespace) -> Options:
     """All options: the defaults, over them the config file, over it what the command line says."""
-    flags: Flags = args.flags
     said = {name: value for name, value in vars(args).items() if name in OPTIONS}
-    held: dict[str, Any] = {}
-    if said.get("config"):
-        held = _held(said["config"], flags)
-    options = Options(**(held | said))
+    options = Options(**((_held(said["config"], args.flags) if said.get("config") else {}) | said))
     if len(options.prompt) > 1 and options.engine != ENGINE:
         raise SettingsError(f"--engine {options.engine} takes one --prompt; got {len(options.prompt)}")
     if options.push_to_hub and options.out == BESIDE:
@@ -133,20 +126,20 @@ def fitted(options: Options) -> Options:
     return replace(options, model=model, prompt=prompt, drafter=drafter)
 
 
-def schema(options: Options) -> dict[str, Any] | None:
+def schema(options: Options) -> dict[str, object] | None:
     """What --json-schema names; SettingsError where that is no JSON object."""
     if options.json_schema is None:
         return None
     try:
-        found = json.loads(options.json_schema.read_text(encoding="utf-8"))
+        held = json.loads(options.json_schema.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SettingsError(f"--json-schema {options.json_schema} cannot be read as JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise SettingsError(f"--json-schema {options.json_schema} holds a {type(found).__name__}; give an object")
-    return found
+    if not isinstance(held, dict):
+        raise SettingsError(f"--json-schema {options.json_schema} holds a {type(held).__name__}; give an object")
+    return held
 
 
-def enable(options: Options) -> dict[str, Any]:
+def enable(options: Options) -> dict[str, object]:
     """What --enable says, by name, and what several prompts need; EnableError where it cannot be meant."""
     if options.engine != ENGINE:
         return enabling.unchecked(options.enable)
@@ -165,7 +158,7 @@ def dumped(options: Options) -> bytes:
     return HEAD + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode()
 
 
-def shaping(options: Options) -> dict[str, Any]:
+def shaping(options: Options) -> dict[str, object]:
     """What shapes an answer besides the item and what was asked about it; no seed where nothing is drawn."""
     drawn = sorted(word for word in options.enable if word.partition("=")[0] in enabling.DRAWN)
     seed = options.seed if options.temperature > 0 else None
@@ -174,17 +167,17 @@ def shaping(options: Options) -> dict[str, Any]:
     return {name: getattr(options, name) for name in SHAPING} | {"enable": " ".join(drawn), "seed": seed} | grammar
 
 
-def ask(facts: dict[str, Any]) -> str:
+def ask(facts: Mapping[str, object]) -> str:
     """Name of all that shapes an answer but the content.
 
     Only what differs from its default counts, so that an option that is new does not undo what was done before.
     """
     usual = {
         "further": (),
+        "max_frames": video.MAX_FRAMES,
         "dtype": AUTO,
         "engine": ENGINE,
         "max_pixels_per_image": AUTO,
-        "max_frames": video.MAX_FRAMES,
     }
     return key("", **{name: value for name, value in facts.items() if value not in ("", usual.get(name, ""))})
 
@@ -200,7 +193,7 @@ def _held(path: Path, flags: Flags) -> dict[str, Any]:
         raise SettingsError(f"{path} holds no settings; give lines like `max-new-tokens: 64`")
     called, flags.parser.prog = flags.parser.prog, f"{flags.parser.prog} --config {path}"  # for its error messages
     try:
-        found = flags.parser.parse_args(flags.words(said, path))
+        args = flags.parser.parse_args(flags.words(said, path))
     finally:
         flags.parser.prog = called
-    return {name: value for name, value in vars(found).items() if name in OPTIONS}
+    return {name: value for name, value in vars(args).items() if name in OPTIONS}

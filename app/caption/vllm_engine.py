@@ -59,9 +59,9 @@ class VllmFlow:
 
     def step(self) -> list[CaptionResult]:
         """A part of the work; what has finished. Raises FatalError: the engine has died."""
-        found, self._refused = self._refused, []
+        results, self._refused = self._refused, []
         if not self._asked:
-            return found
+            return results
         try:
             outputs = self._engine.core.step()
         except Exception as error:  # one step is of all requests, so no item is to blame
@@ -71,8 +71,8 @@ class VllmFlow:
                 ticket, start, begun = self._asked.pop(one.request_id)
                 best, seconds = one.outputs[0], time.perf_counter() - begun
                 text, finish = (start + best.text).strip(), best.finish_reason or ""
-                found.append(CaptionResult(ticket, text, len(best.token_ids), seconds, None, finish))
-        return found
+                results.append(CaptionResult(ticket, text, len(best.token_ids), seconds, None, finish))
+        return results
 
 
 class VllmEngine:

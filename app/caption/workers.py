@@ -71,8 +71,9 @@ def serve(job: Job, place: str, slot: str, line: Connection) -> None:
     quiet()
     for number in (signal.SIGINT, signal.SIGTERM):  # which may reach all processes; the parent decides what ends
         signal.signal(number, signal.SIG_IGN)
-    if place.startswith("cpu"):
-        _share_cores(job.workers)
+    if place.startswith("cpu"):  # threads for torch, which is not imported yet
+        share = max(1, cores() // job.workers)
+        os.environ["OMP_NUM_THREADS"] = str(min(share, int(os.environ.get("OMP_NUM_THREADS") or share)))
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has gone
         try:
             with contextlib.closing(Worker(job, place, slot)) as worker:
@@ -105,12 +106,6 @@ def say(notes: Sequence[str]) -> None:
         print(f"note: {' '.join(note.split())}", file=sys.stderr, flush=True)
 
 
-def _share_cores(workers: int) -> None:
-    """Threads for torch, which is not imported yet."""
-    share = max(1, cores() // workers)
-    os.environ["OMP_NUM_THREADS"] = str(min(share, int(os.environ.get("OMP_NUM_THREADS") or share)))
-
-
 def places(devices: str) -> list[str]:
     """One name per worker: of --devices, or every CUDA device there is, or the fastest device."""
     if devices != AUTO:
@@ -118,5 +113,5 @@ def places(devices: str) -> list[str]:
         return [f"cuda:{name}" if name.isdecimal() else name for name in names]
     import torch
 
-    found = torch.cuda.device_count()
-    return [f"cuda:{number}" for number in range(found)] if found > 1 else [AUTO]
+    count = torch.cuda.device_count()
+    return [f"cuda:{number}" for number in range(count)] if count > 1 else [AUTO]

@@ -17,7 +17,7 @@ from mmspec.app.demo.answer import MAX_FRAMES, MAX_NEW_TOKENS, MAX_PROMPT, PICTU
 from mmspec.app.demo.desk import Desk, visitor
 from mmspec.app.demo.duo import Duo
 from mmspec.app.demo.race import DONE
-from mmspec.app.demo.tab import QUICK, Tab, doors, tie
+from mmspec.app.demo.tab import QUICK, Tab, doors, pressed, tie
 
 NAMES = (  # the examples are buttons with a picture and no words
     "() => document.querySelectorAll('#mm-examples button, #mm-clips button').forEach((b, i) => "
@@ -111,9 +111,9 @@ def build(duo: Duo, desk: Desk, offer: Offer, page: gr.Blocks) -> Caption:
         ([send.click, further.submit], caption.go_on, [said, further, *inputs]),
     ):
         ended = tie(caption, triggers, work, given, shown, panes, [run, stop])
-        ended.then(lambda turns: _may_ask(bool(turns)), said, [further, send], **QUICK)
+        ended.then(lambda turns: pressed(*[bool(turns)] * 2), said, [further, send], **QUICK)
     another = [kind.change, image.change, video.change]  # thing to talk about
-    gr.on(another, lambda: ([], "", *_may_ask(False)), None, [said, talk, further, send], **QUICK)
+    gr.on(another, lambda: ([], "", *pressed(False, False)), None, [said, talk, further, send], **QUICK)
     stop.click(caption.stop, None, None, **QUICK)
     clear.click(caption.clear, None, [image, video, prompt, further, *shown], **QUICK)
     page.load(None, js=NAMES, **QUICK)
@@ -161,10 +161,6 @@ def _further(offer: Offer) -> tuple[gr.Textbox, gr.Button]:
         )  # fmt: skip
         send = gr.Button("Ask", scale=1, min_width=80, interactive=False, elem_id="mm-send")
     return box, send
-
-
-def _may_ask(yes: bool) -> tuple[object, object]:
-    return gr.update(interactive=yes), gr.update(interactive=yes)
 
 
 def _options(duo: Duo) -> list[Component]:

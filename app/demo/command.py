@@ -7,12 +7,22 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmspec import media, zoo
 from mmspec.app import embedded, enabling
 from mmspec.app.media import inputs, items
 from mmspec.app.options import above_zero, check_port, door, where
+
+if TYPE_CHECKING:
+    from gradio import Blocks
+    from gradio.routes import App
+
+    from mmspec.app.demo.caption_tab import Offer
+    from mmspec.app.demo.duo import Duo
+    from mmspec.app.demo.easel import Easel, Studio
+    from mmspec.app.demo.records import ResultFolder
+    from mmspec.app.media.decoder import Decoder
 
 ABOUT = (
     "The same words and pictures from the same models in fewer steps: guess ahead, check the whole guess in one call."
@@ -60,8 +70,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
-    from mmspec.app.demo import guard, sight
+    from mmspec.app.demo import desk, guard, sight
+    from mmspec.app.devices import EngineError
 
+    refused = (guard.DoorError, desk.RefusedError, EngineError, enabling.EnableError, media.MediaError)
     try:
         auth = guard.credentials(args.host, args.auth or os.environ.get("MMSPEC_DEMO_AUTH"))
         if args.port is not None:  # before the models are loaded, which takes a while
@@ -69,56 +81,44 @@ def run(args: argparse.Namespace) -> int:
         pictures, clips = examples(args.examples)
         with sight.decoder() as eyes:
             page = load(args, eyes, pictures, clips)
-            quietly: dict[str, Any] = {
-                "quiet": True,
-                "prevent_thread_lock": True,
-            }  # no advice to share it with the world
+            quietly = {"quiet": True, "prevent_thread_lock": True}  # no advice to share it with the world
             _, address, _ = launch(page, args.host, args.port, auth, inbrowser=args.open, **quietly)
             print(f"the demo is at {address} (Ctrl-C ends it)", flush=True)
             page.block_thread()
-    # OSError: the port is taken
-    except (guard.DoorError, enabling.EnableError, media.MediaError, _Fatal, OSError) as error:
+    except (*refused, OSError) as error:  # OSError: the port is taken
         print(f"mmspec demo: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-class _Fatal(Exception):
-    """The demo cannot start; the message says why."""
-
-
 def examples(folder: Path | None) -> tuple[list[Path], list[Path]]:
     """Example pictures and clips: of the folder named, else the samples, if there are any."""
     try:
-        found = [(item.kind, item.source.path) for item in inputs.open_inputs([folder or zoo.samples()]).items()]
+        there = [(item.kind, item.source.path) for item in inputs.open_inputs([folder or zoo.samples()]).items()]
     except media.MediaError:
         if folder is not None:
             raise
-        found = []
-    pictures, clips = ([p for kind, p in found if kind == wanted and p] for wanted in (items.IMAGE, items.VIDEO))
+        there = []
+    pictures, clips = ([p for kind, p in there if kind == wanted and p] for wanted in (items.IMAGE, items.VIDEO))
     return pictures[:EXAMPLES], clips[:EXAMPLES]
 
 
-def load(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: list[Path]) -> Any:
+def load(args: argparse.Namespace, eyes: Decoder, pictures: list[Path], clips: list[Path]) -> Blocks:
     from mmspec.app.demo import records
-    from mmspec.app.demo.desk import RefusedError
-    from mmspec.app.devices import EngineError
 
-    try:
-        duo, offer = _captions(args, eyes, pictures, clips)
-        bench = records.read(args.results)
-        easel, studio = _pictures(args), _classes(args, bench)
-    except (EngineError, RefusedError) as error:
-        raise _Fatal(str(error)) from error
+    duo, offer = _captions(args, eyes, pictures, clips)
+    bench = records.read(args.results)
+    easel, studio = _pictures(args), _classes(args, bench)
     wishes = WISHES if args.image_model == embedded.IMAGE_MODEL else ()
     return build(duo, offer, bench, easel, wishes, studio, args.model)
 
 
-def _captions(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: list[Path]) -> tuple[Any, Any]:
+def _captions(args: argparse.Namespace, eyes: Decoder, pictures: list[Path], clips: list[Path]) -> tuple[Duo, Offer]:
     """What the Caption tab needs."""
     from mmspec.app import engine as engines
     from mmspec.app.demo.caption_tab import Offer
     from mmspec.app.demo.duo import Duo, fitting
+    from mmspec.app.devices import EngineError
     from mmspec.zoo import scenes
 
     own = embedded.speaks(args.model)
@@ -126,7 +126,7 @@ def _captions(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: 
     options = enabling.given(args.enable, drafter)
     engine = engines.load(args.model, drafter, args.device, args.dtype, 128, 0.0, **options)
     if engine.drafter is None:
-        raise _Fatal(f"{args.model} cannot be accelerated: {'; '.join(engine.notes) or 'no drafter was given'}")
+        raise EngineError(f"{args.model} cannot be accelerated: {'; '.join(engine.notes) or 'no drafter was given'}")
     duo = Duo(engine, eyes, args.time_limit, fitting(engine, args.model, args.drafters))
     prompts = list(zoo.PROMPTS.values()) if own else list(PROMPTS)
     if pictures:
@@ -136,19 +136,21 @@ def _captions(args: argparse.Namespace, eyes: Any, pictures: list[Path], clips: 
     return duo, Offer(pictures, prompts, note, clips, OWN_FURTHER if own else FURTHER, hard, draw)
 
 
-def _pictures(args: argparse.Namespace) -> Any:
+def _pictures(args: argparse.Namespace) -> Easel | None:
     """What the Image tab needs for prompts; None leaves it out."""
-    from mmspec.app import mar
-    from mmspec.app.demo import easel as easels
+    from mmspec.app import mar, painter
+    from mmspec.app.demo.easel import Easel
 
     if args.image_model == NONE or mar.draws(args.image_model):
         return None
-    easel = easels.load(args.image_model, args.image_drafter, args.device, args.dtype, args.time_limit)
+    own = embedded.IMAGE_DRAFTER if args.image_model == embedded.IMAGE_MODEL else None
+    drafter = embedded.fitting(args.image_drafter, args.image_model) if args.image_drafter else own
+    easel = Easel(painter.load(args.image_model, args.device, args.dtype), drafter, args.time_limit)
     easel.warm_up("0" if easel.subject.classes else "a picture")
     return easel
 
 
-def _classes(args: argparse.Namespace, bench: Any) -> Any:
+def _classes(args: argparse.Namespace, bench: ResultFolder) -> Studio | None:
     """The same for the classes of a MAR: the embedded one beside the embedded model of prompts, where it is there."""
     from mmspec.app import mar
     from mmspec.app.demo.easel import Studio
@@ -164,8 +166,9 @@ def _classes(args: argparse.Namespace, bench: Any) -> Any:
 
 
 def build(
-    duo: Any, offer: Any, bench: Any, easel: Any = None, wishes: Sequence[str] = (), studio: Any = None, model: str = ""
-) -> Any:
+    duo: Duo, offer: Offer, bench: ResultFolder, easel: Easel | None = None, wishes: Sequence[str] = (),
+    studio: Studio | None = None, model: str = "",
+) -> Blocks:  # fmt: skip
     """The Blocks: a header and the tabs, which share one queue and one desk."""
     import gradio as gr
 
@@ -187,7 +190,9 @@ def build(
     return page
 
 
-def launch(page: Any, host: str, port: int | None, auth: tuple[str, str] | None, **options: object) -> Any:
+def launch(
+    page: Blocks, host: str, port: int | None, auth: tuple[str, str] | None, **options: Any
+) -> tuple[App, str, str]:
     """Open the door as narrowly as it goes: no share link, no files but the examples, small uploads, a short queue."""
     import gradio as gr
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -60,11 +60,7 @@ class Duo(Race[Ask, ChatTurn, Inputs]):
     """Both paths of one loaded model; one run at a time."""
 
     def __init__(
-        self,
-        engine: Engine,
-        eyes: Decoder,
-        time_limit: float = TIME_LIMIT,
-        drafters: Mapping[str, object] | None = None,
+        self, engine: Engine, eyes: Decoder, time_limit: float = TIME_LIMIT, drafters: dict[str, object] | None = None
     ) -> None:
         self.eyes = eyes
         self.model, self.processor, self.time_limit = engine.model, engine.processor, time_limit

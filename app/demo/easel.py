@@ -13,7 +13,6 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from mmspec.app import embedded
 from mmspec.app.bench.image_methods import sweeps
 from mmspec.app.bench.report import Record
 from mmspec.app.demo.answer import MAX_PROMPT
@@ -259,11 +258,3 @@ class Studio(Easel):
 
     def rest(self) -> None:
         """It is told anew how to draw with each call."""
-
-
-def load(model: str, drafter: str | None, device: str, dtype: str, time_limit: float) -> Easel:
-    """Easel for the embedded image model, a folder or a name on the Hub. Raises EngineError: it cannot be loaded."""
-    from mmspec.app.painter import load as load_painter
-
-    own = embedded.IMAGE_DRAFTER if model == embedded.IMAGE_MODEL else None
-    return Easel(load_painter(model, device, dtype), embedded.fitting(drafter, model) if drafter else own, time_limit)

@@ -9,6 +9,7 @@ from mmspec.app.demo import look
 from mmspec.app.demo.easel import CSPD, LOSSLESS, OF_MAR, Canvas, Pair
 from mmspec.app.demo.look import duration
 from mmspec.app.demo.race import DONE
+from mmspec.app.files import inline
 
 LEGEND = look.legend('<i class="mm-dot"></i> a forward of the model begins; it gives all places up to the next dot')
 START = (
@@ -25,7 +26,7 @@ def board(canvas: Canvas, fast: float, marked: bool) -> str:
         f"<i{' class=mm-call' * (place in begins)} {look.moment(at, fast)}></i>" if at else '<i class="mm-open"></i>'
         for place, at in enumerate(canvas.at)
     )
-    image = "" if canvas.image is None else f'<img src="{look.inline(canvas.image)}" alt="the picture">'
+    image = "" if canvas.image is None else f'<img src="{inline(canvas.image)}" alt="the picture">'
     label = f"{canvas.count} of {len(canvas.at)} tokens drawn, in {forwards(canvas)} forwards"
     return (
         f'<div class="mm-canvas">{image}<div class="mm-cells" style="--n:{canvas.grid}" role="img" '

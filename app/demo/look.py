@@ -5,12 +5,8 @@ Every moving part has its time as `--t`; the style sheet shows it then, so that 
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Iterable, Sequence
 from html import escape
-
-from PIL import Image
 
 from mmspec.app.demo.race import DONE, RUNNING, RaceSide, RaceView
 from mmspec.app.demo.race import WAITING as BEFORE
@@ -104,13 +100,6 @@ def legend(*parts: str) -> str:
 def table(rows: Iterable[tuple[str, ...]]) -> str:
     """Markdown of (what, plain, mmspec)."""
     return "\n".join(["| | plain | mmspec |", "|---|--:|--:|", *(f"| {' | '.join(row)} |" for row in rows)])
-
-
-def inline(picture: Image.Image, kind: str = "PNG") -> str:
-    """A picture as an address that holds it."""
-    into = io.BytesIO()
-    picture.save(into, kind)
-    return f"data:image/{kind.lower()};base64,{base64.b64encode(into.getvalue()).decode()}"
 
 
 def duration(seconds: float) -> str:

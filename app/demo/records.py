@@ -93,10 +93,10 @@ class ResultFolder:
 
     def conditions(self, run: str) -> dict[str, Records]:
         """The records of a run by what they were measured under."""
-        found: dict[str, list[Record]] = {}
+        records: dict[str, list[Record]] = {}
         for record in self.runs[run]["records"]:
-            found.setdefault(condition(record), []).append(record)
-        return dict(found)
+            records.setdefault(condition(record), []).append(record)
+        return dict(records)
 
     def quality(self, suite: str, model: str) -> dict[str, Record]:
         """The records of a suite on a model, by method."""
@@ -106,18 +106,18 @@ class ResultFolder:
 
 def read(folder: Path) -> ResultFolder:
     """The records of every *.json of a folder; a file that is none of the bench's is named, never fatal."""
-    found = ResultFolder(folder, {}, [])
+    bench = ResultFolder(folder, {}, [])
     for path in sorted(folder.glob("*.json")):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             rows = [dict(row) for row in content.get("records", ()) if MEASURES.keys() & row]
             facts = {name: dict(content.get(name, {})) for name in ("provenance", "meaning")}
         except (OSError, ValueError, TypeError, AttributeError):
-            found.trouble.append(f"{path.name}: it holds no records of mmspec bench")
+            bench.trouble.append(f"{path.name}: it holds no records of mmspec bench")
             continue
         if rows:
-            found.runs[path.name] = {"records": rows, **facts}
-    return found
+            bench.runs[path.name] = {"records": rows, **facts}
+    return bench
 
 
 def kind(record: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from mmspec.app.demo.answer import MAX_FRAMES, PICTURE, Ask
 from mmspec.app.demo.desk import RefusedError
 from mmspec.app.media.decoder import Decoder
 from mmspec.app.media.items import FileSource, Item
-from mmspec.app.media.video import FramePolicy
+from mmspec.app.media.video import FramePolicy, centres
 from mmspec.media import MediaError, MediaLimits
 
 # What a phone takes is let in, and made smaller before it leaves the process that decodes it.
@@ -35,12 +35,12 @@ def look_at(ask: Ask, eyes: Decoder, stop: threading.Event) -> tuple[Image.Image
     ticket, end = object(), time.monotonic() + 2 * LIMITS.seconds
     eyes.submit(ticket, Item("upload", ask.kind, FileSource(Path(ask.media))))
     while not stop.is_set() and time.monotonic() < end:
-        for whose, found in eyes.ready(PATIENCE):
+        for whose, seen in eyes.ready(PATIENCE):
             if whose is not ticket:  # of a run that was given up
                 continue
-            if isinstance(found, MediaError):
-                raise RefusedError(f"This {ask.noun} {found.reason}; {_advice(ask, found)}.")
-            return _spread(found.frames, ask.frames)
+            if isinstance(seen, MediaError):
+                raise RefusedError(f"This {ask.noun} {seen.reason}; {_advice(ask, seen)}.")
+            return tuple(centres(seen.frames, ask.frames))
     raise RefusedError(f"The {ask.noun} was not read to its end.")
 
 
@@ -50,9 +50,3 @@ def _advice(ask: Ask, error: MediaError) -> str:
         return "choose Video above and upload it there"
     ways = error.what_to_do.split(", or ")
     return ", or ".join(way for way in ways if "--" not in way and "install" not in way) or "choose another"
-
-
-def _spread(frames: tuple[Image.Image, ...], most: int) -> tuple[Image.Image, ...]:
-    """At most so many of them: the centres of equal parts."""
-    count = min(most, len(frames))
-    return tuple(frames[(2 * n + 1) * len(frames) // (2 * count)] for n in range(count))

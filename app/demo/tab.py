@@ -58,7 +58,7 @@ class Tab(Generic[V]):
     def begin(self, request: gr.Request) -> tuple[object, ...]:
         """Before the queue: end an earlier run of this visitor and clear what it left."""
         self.desk.begin(visitor(request))
-        return look.WAITING, self.empty(), look.NO_FIGURES, *buttons(running=True)
+        return look.WAITING, self.empty(), look.NO_FIGURES, *pressed(False, True)
 
     def stop(self, request: gr.Request) -> None:
         self.desk.stop(visitor(request))
@@ -94,12 +94,12 @@ def tie(
     ended = started.then(work, given, shown, **IN_TURN)
     ended.failure(lambda: look.refusal(look.FAILED), None, panes[0], **QUICK)
     gr.on(triggers, None, js=SHOW.format(panes[0].elem_id), **QUICK)
-    return ended.then(lambda: buttons(running=False), None, doors, **QUICK)
+    return ended.then(lambda: pressed(True, False), None, doors, **QUICK)
 
 
-def buttons(running: bool) -> tuple[object, object]:
-    """Of those that start and stop a run, which can be pressed."""
-    return gr.update(interactive=not running), gr.update(interactive=running)
+def pressed(*may: bool) -> tuple[dict[str, object], ...]:
+    """Updates of buttons: whether each may be pressed."""
+    return tuple(gr.update(interactive=one) for one in may)
 
 
 def doors(start: str, ids: Sequence[str], *more: Component) -> list[gr.Button]:

@@ -10,6 +10,7 @@ from PIL import Image
 from mmspec.app.demo import look
 from mmspec.app.demo.answer import CORRECTED, DRAFTED, OWN, PLAIN, ChatTurn, ShownAnswer, Token, Turns
 from mmspec.app.demo.look import duration
+from mmspec.app.files import inline
 
 THUMB = 96  # pixels of the longer side of a frame
 KINDS = {  # of tokens
@@ -112,7 +113,7 @@ def talk(before: Turns, prompt: str, frames: Sequence[Image.Image]) -> str:
         for frame in frames:
             little = frame.copy()
             little.thumbnail((THUMB, THUMB))
-            small.append(f'<img src="{look.inline(little, "JPEG")}" alt="frame {len(small) + 1}">')
+            small.append(f'<img src="{inline(little, "JPEG")}" alt="frame {len(small) + 1}">')
         said = f"{len(frames)} frame{'s' * (len(frames) != 1)} that the model looks at"
         shown = f'<figure class="mm-frames"><div>{"".join(small)}</div><figcaption>{said}</figcaption></figure>'
     if not before:

@@ -58,9 +58,9 @@ def _answer(packed: bytes, order: DecodeOrder) -> tuple[dict[str, Any], list[byt
     try:
         item = pickle.loads(packed)
         name = label(item)
-        found = _decode(item, order)
-        facts = {name: getattr(found, name) for name in ("content", "seconds", "animated")}
-        return {**facts, "frames": [frame.size for frame in found.frames]}, [frame.tobytes() for frame in found.frames]
+        made = _decode(item, order)
+        facts = {name: getattr(made, name) for name in ("content", "seconds", "animated")}
+        return {**facts, "frames": [frame.size for frame in made.frames]}, [frame.tobytes() for frame in made.frames]
     except MediaError as error:
         refusal = error
     except MemoryError:

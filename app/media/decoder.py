@@ -175,10 +175,10 @@ class Decoder:
     def one(self, item: Item) -> Media:
         """An item decoded, where nothing else is inside. MediaError where that cannot be."""
         self.submit(item.name, item)
-        ((_, found),) = self.ready(None)
-        if isinstance(found, MediaError):
-            raise found
-        return found
+        ((_, outcome),) = self.ready(None)
+        if isinstance(outcome, MediaError):
+            raise outcome
+        return outcome
 
     def _keep_busy(self, worker: DecodeWorker) -> None:
         try:

@@ -27,11 +27,11 @@ class Folder:
             raise MediaError(self.root, "no images or videos found", advice)
 
     def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
-        for found in self._walk():
-            if isinstance(found, MediaError):
-                yield broken(name_of(found.path), found.path, found.reason, found.what_to_do)
+        for one in self._walk():
+            if isinstance(one, MediaError):
+                yield broken(name_of(one.path), one.path, one.reason, one.what_to_do)
             else:
-                yield file_item(found, name_of)
+                yield file_item(one, name_of)
 
     def skipped(self) -> list[str]:
         """Folders in it that are not looked into, by name."""
@@ -73,9 +73,9 @@ class Folder:
     @staticmethod
     def _entries(folder: Path) -> list[os.DirEntry[str]]:
         try:
-            with os.scandir(folder) as found:
+            with os.scandir(folder) as entries:
                 return sorted(
-                    (entry for entry in found if not entry.name.startswith(".")), key=lambda entry: entry.name
+                    (entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name
                 )
         except OSError as error:
             raise MediaError(

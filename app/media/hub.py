@@ -58,15 +58,15 @@ class Dataset:
         name, split = self._address
         try:
             if not self.where.startswith("hf:"):
-                found = datasets.load_from_disk(self.where)
+                loaded = datasets.load_from_disk(self.where)
                 split = self.split
             else:
-                found = datasets.load_dataset(*_name_and_config(name), split=split)
+                loaded = datasets.load_dataset(*_name_and_config(name), split=split)
         except Exception as error:  # no network, no such set, no such split, a damaged cache: the library says which
             reason = f"cannot be loaded ({type(error).__name__}: {error})"
             raise MediaError(self.where, reason, "check the name (owner/name:split) and the network") from error
-        parts = dict(found) if isinstance(found, dict) else {split or str(found.split or "train"): found}
-        if isinstance(found, dict) and split:
+        parts = dict(loaded) if isinstance(loaded, dict) else {split or str(loaded.split or "train"): loaded}
+        if isinstance(loaded, dict) and split:
             if split not in parts:
                 raise MediaError(self.where, f"has no split {split!r}; it has {', '.join(parts)}", "name one of them")
             parts = {split: parts[split]}

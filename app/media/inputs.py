@@ -65,7 +65,7 @@ class Inputs:
         """All items, a thing that was named twice only once; another one of the same name can only fail."""
         again: Counter[str] = Counter()
         seen: dict[bytes, bytes] = {}  # digests, because the names of a hundred million items are too long to keep
-        for item in self._found():
+        for item in itertools.chain.from_iterable(place.items(self._name_of) for place in self.places):
             name, thing = _digest(item.name), _digest(str(item.source))
             if name not in seen:
                 seen[name] = thing
@@ -81,10 +81,6 @@ class Inputs:
     def left_out(self) -> Counter[str]:
         """How many files of the folders are no image or video by their names, by extension."""
         return sum((place.left_out() for place in self.places if isinstance(place, Folder | Remote)), Counter())
-
-    def _found(self) -> Iterator[Item]:
-        for place in self.places:
-            yield from place.items(self._name_of)
 
     def _name_of(self, path: Path) -> str:
         """Path below the root; a file that a list names elsewhere goes by its whole path."""
@@ -112,22 +108,17 @@ def _digest(text: str) -> bytes:
 
 
 def open_inputs(
-    where: Sequence[str | Path],
-    *,
-    recursive: bool = False,
-    column_image: str | None = None,
-    column_text: str | None = None,
-    column_tags: str | None = None,
-    split: str | None = None,
-) -> Inputs:
+    where: Sequence[str | Path], *, recursive: bool = False, column_image: str | None = None,
+    column_text: str | None = None, column_tags: str | None = None, split: str | None = None,
+) -> Inputs:  # fmt: skip
     """What these names stand for; MediaError if one of them stands for nothing that can be captioned."""
     columns = Columns(column_image, column_text, column_tags)
     places: list[Place] = []
     several = sum(map(is_address, where)) > 1
     for name in map(str, where):
-        found = [_remote(name, recursive, several)] if is_address(name) else [*_places(name, recursive, columns, split)]
-        _check(found)
-        places += found
+        meant = [_remote(name, recursive, several)] if is_address(name) else [*_places(name, recursive, columns, split)]
+        _check(meant)
+        places += meant
     if not places:
         raise MediaError("", "nothing to caption", f"name {KNOWN}")
     return Inputs(places)
@@ -153,8 +144,8 @@ def _check(places: Sequence[Place]) -> None:
 
 def images(where: str | Path) -> list[Path]:
     """The images of a folder and of those in it, or the one image named; MediaError where there are none."""
-    found = open_inputs([where], recursive=True).items()
-    return [item.source.path for item in found if item.kind == IMAGE and item.source.path is not None]
+    items = open_inputs([where], recursive=True).items()
+    return [item.source.path for item in items if item.kind == IMAGE and item.source.path is not None]
 
 
 def _places(name: str, recursive: bool, columns: Columns, split: str | None) -> Iterator[Place]:

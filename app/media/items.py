@@ -189,8 +189,8 @@ def kind_of(name: str) -> str | None:
 
 def sniff(head: bytes) -> tuple[str, str] | None:
     """Kind and usual extension of a file that begins with these bytes."""
-    found = (entry for entry in SIGNATURES if head[entry[0] :].startswith(entry[1]))
-    return next(((kind, extension) for *_, kind, extension in found), None)
+    fitting = (entry for entry in SIGNATURES if head[entry[0] :].startswith(entry[1]))
+    return next(((kind, extension) for *_, kind, extension in fitting), None)
 
 
 def file_item(

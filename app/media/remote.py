@@ -114,9 +114,9 @@ class Remote:
         fs, path = filesystem(self.address)
         try:
             if fs.isdir(path):
-                found = fs.find(path, maxdepth=None if self.recursive else 1, detail=True)
+                listed = fs.find(path, maxdepth=None if self.recursive else 1, detail=True)
             elif re.search(r"[*\[]", path):
-                found = fs.glob(path, detail=True)
+                listed = fs.glob(path, detail=True)
             else:
                 return {path: fs.info(path)}
         except FileNotFoundError as error:
@@ -125,7 +125,7 @@ class Remote:
             raise unreachable(self.address, error) from error
         files = {
             name: facts
-            for name, facts in sorted(found.items())
+            for name, facts in sorted(listed.items())
             if facts.get("type") != "directory" and "/." not in name.removeprefix(path)
         }
         self._others.update(Path(name).suffix.lower() for name in files if not kind_of(name))

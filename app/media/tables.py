@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mmspec import media
 from mmspec.app.media.items import IMAGE, VIDEO, Item, ParquetSource, broken, file_item, kind_of, need
 from mmspec.media import COPY_AGAIN, MediaError, OutsideError
+
+if TYPE_CHECKING:  # an extra
+    from pyarrow import Schema
+    from pyarrow.parquet import ParquetFile
 
 LISTS, LINES, SHEETS, PARQUETS = {".txt", ".lst"}, {".jsonl", ".ndjson"}, {".csv", ".tsv"}, {".parquet"}
 EXTENSIONS = LISTS | LINES | SHEETS | PARQUETS
@@ -54,7 +57,7 @@ class Columns:
     def notes(self) -> list[str]:
         return list(dict.fromkeys(filter(None, (self.text, self.tags))))
 
-    def said(self, row: dict[str, Any]) -> tuple[str | None, tuple[str, ...]]:
+    def said(self, row: Mapping[str, object]) -> tuple[str | None, tuple[str, ...]]:
         return text_of(row.get(self.text) if self.text else None), tags_of(row.get(self.tags) if self.tags else None)
 
 
@@ -80,8 +83,8 @@ class Strays:
 
 
 @dataclass(frozen=True)
-class TableRows:
-    """A text file whose lines name files: a list of paths, JSONL or CSV. Relative paths start at its own folder."""
+class Table:
+    """A file whose rows name or hold images and videos."""
 
     path: Path
     columns: Columns
@@ -89,6 +92,24 @@ class TableRows:
     @property
     def root(self) -> Path:
         return self.path.parent
+
+    def _named(
+        self, cell: object, own: str, where: str, name_of: Namer, said: tuple[str | None, tuple[str, ...]]
+    ) -> Item:
+        """The file that a cell names, below the table's folder; a list is the user's own and may name any."""
+        try:
+            if self.path.suffix.lower() in LISTS:
+                return file_item(self.root / media.path_of(cell, where), name_of, *said, named=where)
+            return file_item(media.below(self.root, cell, where), name_of, *said, named=where)
+        except OutsideError:
+            raise
+        except MediaError as error:
+            return broken(own, where, error.reason, error.what_to_do)
+
+
+@dataclass(frozen=True)
+class TableRows(Table):
+    """A text file whose lines name files: a list of paths, JSONL or CSV. Relative paths start at its own folder."""
 
     def check(self) -> None:
         try:
@@ -117,16 +138,10 @@ class TableRows:
             return broken(name, where, row, FORM.get(self.path.suffix.lower(), "write one path, or one row, a line"))
         try:
             cell = row[self.columns.choose(row, where)]
-            path = cell.get("path") if isinstance(cell, dict) else cell
-            if self._is_list:  # the user's own: it may name files anywhere
-                path = os.path.join(self.path.parent, media.path_of(path, where))
-            else:
-                path = media.below(self.path.parent, path, where)
-        except OutsideError:
-            raise
         except MediaError as error:
             return broken(name, where, error.reason, error.what_to_do)
-        return file_item(Path(path), name_of, *self.columns.said(row), named=where)
+        path = cell.get("path") if isinstance(cell, dict) else cell
+        return self._named(path, name, where, name_of, self.columns.said(row))
 
     def _rows(self) -> Iterator[dict | str]:
         """A row as a dictionary, or what is wrong with it: each line is read by itself, so it costs no other.
@@ -147,7 +162,7 @@ class TableRows:
                 elif suffix in LISTS:
                     yield {"path": line.decode("utf-8", "surrogateescape")}
                 else:
-                    yield _json(line)
+                    yield json_object(line)
 
     def _cells(self, delimiter: str) -> Iterator[dict | str]:
         with open(self.path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
@@ -163,24 +178,13 @@ class TableRows:
                     return
                 yield row
 
-    @property
-    def _is_list(self) -> bool:
-        return self.path.suffix.lower() in LISTS
-
     def _unreadable(self, error: Exception) -> MediaError:
         return MediaError(self.path, f"cannot be read ({error})", "save it again as UTF-8 text")
 
 
 @dataclass(frozen=True)
-class Parquet:
+class Parquet(Table):
     """A parquet file with a column of paths, of bytes, or of {bytes, path}; pictures in it are left to the workers."""
-
-    path: Path
-    columns: Columns
-
-    @property
-    def root(self) -> Path:
-        return self.path.parent
 
     def check(self) -> None:
         self._column(self._open().schema_arrow)
@@ -194,13 +198,12 @@ class Parquet:
             for group in range(file.num_row_groups):
                 small = self.columns.notes + [column] * (holds == "paths")
                 for row, cells in enumerate(_small_columns(file, group, small)):
-                    own, (text, tags) = f"{name}/{number}", self.columns.said(cells)
+                    own, said = f"{name}/{number}", self.columns.said(cells)
                     if holds == "bytes":
-                        yield Item(own, kind, ParquetSource(self.path, group, row, column), text, tags)
+                        yield Item(own, kind, ParquetSource(self.path, group, row, column), *said)
                     else:
                         with strays.kept():
-                            where = f"{self.path}: row {number + 1}"
-                            yield self._named(cells[column], own, where, name_of, text, tags)
+                            yield self._named(cells[column], own, f"{self.path}: row {number + 1}", name_of, said)
                     number += 1
             yield from strays.items()
         except MediaError as error:
@@ -208,37 +211,32 @@ class Parquet:
         except Exception as error:  # a reader fed with a damaged file may raise anything at all
             yield broken(name, self.path, f"is damaged ({type(error).__name__}: {error})", COPY_AGAIN)
 
-    def _named(self, cell: Any, own: str, where: str, name_of: Namer, text: str | None, tags: tuple) -> Item:
-        try:
-            return file_item(media.below(self.path.parent, cell, where), name_of, text, tags, where)
-        except OutsideError:
-            raise
-        except MediaError as error:
-            return broken(own, where, error.reason, error.what_to_do)
-
-    def _open(self) -> Any:
+    def _open(self) -> ParquetFile:
         parquet = need("pyarrow.parquet", str(self.path))
         try:
             return parquet.ParquetFile(self.path, pre_buffer=False)
         except Exception as error:
             raise MediaError(self.path, f"is not a parquet file ({error})", COPY_AGAIN) from error
 
-    def _column(self, schema: Any) -> tuple[str, str, str]:
+    def _column(self, schema: Schema) -> tuple[str, str, str]:
         """The column, what it holds ("paths" or "bytes"), and of which kind that is."""
         types = need("pyarrow", str(self.path)).types
-        notes: Any = _json((schema.metadata or {}).get(b"huggingface", b"{}"))
+        notes: Any = json_object((schema.metadata or {}).get(b"huggingface", b"{}"))
         for part in ("info", "features"):
             notes = notes.get(part) if isinstance(notes, dict) else None
         features = notes if isinstance(notes, dict) else {}
-        typed = {
-            name: found["_type"] for name, found in features.items() if _media_type(found) and name in schema.names
-        }
+        kinds = {name: held.get("_type") for name, held in features.items() if isinstance(held, dict)}
+        typed = {n: kind for n, kind in kinds.items() if kind in ("Image", "Video") and n in schema.names}
         column = self.columns.choose(schema.names, self.path, typed)
         kind = VIDEO if typed.get(column) == "Video" else kind_by_name(column)
         form = schema.field(column).type
         if types.is_string(form) or types.is_large_string(form):
             return column, "paths", kind
-        if types.is_binary(form) or types.is_large_binary(form) or (types.is_struct(form) and _has_bytes(form)):
+        if (
+            types.is_binary(form)
+            or types.is_large_binary(form)
+            or (types.is_struct(form) and form.get_field_index("bytes") >= 0)
+        ):
             return column, "bytes", kind
         raise MediaError(self.path, f"column {column!r} holds {form}, not paths, bytes or {{bytes, path}}", NAME_IT)
 
@@ -249,20 +247,21 @@ def kind_by_name(column: str) -> str:
     return VIDEO if "video" in low or "clip" in low or kind_of(f"x.{low}") == VIDEO else IMAGE
 
 
-def tags_of(cell: Any) -> tuple[str, ...]:
+def tags_of(cell: object) -> tuple[str, ...]:
     """Tags in a cell: a list of them, or a text with commas."""
     given = cell.split(",") if isinstance(cell, str) else cell if isinstance(cell, list | tuple) else ()
     return tuple(filter(None, map(text_of, given)))
 
 
-def text_of(cell: Any) -> str | None:
+def text_of(cell: object) -> str | None:
     """A caption or a tag in a cell; None for what is empty, or no text."""
     if isinstance(cell, bool) or not isinstance(cell, str | int | float):
         return None
     return str(cell).encode("utf-8", "replace").decode().strip() or None
 
 
-def _json(line: bytes) -> dict | str:
+def json_object(line: bytes | str) -> dict | str:
+    """The object of JSON in a line, or what is wrong with it."""
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -287,17 +286,9 @@ def _lines(file: BinaryIO) -> Iterator[bytes | None]:
             yield text or None
 
 
-def _small_columns(file: Any, group: int, names: list[str]) -> Iterator[dict[str, Any]]:
+def _small_columns(file: ParquetFile, group: int, names: list[str]) -> Iterator[dict[str, object]]:
     if not names:
         yield from ({} for _ in range(file.metadata.row_group(group).num_rows))
         return
     for batch in file.iter_batches(batch_size=CHUNK, row_groups=[group], columns=names, use_threads=False):
         yield from batch.to_pylist()
-
-
-def _media_type(feature: Any) -> bool:
-    return isinstance(feature, dict) and feature.get("_type") in ("Image", "Video")
-
-
-def _has_bytes(form: Any) -> bool:
-    return form.get_field_index("bytes") >= 0

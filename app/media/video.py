@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from PIL import Image
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # a run of images only never loads FFmpeg
 CONTAINERS = "mov,matroska,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,mp3,wav,flac,aac"
 FULL_HD = 1920 * 1080
 STILL_DELAY = 0.1  # seconds, of an animation's frame whose delay is missing or too short; what browsers take
+T = TypeVar("T")
 MAX_FRAMES, MAX_RATE = 32, 1000  # frames of one video, and of one second of it
 CONVERT = "convert it to MP4 (ffmpeg -i IN OUT.mp4)"
 STRANGERS = {
@@ -73,8 +74,8 @@ class FramePolicy:
         elif self.kind == "keyframes":
             chosen = [place for place, key in enumerate(keys) if key]
         else:
-            chosen = _centres(range(len(times)), self.most)
-        return _centres(chosen, self.max_frames)
+            chosen = centres(range(len(times)), self.most)
+        return centres(chosen, self.max_frames)
 
 
 class Packet(NamedTuple):
@@ -292,7 +293,7 @@ def _ticks(times: Sequence[float], rate: float) -> list[int]:
     return chosen
 
 
-def _centres(places: Sequence[int], most: int) -> list[int]:
+def centres(places: Sequence[T], most: int) -> list[T]:
     """At most so many of them, evenly spread: the centres of equal bins."""
     count = len(places)
     return list(places) if count <= most else [places[(2 * bin + 1) * count // (2 * most)] for bin in range(most)]

@@ -84,19 +84,19 @@ class ChatRequest(BaseModel, extra="allow"):
     def parse(cls, body: bytes) -> ChatRequest:
         """ChatError where it is none, or asks for what is not offered."""
         try:
-            found = cls.model_validate_json(body)
+            request = cls.model_validate_json(body)
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or None
             raise ChatError(400, f"{place or 'the body'}: {first['msg']}", place) from error
-        for name, value in (found.model_extra or {}).items():
+        for name, value in (request.model_extra or {}).items():
             if value is not None and value not in NEUTRAL.get(name, (value,)):
                 raise ChatError(400, f"{name} is not offered here; leave it out", name, "unsupported_parameter")
-        if found.response_format.type == "json_schema" and found.response_format.json_schema is None:
+        if request.response_format.type == "json_schema" and request.response_format.json_schema is None:
             raise ChatError(400, "response_format: a json_schema is asked for and none is given", "response_format")
-        if found.messages[-1].role == "assistant":
+        if request.messages[-1].role == "assistant":
             raise ChatError(400, "the last message has to be the user's; got the assistant's", "messages")
-        return found
+        return request
 
     @property
     def stops(self) -> list[str]:
@@ -157,16 +157,16 @@ class Pictures:
     def load(self, url: str, before: list[Image.Image]) -> Image.Image:
         """ChatError with the reason where it cannot be shown, or where a request shows too many pixels in all."""
         try:
-            found = self._decoded(self._bytes(url))
+            shown = self._decoded(self._bytes(url))
         except MediaError as error:
             advice = error.what_to_do.split(", or raise")[0]
             raise ChatError(400, f"the picture {error.reason}; {advice}", "messages", "invalid_image") from error
-        before.append(found.frames[0])
+        before.append(shown.frames[0])
         pixels, most = sum(one.width * one.height for one in before), self._limits.max_pixels
         if pixels > most:
             why = f"the first {len(before)} pictures have {pixels} pixels, over {most} for all of a request"
             raise ChatError(400, f"{why}; send fewer or smaller ones", "messages", "invalid_image")
-        return found.frames[0]
+        return shown.frames[0]
 
     def _decoded(self, data: bytes) -> Media:
         decoder = self._free.get()

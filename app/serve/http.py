@@ -6,9 +6,9 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -24,6 +24,7 @@ from mmspec.pipelines.prompts import inputs_of
 from mmspec.pipelines.serving.batcher import answer_length
 
 ADDRESSES = ("POST /v1/chat/completions", "GET /v1/models", "GET /v1/models/NAME", "GET /health")
+T = TypeVar("T")
 UPLOAD = 60.0  # seconds that a request may take to come
 Piece = tuple[str, str | None, dict[str, Any]]  # text; of the last one, why it ends, and what is told of the whole
 
@@ -83,7 +84,7 @@ class Service:
         if self.key is not None and not secrets.compare_digest(given.encode(), self.key.encode()):
             raise ChatError(401, "a key is asked for: Authorization: Bearer KEY", None, "invalid_api_key")
 
-    def model(self, name: str) -> dict[str, Any]:
+    def model(self, name: str) -> dict[str, object]:
         """What is told of the model; ChatError 404 for one that is not here."""
         if name != self.name:
             raise ChatError(404, f"no model {name!r} here; this is {self.name!r}", "model", "model_not_found")
@@ -106,11 +107,8 @@ class Service:
                     yield piece, None, {}
                     continue
                 ends = answer_length([*tokens, -1], self.engine.model.generation_config.eos_token_id) <= len(tokens)
-                usage = {
-                    "prompt_tokens": length,
-                    "completion_tokens": len(tokens),
-                    "total_tokens": length + len(tokens),
-                }
+                n = len(tokens)
+                usage = {"prompt_tokens": length, "completion_tokens": n, "total_tokens": length + n}
                 facts = {
                     "target_calls": stats.row_rounds,
                     "drafted_tokens": stats.drafted,
@@ -153,7 +151,7 @@ def build(service: Service) -> FastAPI:
     @app.exception_handler(ChatError)
     @app.exception_handler(HTTPException)
     @app.exception_handler(Exception)
-    async def refused(request: Request, error: Any) -> JSONResponse:
+    async def refused(request: Request, error: Exception) -> JSONResponse:
         if not isinstance(error, ChatError):
             status = getattr(error, "status_code", 500)
             message = str(getattr(error, "detail", None) or first_line(error))
@@ -163,17 +161,17 @@ def build(service: Service) -> FastAPI:
         return JSONResponse({"error": error.body}, error.status)
 
     @app.get("/health")
-    async def health() -> dict[str, Any]:
+    async def health() -> dict[str, object]:
         batches = service.worker.batches
         return {"status": "ok", "open": service.open, "running": len(batches.running), "rows": batches.rows}
 
     @app.get("/v1/models")
-    async def models(request: Request) -> dict[str, Any]:
+    async def models(request: Request) -> dict[str, object]:
         service.enter(request)
         return {"object": "list", "data": [service.model(service.name)]}
 
     @app.get("/v1/models/{name:path}")
-    async def model(request: Request, name: str) -> dict[str, Any]:
+    async def model(request: Request, name: str) -> dict[str, object]:
         service.enter(request)
         return service.model(name)
 
@@ -186,7 +184,11 @@ def build(service: Service) -> FastAPI:
         if body.stream:
             await _while_connected(request, anext(pieces))  # so that a wrong request has a status of its own
             return StreamingResponse(_events(body, pieces, frame), media_type="text/event-stream")
-        written = await _while_connected(request, _all(pieces))
+
+        async def whole() -> list[Piece]:
+            return [piece async for piece in pieces]
+
+        written = await _while_connected(request, whole())
         message = {"role": "assistant", "content": "".join(text for text, _, _ in written)}
         choice = {"index": 0, "message": message, "finish_reason": written[-1][1], "logprobs": None}
         return frame | {"object": "chat.completion", "choices": [choice], **written[-1][2]}
@@ -194,11 +196,7 @@ def build(service: Service) -> FastAPI:
     return app
 
 
-async def _all(pieces: AsyncIterator[Piece]) -> list[Piece]:
-    return [piece async for piece in pieces]
-
-
-async def _while_connected(request: Request, work: Any) -> Any:
+async def _while_connected(request: Request, work: Awaitable[T]) -> T:
     """The work's result; it is given up where the client leaves, which is all that can still be received."""
     job, gone = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
     try:
@@ -211,10 +209,10 @@ async def _while_connected(request: Request, work: Any) -> Any:
         gone.cancel()
 
 
-async def _events(body: ChatRequest, pieces: AsyncIterator[Piece], frame: dict[str, Any]) -> AsyncIterator[str]:
+async def _events(body: ChatRequest, pieces: AsyncIterator[Piece], frame: dict[str, object]) -> AsyncIterator[str]:
     """An answer as server-sent events; what goes wrong now is an event, too."""
     frame = frame | {"object": "chat.completion.chunk"}
-    delta: dict[str, Any] = {"role": "assistant", "content": ""}
+    delta: dict[str, object] = {"role": "assistant", "content": ""}
     try:
         async for text, finish, more in pieces:
             choice = {"index": 0, "delta": delta | {"content": text}, "finish_reason": finish, "logprobs": None}
@@ -228,5 +226,5 @@ async def _events(body: ChatRequest, pieces: AsyncIterator[Piece], frame: dict[s
     yield "data: [DONE]\n\n"
 
 
-def _event(value: dict[str, Any]) -> str:
+def _event(value: dict[str, object]) -> str:
     return f"data: {json.dumps(value)}\n\n"

@@ -15,7 +15,7 @@ from mmspec.pipelines.serving.batcher import Batcher
 from mmspec.statistics import Stats
 
 Progress = tuple[list[int], Stats, bool, Exception | None]  # tokens so far, their rounds, whether that is all, why not
-Tell = Callable[[Progress], Any]
+Tell = Callable[[Progress], object]
 
 
 class ModelThread:

@@ -13,7 +13,8 @@ import webdataset as wds
 from PIL import Image
 
 from mmspec.app.caption import formats
-from mmspec.app.caption.formats import FORMATS, replacing
+from mmspec.app.caption.formats import FORMATS
+from mmspec.app.files import replacing
 from mmspec.app.media.inputs import open_inputs
 
 TEXTS = {"a.png": "a red\nbird", "b/2.jpg": 'ein "Fisch" 🐟', "b/c.webp": "", "d.png": "d"}

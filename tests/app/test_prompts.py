@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mmspec.app.caption.prompts import PromptError, Prompts
 from mmspec.app.media.items import IMAGE, FileSource, Item
-from mmspec.app.prompt import PromptChoice
+from mmspec.app.prompt import PromptChoice, PromptError, Prompts
 
 
 def item(name: str = "birds/red/1.jpg", **more) -> Item:

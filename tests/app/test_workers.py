@@ -16,10 +16,10 @@ from mmspec.app.caption.crew import STARTS, Crew
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.outputs import STATE, Outputs
 from mmspec.app.caption.plan import Planner
-from mmspec.app.caption.prompts import Prompts
 from mmspec.app.caption.run import Job
 from mmspec.app.caption.workers import places
 from mmspec.app.media.inputs import open_inputs
+from mmspec.app.prompt import Prompts
 from tests.app.test_kill import photos  # noqa: F401 - a fixture
 
 OK, FATAL = 0, 1

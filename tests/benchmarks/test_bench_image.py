@@ -17,7 +17,7 @@ from benchmarks.suites import image as judged_image
 from mmspec.app.bench import command as bench
 from mmspec.app.bench import gallery, image_methods, image_plain, report, report_image
 from mmspec.app.bench import image as bench_image
-from mmspec.app.bench.command import matching
+from mmspec.app.bench.command import BenchError, matching
 from mmspec.app.bench.image_methods import ImageMethod
 from mmspec.app.painter import ImageResult, ImageSubject
 from mmspec.registry import resolve_rule
@@ -179,9 +179,9 @@ def test_a_gallery_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pyt
     assert [i.tobytes() for i in again.images] == [i.tobytes() for i in whole.images]
     assert (again.forwards, again.spent) == (whole.forwards, whole.spent)
     assert len(gallery.fill(painter, asked, seeds, 2, tmp_path / "g", told).images) == 5 and len(calls) == 4
-    with pytest.raises(gallery.GalleryError, match="pictures of another run: seeds differs"):
+    with pytest.raises(BenchError, match="pictures of another run: seeds differs"):
         gallery.fill(painter, asked, [0, *seeds[1:]], 2, tmp_path / "g", told)
-    with pytest.raises(gallery.GalleryError, match="setting differs"):
+    with pytest.raises(BenchError, match="setting differs"):
         gallery.fill(painter, asked, seeds, 2, tmp_path / "g", {"setting": "window 4"})
 
 
