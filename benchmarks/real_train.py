@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=1600, help="prompts at most")
     args = parser.parse_args()
     recipe = RECIPES["eagle"].with_(
-        steps=240, batch=12, lr=3e-3, muon=True, feature_weight=0.5, token_weight=1.0, clip=1.0, unroll=4,
+        steps=900, batch=12, bf16=True, lr=3e-3, muon=True, feature_weight=0.5, token_weight=1.0, clip=1.0, unroll=4,
         vocabulary=8192, max_new_tokens=112,
         writing=48, held_out=24, seed=SEED,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from mmspec.drafters.trained import FileConfig
 from mmspec.types import FINAL
 
 LARGEST, MANY = 2**24, 64  # of any number in config.json; entries of a list there
+ENTRIES = {"proposes": LARGEST}  # of lists that may be longer: as many as there are tokens
 MOST = {"tokens": 128}  # of what is done one after the other
 _KINDS = {bool: "true or false", float: "a number above 0", str: "a text"}
 Made = TypeVar("Made", bound=FileConfig)
@@ -77,11 +78,11 @@ def _expected(name: str, value: Any, usual: Any) -> str:
     """What should stand in the place of a value that may not; empty: it may."""
     if isinstance(usual, tuple):
         least, some = (FINAL, "1 to") if name == "features" else (0, "at most")  # a layer's number, or FINAL
-        kind = (*usual, 0)[0]
-        right = isinstance(value, list | tuple) and (name == "features") <= len(value) <= MANY
+        kind, most = (*usual, 0)[0], ENTRIES.get(name, MANY)
+        right = isinstance(value, list | tuple) and (name == "features") <= len(value) <= most
         if right and all(_like(one, kind) and (type(one) is not int or one >= least) for one in value):
             return ""
-        return f"a list of {some} {MANY} " + (f"whole numbers from {least}" if type(kind) is int else "texts")
+        return f"a list of {some} {most} " + (f"whole numbers from {least}" if type(kind) is int else "texts")
     most = MOST.get(name, LARGEST)
     if _like(value, usual) and (type(usual) is not int or 0 <= value <= most):
         return ""

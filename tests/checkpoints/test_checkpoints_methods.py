@@ -44,6 +44,12 @@ def test_our_own_layout_holds_every_method(tmp_path, method):
     torch.testing.assert_close(run(read, e, h, VISUAL), run(drafter, e, h, VISUAL), atol=0, rtol=0)
 
 
+def test_a_file_lists_as_many_proposed_tokens_as_there_are(tmp_path):
+    drafter = drafter_of("eagle", vocab=300, proposes=tuple(range(0, 300, 2)))
+    save.save_drafter(drafter, tmp_path)
+    assert mmspec.load_drafter(tmp_path).config.proposes == drafter.config.proposes
+
+
 OTHER = {bool: lambda value: not value, int: lambda value: value * 2 + 2, float: lambda value: value * 2 + 1}
 SWITCHED = [
     (method, name)
