@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mmspec import registry, zoo
-from mmspec.app import embedded
+from mmspec.app import embedded, enabling
 from mmspec.app.bench import drafters, report
 from mmspec.app.bench.answers import enabled
 from mmspec.app.bench.command import Outcome, matching, refuse, say
@@ -145,7 +145,7 @@ def questions(args: argparse.Namespace) -> list[Question]:
 def methods(model: Model, args: argparse.Namespace) -> list[CaptionMethod]:
     """Static and continuous, without a drafter and with each; of unrelated texts static with stock's own noise."""
     ways = [CaptionMethod(BASE, StaticBatcher), CaptionMethod("continuous", ContinuousBatcher, Plain())]
-    given = drafters.options(args)
+    given = enabling.given(args.enable)
     named = drafters.read(args, model=model) or {"ngram": registry.drafter_class("ngram")()}
     for title, drafter in named.items():
         title = f"{BASE} + {title}"

@@ -40,17 +40,6 @@ def configure(parser: argparse.ArgumentParser, beside: str = "") -> None:
     enabling.add(parser)
 
 
-def options(args: argparse.Namespace) -> dict[str, object]:
-    """What is said to `enable` of every drafter that is measured.
-
-    Raises BenchError: there is no such option, or no such value.
-    """
-    try:
-        return enabling.given(args.enable)
-    except enabling.EnableError as error:
-        raise BenchError(str(error)) from error
-
-
 def read(args: argparse.Namespace, trained: bool = False, model: Model | None = None) -> dict[str, Drafter]:
     """The drafters asked for, each under its method's name; by default the model's embedded one, if it is there.
 

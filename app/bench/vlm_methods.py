@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mmspec import registry
+from mmspec.app import enabling
 from mmspec.app.bench import drafters
 from mmspec.app.bench.command import BenchError, matching, say
 from mmspec.app.loaded import Model
@@ -87,7 +88,7 @@ def methods(
         VlmMethod("hf-prompt-lookup", {"prompt_lookup_num_tokens": 10}, grid="lookup", single=True),
         VlmMethod("ngram", drafter=registry.drafter_class("ngram")(), grid="text drafter"),
     ]
-    flags = drafters.options(args)
+    flags = enabling.given(args.enable)
     target = families.of(model).describe(model)
     for title, drafter in drafters.read(args, model=model).items():
         try:
