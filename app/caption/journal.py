@@ -207,11 +207,11 @@ def _heal(file: BinaryIO) -> None:
         file.seek(start)
 
 
-def _last_line(file: BinaryIO, end: int, step: int = 2**16) -> int:
+def _last_line(file: BinaryIO, end: int) -> int:
     """Where the line begins that no newline ends; `end` if there is none."""
     at = end
     while at > 0:
-        first = max(0, at - step)
+        first = max(0, at - 2**16)
         file.seek(first)
         newline = file.read(at - first).rfind(b"\n")
         if newline >= 0:
