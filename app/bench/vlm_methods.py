@@ -13,7 +13,7 @@ from mmspec import registry
 from mmspec.app import enabling
 from mmspec.app.bench import drafters
 from mmspec.app.bench.command import BenchError, matching, say
-from mmspec.app.loaded import Model
+from mmspec.app.loaded import LoadedModel
 from mmspec.app.options import count
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host.loading import CompileConfig
@@ -76,7 +76,9 @@ def stock(device: torch.device) -> list[VlmMethod]:
 
 
 def methods(
-    model: Model, args: argparse.Namespace, variants: Callable[[VlmMethod], Iterable[VlmMethod]] = lambda whole: ()
+    model: LoadedModel,
+    args: argparse.Namespace,
+    variants: Callable[[VlmMethod], Iterable[VlmMethod]] = lambda whole: (),
 ) -> list[VlmMethod]:
     """The stock paths, prompt lookup as transformers has it, and mmspec with each drafter, stock's own path before.
 
