@@ -15,7 +15,7 @@ import mmspec
 from mmspec.app import embedded
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, free_memory, load_quietly, unloadable
 from mmspec.app.embedded import STOCK
-from mmspec.app.loaded import Inputs, Model, Processor
+from mmspec.app.loaded import LoadedModel, ModelInputs, Processor
 from mmspec.app.preparing import THREADS, Preparing, ProcessorThreads
 from mmspec.app.prompt import PromptChoice
 from mmspec.compile.held import settled
@@ -67,7 +67,7 @@ class Engine:
     scored = False  # whether answers come with their scores
 
     def __init__(
-        self, model: Model, processor: Processor, drafter: object, max_new_tokens: int, temperature: float = 0,
+        self, model: LoadedModel, processor: Processor, drafter: object, max_new_tokens: int, temperature: float = 0,
         options: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         self.model, self.processor, self.drafter = model.eval(), processor, drafter
@@ -178,7 +178,7 @@ class _Ticket:
     rest: tuple[Prompted, ...] = ()  # of the first of several: the others
 
 
-Prompted = tuple[_Ticket, Inputs, int]  # what `add` of the batches takes; the last is a seed
+Prompted = tuple[_Ticket, ModelInputs, int]  # what `add` of the batches takes; the last is a seed
 
 
 class Captioner:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Inputs(Protocol):
+class ModelInputs(Protocol):
     """Tensors by name, a row each."""
 
     def __getitem__(self, name: str, /) -> Tensor: ...
@@ -23,7 +23,7 @@ class Processor(Protocol):
     def decode(self, tokens: Sequence[int], /, *, skip_special_tokens: bool) -> str: ...
 
 
-class Model(Protocol):
+class LoadedModel(Protocol):
     config: Any
     generation_config: Any
     device: torch.device

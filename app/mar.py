@@ -45,8 +45,8 @@ class MarSubject:
         self.settings = {name: value for name, value in settings.items() if value is not None}
         pipe.set_progress_bar_config(disable=True)
 
-    def singly(self, noise: bool = True) -> str:
-        """Draw one token an iteration from now on, as speculation does; with `noise` by a sampler for the exact rule.
+    def singly(self) -> str:
+        """Draw one token an iteration from now on, as speculation does, by a sampler for the exact rule.
 
         Returns: a note of what that changes; empty where the model is drawn so anyway.
         """
@@ -58,7 +58,7 @@ class MarSubject:
         if iterations < self.tokens:
             changed.append(f"one token an iteration, not {self.tokens} in {iterations}")
         self.settings["num_inference_steps"] = self.tokens
-        if noise and not config.final_noise:
+        if not config.final_noise:
             changed.append("noise at the last denoising step too, and none of the first step")
             self.pipe.scheduler = MARScheduler.from_config(config, final_noise=True, skip_terminal=True)
         return f"not drawn by the model's own sampler: {'; '.join(changed)}" if changed else ""

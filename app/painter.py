@@ -233,19 +233,18 @@ def unknown_words(prompts: Sequence[str]) -> list[str]:
     return [word for word in dict.fromkeys(said) if word and word not in known]
 
 
-def sheet(rows: Sequence[tuple[str, Sequence[Image.Image]]], titles: bool = True) -> Image.Image:
+def sheet(rows: Sequence[tuple[str, Sequence[Image.Image]]]) -> Image.Image:
     """All pictures on one sheet, a row each, with the row's name above it."""
     from PIL import ImageDraw
 
     side = max(max(picture.size) for _, row in rows for picture in row)
-    gap, head = 4, 14 if titles else 0
+    gap, head = 4, 14
     width = max(len(row) for _, row in rows) * (side + gap) + gap
     page = Image.new("RGB", (width, len(rows) * (side + gap + head) + gap), "white")
     pen = ImageDraw.Draw(page)
     for line, (title, row) in enumerate(rows):
         top = gap + line * (side + gap + head)
-        if titles:
-            pen.text((gap, top), title.encode("latin-1", "replace").decode("latin-1"), fill="black")
+        pen.text((gap, top), title.encode("latin-1", "replace").decode("latin-1"), fill="black")
         for column, picture in enumerate(row):
             page.paste(picture, (gap + column * (side + gap), top + head))
     return page

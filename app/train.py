@@ -16,7 +16,7 @@ import torch
 from mmspec.app import train_block
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
 from mmspec.app.files import write_whole
-from mmspec.app.loaded import Model, Processor
+from mmspec.app.loaded import LoadedModel, Processor
 from mmspec.app.media.clips import HELP, USUAL, VideoReader, policy
 from mmspec.app.media.video import FramePolicy
 from mmspec.app.options import Pairs, count, from_zero
@@ -120,7 +120,7 @@ def _made(method: str, info: TargetInfo, shape: dict[str, Any], **values: object
     return made(made.Config.of({**usual, **of, **values, **shape}))
 
 
-def build(method: str, model: Model, intermediate: int | None, **shape: object) -> Any:
+def build(method: str, model: LoadedModel, intermediate: int | None, **shape: object) -> Any:
     """An untrained drafter in the shape of the target's own decoder layer, with norms throughout.
 
     Args:
@@ -134,7 +134,7 @@ def build(method: str, model: Model, intermediate: int | None, **shape: object) 
     return _made(method, info, shape, **train_block.layer_of(model, info.hidden, intermediate))
 
 
-def _heads(method: str, model: Model, intermediate: int | None, **shape: object) -> Any:
+def _heads(method: str, model: LoadedModel, intermediate: int | None, **shape: object) -> Any:
     """A multi-token-prediction head to be trained: the target's own, or a new one of its classes.
 
     Raises ValueError: a shape; the target's classes have theirs.
@@ -229,7 +229,7 @@ def train(
     return drafter
 
 
-def write(drafter: Any, model: Model, folder: Path) -> None:
+def write(drafter: Any, model: LoadedModel, folder: Path) -> None:
     """A trained drafter as files that `enable` reads; heads of the model's own classes as its checkpoint holds them."""
     if drafter.method != "mtp":
         return save_drafter(drafter, folder)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mmspec import registry, zoo
-from mmspec.app import embedded
+from mmspec.app import embedded, enabling
 from mmspec.app.bench import drafters, report
 from mmspec.app.bench.answers import enabled
 from mmspec.app.bench.command import Outcome, matching, refuse, say
@@ -23,7 +23,7 @@ from mmspec.app.compare import Comparison, over
 from mmspec.app.devices import wait
 from mmspec.app.embedded import STOCK
 from mmspec.app.engine import load
-from mmspec.app.loaded import Inputs, Model, Processor
+from mmspec.app.loaded import LoadedModel, ModelInputs, Processor
 from mmspec.app.options import count, where
 from mmspec.app.provenance import provenance
 from mmspec.drafters.plain import Plain
@@ -67,9 +67,9 @@ class CaptionRun:
 
 @dataclass(frozen=True)
 class CaptionBench:
-    model: Model
+    model: LoadedModel
     processor: Processor
-    prompts: list[Inputs]  # inputs, one prompt each
+    prompts: list[ModelInputs]  # inputs, one prompt each
     settings: dict[str, Any]
 
     def run(self, method: CaptionMethod, rows: int, count: int | None = None) -> CaptionRun:
@@ -142,10 +142,10 @@ def questions(args: argparse.Namespace) -> list[Question]:
     return [q if q.prompt else Question(q.images, prompts[i % len(prompts)]) for i, q in enumerate(held)]
 
 
-def methods(model: Model, args: argparse.Namespace) -> list[CaptionMethod]:
+def methods(model: LoadedModel, args: argparse.Namespace) -> list[CaptionMethod]:
     """Static and continuous, without a drafter and with each; of unrelated texts static with stock's own noise."""
     ways = [CaptionMethod(BASE, StaticBatcher), CaptionMethod("continuous", ContinuousBatcher, Plain())]
-    given = drafters.options(args)
+    given = enabling.given(args.enable)
     named = drafters.read(args, model=model) or {"ngram": registry.drafter_class("ngram")()}
     for title, drafter in named.items():
         title = f"{BASE} + {title}"

@@ -16,6 +16,7 @@ from typing import TypeVar
 from mmspec.app.bench import report
 from mmspec.app.compare import Named
 from mmspec.app.devices import EngineError
+from mmspec.app.enabling import EnableError
 from mmspec.app.files import write_whole
 from mmspec.app.provenance import load_average
 from mmspec.media import MediaError
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         for _ in suite.measure(args, outcome):
             outcome.meaning = report.meaning(outcome.records)
             _save(args.json, outcome)
-    except (BenchError, EngineError, MediaError, report.ReportError) as error:
+    except (BenchError, EnableError, EngineError, MediaError, report.ReportError) as error:
         print(f"{args.prog}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -16,7 +16,7 @@ import mmspec
 from mmspec import zoo
 from mmspec.app import embedded, enabling
 from mmspec.app.bench.command import BenchError, say
-from mmspec.app.loaded import Model
+from mmspec.app.loaded import LoadedModel
 from mmspec.checkpoints.save import save_drafter
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.pipelines.drafters.draft_model import ModelDrafter
@@ -40,18 +40,7 @@ def configure(parser: argparse.ArgumentParser, beside: str = "") -> None:
     enabling.add(parser)
 
 
-def options(args: argparse.Namespace) -> dict[str, object]:
-    """What is said to `enable` of every drafter that is measured.
-
-    Raises BenchError: there is no such option, or no such value.
-    """
-    try:
-        return enabling.given(args.enable)
-    except enabling.EnableError as error:
-        raise BenchError(str(error)) from error
-
-
-def read(args: argparse.Namespace, trained: bool = False, model: Model | None = None) -> dict[str, Drafter]:
+def read(args: argparse.Namespace, trained: bool = False, model: LoadedModel | None = None) -> dict[str, Drafter]:
     """The drafters asked for, each under its method's name; by default the model's embedded one, if it is there.
 
     Args:
@@ -98,7 +87,7 @@ def _named(name: str, model: str) -> list[str]:
     return [own]
 
 
-def _loaded(names: list[str], model: Model | None) -> dict[str, Drafter]:
+def _loaded(names: list[str], model: LoadedModel | None) -> dict[str, Drafter]:
     loaded: dict[str, Drafter] = {}
     for name in names:
         if name in DRAFTERS and DRAFTERS[name].from_model:
@@ -118,7 +107,7 @@ def _loaded(names: list[str], model: Model | None) -> dict[str, Drafter]:
 EARLY = 6  # a draft model has one in so many of its target's layers
 
 
-def first_layers(model: Model) -> ModelDrafter:
+def first_layers(model: LoadedModel) -> ModelDrafter:
     """The model's own first layers under its head, with the same weights, as a smaller model that drafts for it."""
     small = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     own = decoder(small)
@@ -134,7 +123,7 @@ def first_layers(model: Model) -> ModelDrafter:
 
 
 # By a drafter's name: how it is made of the model that is measured, where it needs no file of its own.
-OF_MODEL: dict[str, Callable[[Model], Drafter]] = {"model": first_layers, "mtp": MtpDrafter.of_model}
+OF_MODEL: dict[str, Callable[[LoadedModel], Drafter]] = {"model": first_layers, "mtp": MtpDrafter.of_model}
 
 
 def _dflash(drafter: BlockDrafter) -> dict[str, object]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mmspec.app import embedded
+from mmspec.app import embedded, enabling
 from mmspec.app.bench import drafters, gallery, measures, report_image
 from mmspec.app.bench.command import BenchError, Outcome, batches, matching, say, seeds_of
 from mmspec.app.bench.image_methods import Hostile, ImageMethod, lossless, relaxed
@@ -110,7 +110,7 @@ def methods(painter: ImageSubject, args: argparse.Namespace) -> list[ImageMethod
     known = lossless(trained) + relaxed(painter.codes, trained, args.rule, args.budget)
     if not painter.static:
         known = [m for m in known if not m.plain and not isinstance(m.way.drafter, Hostile)]
-    given, named = drafters.options(args), [drafter for _, drafter in trained]
+    given, named = enabling.given(args.enable), [drafter for _, drafter in trained]
     return [replace(m, way=replace(m.way, options={**m.way.options, **given})) if m.way.drafter in named else m
             for m in known]  # fmt: skip
 

@@ -27,26 +27,16 @@ LAYOUTS: dict[str, dict[str, Any]] = yaml.safe_load(TABLES.read_text())
 CURVES: dict[str, Callable[[Axes, list[Record]], None]] = {}  # by suite, what draws its records into a panel
 
 
-def number(value: float | None, form: str) -> str:
+def number(value: float | Record | None, form: str) -> str:
     """A value in this form; a dash where there is none."""
     return "-" if value is None else form.format(value)
-
-
-def _shares(record: Record) -> str:
-    held = record["shares"]
-    return "-" if held is None else " ".join(f"{100 * held[part]:.0f}" for part in ("draft", "verify", "other"))
-
-
-def _spent(record: Record) -> str:
-    none = record["lossless"] or record["spent"] is None
-    return "-" if none else f"{record['spent']:.2f} ({record['spent_max']:.2f})"
 
 
 OWN: dict[str, Callable[[Record], str]] = {  # fields that are shown in a way of their own
     "drafter_visual_rows": lambda r: number(r["drafter_visual_rows"], f"{{:.0f}}/{r.get('visual_tokens') or 0:.0f}"),
     "lossless": lambda r: {True: "kept", False: "bent", None: "-"}[r["lossless"]],
-    "shares": _shares,
-    "spent": _spent,
+    "shares": lambda r: number(r["shares"], "{0[draft]:.0%} {0[verify]:.0%} {0[other]:.0%}").replace("%", ""),
+    "spent": lambda r: number(None if r["lossless"] else r["spent"], f"{{:.2f}} ({r.get('spent_max') or 0:.2f})"),
     "exact_seed": lambda r: number(r["identical_rate"] if r["exact_seed"] else None, "{:.0%}"),
     "refused": lambda r: "refused" if r.get("refused") else cell(r, "speedup_e2e ratio"),
 }

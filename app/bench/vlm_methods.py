@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from mmspec import registry
+from mmspec.app import enabling
 from mmspec.app.bench import drafters
 from mmspec.app.bench.command import BenchError, matching, say
-from mmspec.app.loaded import Model
+from mmspec.app.loaded import LoadedModel
 from mmspec.app.options import count
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host.loading import CompileConfig
@@ -75,7 +76,9 @@ def stock(device: torch.device) -> list[VlmMethod]:
 
 
 def methods(
-    model: Model, args: argparse.Namespace, variants: Callable[[VlmMethod], Iterable[VlmMethod]] = lambda whole: ()
+    model: LoadedModel,
+    args: argparse.Namespace,
+    variants: Callable[[VlmMethod], Iterable[VlmMethod]] = lambda whole: (),
 ) -> list[VlmMethod]:
     """The stock paths, prompt lookup as transformers has it, and mmspec with each drafter, stock's own path before.
 
@@ -87,7 +90,7 @@ def methods(
         VlmMethod("hf-prompt-lookup", {"prompt_lookup_num_tokens": 10}, grid="lookup", single=True),
         VlmMethod("ngram", drafter=registry.drafter_class("ngram")(), grid="text drafter"),
     ]
-    flags = drafters.options(args)
+    flags = enabling.given(args.enable)
     target = families.of(model).describe(model)
     for title, drafter in drafters.read(args, model=model).items():
         try:

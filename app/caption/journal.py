@@ -10,7 +10,6 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 try:
@@ -56,7 +55,7 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def append(self, *records: Record) -> None:
@@ -207,11 +206,11 @@ def _heal(file: BinaryIO) -> None:
         file.seek(start)
 
 
-def _last_line(file: BinaryIO, end: int, step: int = 2**16) -> int:
+def _last_line(file: BinaryIO, end: int) -> int:
     """Where the line begins that no newline ends; `end` if there is none."""
     at = end
     while at > 0:
-        first = max(0, at - step)
+        first = max(0, at - 2**16)
         file.seek(first)
         newline = file.read(at - first).rfind(b"\n")
         if newline >= 0:

@@ -82,7 +82,9 @@ class Planner:
                 todo.elsewhere += 1
         todo.items = len(mine)
         for item in mine:
-            self._sort(item, sidecars if has_sidecar(item, self.options.format) else None, todo)
+            kinds = self.options.format  # without it, items get a caption file that are files of their own
+            beside = item.source.path is not None if kinds is None else "txt" in kinds.split(",")
+            self._sort(item, sidecars if beside else None, todo)
         return todo
 
     def _sort(self, item: Item, sidecars: Sidecars | None, todo: Plan) -> None:
@@ -150,11 +152,6 @@ class Planner:
             return True
         shard, shards = map(int, self.options.shard.split("/"))
         return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8]) % shards == shard
-
-
-def has_sidecar(item: Item, chosen: str | None) -> bool:
-    """Whether an item gets a caption file; without --format, those do that are files of their own."""
-    return item.source.path is not None if chosen is None else "txt" in chosen.split(",")
 
 
 def stamp_of(item: Item) -> str | None:

@@ -116,19 +116,16 @@ def open_inputs(
     places: list[Place] = []
     several = sum(map(is_address, where)) > 1
     for name in map(str, where):
-        meant = [_remote(name, recursive, several)] if is_address(name) else [*_places(name, recursive, columns, split)]
+        if is_address(name) and Path(name).suffix.lower() in tables.EXTENSIONS | tars.EXTENSIONS:
+            why = "is a list, a table or a tar elsewhere, which is read here only"
+            raise MediaError(name, why, "download it first")
+        remote = is_address(name)
+        meant = [Remote(name, recursive, several)] if remote else [*_places(name, recursive, columns, split)]
         _check(meant)
         places += meant
     if not places:
         raise MediaError("", "nothing to caption", f"name {KNOWN}")
     return Inputs(places)
-
-
-def _remote(address: str, recursive: bool, several: bool) -> Remote:
-    ending = Path(address).suffix.lower()
-    if ending in tables.EXTENSIONS | tars.EXTENSIONS:
-        raise MediaError(address, "is a list, a table or a tar elsewhere, which is read here only", "download it first")
-    return Remote(address, recursive, several)
 
 
 def _check(places: Sequence[Place]) -> None:

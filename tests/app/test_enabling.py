@@ -88,9 +88,9 @@ def test_every_verb_takes_it() -> None:
         parser = argparse.ArgumentParser()
         importlib.import_module(cli.COMMANDS["bench"][0]).configure(parser, SUITES)
         args = parser.parse_args([suite, "--enable", "compile=true", "depth=3"])
-        assert named.options(args) == OPTIONS
-    with pytest.raises(BenchError, match="did you mean depth"):
-        named.options(argparse.Namespace(enable=["dept=3"]))
+        assert enabling.given(args.enable) == OPTIONS
+    with pytest.raises(EnableError, match="did you mean depth"):
+        enabling.given(["dept=3"])
 
 
 @pytest.fixture
