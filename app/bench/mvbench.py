@@ -10,8 +10,9 @@ from typing import Any
 from mmspec.app.bench.command import BenchError, say
 
 NAME, BRANCH = "OpenGVLab/MVBench", "video"  # the main branch has the videos in archives, uncut
+COMMAND = f"hf download {NAME} --repo-type dataset --revision {BRANCH}"
 ADVICE = (
-    f"fetch it: hf download {NAME} --repo-type dataset --revision {BRANCH}; or name a folder with its json/ and its "
+    f"fetch it: {COMMAND}; or name a folder with its json/ and its "
     f"videos, unpacked and cut as in the branch {BRANCH!r} (--local-dir FOLDER of the same command)"
 )
 VIDEOS = {  # by task, whose questions are in json/TASK.json, the folder of its videos
