@@ -8,8 +8,6 @@ For each release: the contract's rows on its unpacked wheel, `mmspec doctor`, an
 .venv with another transformers; `newest` is .venv-newest, as `make test LOCK=` makes it.
 """
 
-from __future__ import annotations
-
 import platform
 import re
 import shutil
@@ -22,7 +20,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE, WORK = ROOT / "docs" / "versions.md", ROOT / "build" / "versions"
 QUICK = ("test_calls.py", "test_contract.py", "test_generate.py")
 RELEASES = ("5.23.0", "5.24.0", "newest")
-_ROW = re.compile(r"^\| (\S+) \| ", re.MULTILINE)
 _HEAD = """# Supported versions
 
 mmspec is tested with transformers {range}. `constraints.txt` names the releases of all packages that `make`

@@ -1,7 +1,5 @@
 """The vlm suite, also with pairs and clips, with drafters that lack a part, and with curves."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +10,6 @@ from mmspec.app.bench.command import Outcome
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """As of `mmspec bench vlm`, and what is further shown, measured and drawn."""
     vlm.configure(parser)
     ablations.configure(parser)
     drawn.configure(parser)
@@ -21,7 +18,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    """All cells, one after the other; yields whenever the outcome has grown."""
     if args.curves:
         report.check_plot(args.curves)
     yield from vlm.measure(args, outcome, ablations.methods, drawn.questions)
