@@ -41,11 +41,8 @@ class Row:
     spent: float = 0.0  # distance from the target's distribution that a relaxed rule cost; set when the row is let go
 
     def take(self, tokens: Sequence[int]) -> list[int]:
-        """Append decided tokens, up to the one that ends the row; returns those that were appended.
-
-        Raises:
-            RuntimeError: the target gave no distribution to draw from, where stock `generate` raises too.
-        """
+        """Append decided tokens, up to the one that ends the row; returns those that were appended. RuntimeError: the
+        target gave no distribution to draw from, where stock `generate` raises too."""
         lawful, begin = list(takewhile(lambda token: token >= 0, tokens)), len(self.tokens)
         ends = (i for i, x in enumerate(lawful, 1) if x in self.eos or begin + i >= self.limit)
         end = next(ends, None)
@@ -105,11 +102,10 @@ class Session:
     def noise(self, draft: Draft, distribution: Categorical) -> Tensor | None:
         """Uniform numbers [B, N], fixed by each row's seed and by the position of the token drawn after each node; None
         where the distribution is a point mass and nothing is drawn."""
-        return (
-            None
-            if distribution.is_point
-            else dispatch.uniform(self.seeds[:, None], self.emitted[:, None] + draft.tree.depth)
-        )
+        if distribution.is_point:
+            return None
+        noise: Tensor = dispatch.uniform(self.seeds[:, None], self.emitted[:, None] + draft.tree.depth)
+        return noise
 
     def commit(self, draft: Draft, scores: Scores, acceptance: Acceptance) -> Round:
         """Take what was accepted: the one read of a round by the host, the rows' new tokens, the next pending token."""

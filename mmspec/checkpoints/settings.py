@@ -1,7 +1,5 @@
 """config.json of a drafter in any layout: to a config and back, and what our network cannot be."""
 
-from __future__ import annotations
-
 import warnings
 from reprlib import repr as briefly
 
@@ -28,11 +26,7 @@ def opened(config: Json) -> Settings:
 
 
 def method_of(name: str, config: Json) -> str:
-    """The method of a drafter in a layout.
-
-    Raises:
-        ValueError: one that this version does not have.
-    """
+    """The method of a drafter in a layout. ValueError: one that this version does not have."""
     method = layout_named(name).method or part(config, "mmspec").get("method", "eagle")
     known = [name for name, entry in DRAFTERS.items() if entry.trained]
     if method not in known:
@@ -65,11 +59,11 @@ def read(name: str, files: Published, kind: type[values.Made]) -> values.Made:
         ValueError: a setting that is missing or makes no sense.
     """
     layout = layout_named(name)
-    found = {**layout.usual, **layout.fixed, **layout.read(layout, files)}
+    settings_read = {**layout.usual, **layout.fixed, **layout.read(layout, files)}
     verifier = part(part(files.config, "speculators_config"), "verifier").get("name_or_path")
     recorded, known = {"target": verifier, **part(files.config, "mmspec")}, kind.usual()
     noted = {key: recorded[key] for key in RECORDED if recorded.get(key) is not None and key in known}
-    return values.made(kind, {**found, **noted})
+    return values.made(kind, {**settings_read, **noted})
 
 
 def describe(name: str, method: str, config: FileConfig) -> Settings:

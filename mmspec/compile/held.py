@@ -49,9 +49,10 @@ class Held:
         """What is captured of a module, which outlives every call, checked for this one; None without `compile`."""
         if not compile:
             return None
-        found = _OF.setdefault(module, cls(type(module).__name__))
-        found.check(module)
-        return found
+        captures = _OF.setdefault(module, cls(type(module).__name__))
+        assert isinstance(captures, cls)
+        captures.check(module)
+        return captures
 
     def beside(self, weights: nn.Module, name: str) -> Held:
         """What is captured of a drafter with these weights, which reads this module's, too."""
@@ -134,7 +135,7 @@ class Held:
         return None
 
 
-_OF: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_OF: WeakKeyDictionary[nn.Module, Held] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -148,11 +149,8 @@ def settled(yes: bool = True) -> Iterator[None]:
 
 
 def compare(mine: Sequence[Tensor], stock: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """Refuse outputs that are not those of the module itself, as near as this dtype allows.
-
-    Raises:
-        Uncapturable: they are further away.
-    """
+    """Refuse outputs that are not those of the module itself, as near as this dtype allows. Uncapturable: they are
+    further away."""
     apart = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(stock, mine, strict=True)]
     if not all(share <= _NEAR.get(dtype, 1e-4) for share in apart):  # NaN is not near
         raise Uncapturable(f"its outputs would be {max(apart):.1e} away from the uncompiled ones")

@@ -1,7 +1,5 @@
 """FLASH: visual rows drafted from a few latents, and several tokens predicted in one pass of the drafter."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -126,8 +124,8 @@ class PublishedHeads(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """[…, K, H] of h […, H]."""
-        found: Tensor = self.up(F.silu(self.down(h))).unflatten(-1, (-1, h.shape[-1]))
-        return found
+        ahead: Tensor = self.up(F.silu(self.down(h))).unflatten(-1, (-1, h.shape[-1]))
+        return ahead
 
 
 class FlashDrafter(EagleDrafter):
@@ -203,10 +201,7 @@ class FlashDrafter(EagleDrafter):
         rows: Tensor | None = None,
     ) -> list[Tensor]:  # fmt: skip
         """What the first `steps` ≤ K heads predict, from many positions at once; as `FeatureDrafter.forward` says.
-
-        Raises:
-            ValueError: more steps than heads.
-        """
+        ValueError: more steps than heads."""
         if self.config.tokens == 1:
             return super().forward(embeds, features, visual, valid, steps, start, rows)
         if steps > self.config.tokens:

@@ -48,19 +48,11 @@ class JacobiDrafter:
         return self.options.window + sum(K**level - 1 for level in range(1, D))
 
     def fit(self, target: TargetInfo, given: Options) -> JacobiDrafter:
-        """Any target will do.
-
-        Raises:
-            ValueError: an option of another drafter, or a wrong value.
-        """
+        """Every target will do. ValueError: an option of another drafter, or a wrong value."""
         return replace(self, vocab=target.vocab, options=chosen(USUAL, given, "the jacobi drafter"))
 
     def start(self, session: SessionView[Window], target: Target, prompt: Prompt) -> WindowMemory:
-        """What these rows carry.
-
-        Raises:
-            ValueError: an init that looks at the row above, and a target without a grid.
-        """
+        """What these rows carry. ValueError: an init that looks at the row above, and a target without a grid."""
         grid, init = prompt.grid, self.options.init
         init = ("mixture" if grid else "horizontal") if init == NEAR else init
         if grid is None and SHARES[init][1]:
@@ -199,9 +191,8 @@ def _branched(token: Tensor, log_q: Tensor, noise: Tensor, shape: WindowLayout) 
     R, K, V = shape.levels, shape.ranks, log_q.shape[-1]
     first, distribution = token[:, :R, None], log_q[:, :R]
     best, tokens = (distribution + noise).scatter(2, first.clamp(min=0), math.inf).topk(min(K, V), -1)
-    tokens = pad(
-        torch.where((best == -math.inf) | (first == NO_TOKEN), NO_TOKEN, tokens), (0, K - min(K, V)), value=NO_TOKEN
-    )
+    tokens = torch.where((best == -math.inf) | (first == NO_TOKEN), NO_TOKEN, tokens)
+    tokens = pad(tokens, (0, K - min(K, V)), value=NO_TOKEN)
     distributions = [distribution]
     for rank in range(K - 1):
         distributions.append(distributions[-1].scatter(2, tokens[..., rank, None].clamp(min=0), -math.inf))

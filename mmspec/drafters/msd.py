@@ -1,7 +1,5 @@
 """MSD: the layer reads text as in EAGLE, and images as their bare embeddings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

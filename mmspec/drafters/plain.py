@@ -23,11 +23,7 @@ class Plain:
     options = NoOptions()
 
     def fit(self, target: TargetInfo, given: Options) -> Plain:
-        """Any target will do.
-
-        Raises:
-            ValueError: an option that says how to draft.
-        """
+        """Every target will do. ValueError: an option that says how to draft."""
         chosen(self.options, given, "plain decoding")
         return self
 

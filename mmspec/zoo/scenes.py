@@ -9,24 +9,13 @@ from PIL import Image, ImageDraw
 SIDE = 96  # pixels of a rendered scene
 CELL = SIDE // 3  # the objects stand on a 3x3 grid
 COLOURS = {
-    "red": (215, 35, 40),
-    "green": (35, 160, 60),
-    "blue": (45, 75, 230),
-    "yellow": (242, 222, 45),
-    "purple": (145, 55, 190),
-    "orange": (245, 138, 30),
-    "cyan": (60, 210, 222),
-    "pink": (252, 155, 195),
-}
+    "red": (215, 35, 40), "green": (35, 160, 60), "blue": (45, 75, 230), "yellow": (242, 222, 45),
+    "purple": (145, 55, 190), "orange": (245, 138, 30), "cyan": (60, 210, 222), "pink": (252, 155, 195),
+}  # fmt: skip
 BACKGROUNDS = {
-    "white": (246, 246, 246),
-    "grey": (132, 132, 132),
-    "black": (18, 18, 18),
-    "beige": (224, 205, 172),
-    "grainy": (168, 168, 160),
-    "lined": (232, 236, 240),
-    "chequered": (206, 206, 206),
-}
+    "white": (246, 246, 246), "grey": (132, 132, 132), "black": (18, 18, 18), "beige": (224, 205, 172),
+    "grainy": (168, 168, 160), "lined": (232, 236, 240), "chequered": (206, 206, 206),
+}  # fmt: skip
 SHAPES = ("circle", "square", "triangle", "diamond", "cross", "ring", "star")
 TEXTURES = ("plain", "striped", "dotted")
 SIZES = {"small": (7.6, 9.0), "large": (12.0, 13.4)}  # range of the radius in pixels
@@ -84,16 +73,8 @@ def draw_thing(rng: np.random.Generator, cell: int) -> Thing:
     """A random object in one cell of the grid."""
     size = str(rng.choice(list(SIZES)))
     x, y = (CELL * np.array([cell % 3 + 0.5, cell // 3 + 0.5]) + rng.uniform(-JITTER, JITTER, 2)).tolist()
-    return Thing(
-        str(rng.choice(SHAPES)),
-        str(rng.choice(list(COLOURS))),
-        str(rng.choice(TEXTURES)),
-        size,
-        cell,
-        x,
-        y,
-        float(rng.uniform(*SIZES[size])),
-    )
+    shape, colour, texture = (str(rng.choice(list(some))) for some in (SHAPES, COLOURS, TEXTURES))
+    return Thing(shape, colour, texture, size, cell, x, y, float(rng.uniform(*SIZES[size])))
 
 
 def relations(first: Thing, second: Thing) -> tuple[str, ...]:
