@@ -1,5 +1,7 @@
 """`python -m benchmarks`, from a checkout: the maintainers' suites, and the training of the embedded models."""
 
+from __future__ import annotations
+
 import importlib
 import sys
 from collections.abc import Sequence

@@ -6,6 +6,8 @@ Processor time of the check that a call may be accelerated (`obstacle`, with the
 that version anew, and of the whole call for its first token, in turn, on the embedded models and a deep random one.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import statistics

@@ -9,6 +9,8 @@ they launch; a graph is played by `tests/support/pretend_graphs.py`. Bytes and a
 launches where the host is slower.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys

@@ -1,5 +1,7 @@
 """Bytes and arithmetic of a round at published shapes, and the time that they take by a GPU's data sheet."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

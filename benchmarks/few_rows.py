@@ -6,6 +6,8 @@ The decoder reads its rows behind a cache of 200 tokens, which is cut back after
 of the repetitions, the two ways of multiplying in turn.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys

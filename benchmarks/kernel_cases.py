@@ -1,5 +1,7 @@
 """One case per kernel: how its inputs are made, how near it must come to its definition, what it has to move."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -139,11 +141,15 @@ def _gaussian(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:
     table = torch.stack([*columns[:3], columns[3] / (1 - kept), beta.log(), tilde.log()], 1).flip(0)
     made = [torch.randn(shape).to(dtype).to(device) for shape in ((R, K + 1, C), (R, K, C), (R, K, 2 * C), (R, K, C))]
     return {
-        "states": made[0], "noise": made[1],
+        "states": made[0],
+        "noise": made[1],
         "log_std_q": (tilde.log().flip(0)[:, None] / 2).expand(R, K, C).contiguous().to(dtype).to(device),
-        "out": made[2], "table": table.contiguous().to(device), "out_null": made[3],
-        "guidance": (1 + 2 * torch.rand(R)).to(device), "temperature": 0.9,
-    }  # fmt: skip
+        "out": made[2],
+        "table": table.contiguous().to(device),
+        "out_null": made[3],
+        "guidance": (1 + 2 * torch.rand(R)).to(device),
+        "temperature": 0.9,
+    }
 
 
 def _recurrent(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:
@@ -152,10 +158,14 @@ def _recurrent(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:
     q, k = (torch.nn.functional.normalize(torch.randn(B, H, N, D) + 0.5, dim=-1).to(device) for _ in range(2))
     seen = ancestors(parents(B, N))
     return {
-        "q": q, "k": k, "v": torch.randn(B, H, N, E).to(device), "beta": torch.rand(B, H, N).to(device),
+        "q": q,
+        "k": k,
+        "v": torch.randn(B, H, N, E).to(device),
+        "beta": torch.rand(B, H, N).to(device),
         "G": (-torch.rand(B, H, N) @ seen.float().transpose(1, 2)).to(device),
-        "state": torch.randn(B, H, D, E).to(device), "ancestors": seen.to(device),
-    }  # fmt: skip
+        "state": torch.randn(B, H, D, E).to(device),
+        "ancestors": seen.to(device),
+    }
 
 
 def tensors(some: object) -> list[Tensor]:

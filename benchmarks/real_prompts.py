@@ -1,5 +1,7 @@
 """The prompts of `real.py`: chats, and texts whose answers repeat what the prompt has."""
 
+from __future__ import annotations
+
 import inspect
 import textwrap
 from collections.abc import Callable
@@ -14,30 +16,57 @@ class RealPrompt(NamedTuple):
 
 
 _QUESTIONS = (
-    "Why is the sky blue?", "Give me three tips for learning a new language.", "Explain recursion to a ten-year-old.",
-    "What should I see in Rome in two days?", "Write a short poem about the sea.",
-    "How do I make a good cup of coffee?", "Who was Ada Lovelace, and what is she known for?",
-    "What are the pros and cons of working from home?", "How does a bicycle stay upright?",
+    "Why is the sky blue?",
+    "Give me three tips for learning a new language.",
+    "Explain recursion to a ten-year-old.",
+    "What should I see in Rome in two days?",
+    "Write a short poem about the sea.",
+    "How do I make a good cup of coffee?",
+    "Who was Ada Lovelace, and what is she known for?",
+    "What are the pros and cons of working from home?",
+    "How does a bicycle stay upright?",
     "Write an e-mail that asks my landlord to mend the heating.",
-    "What is the capital of Australia, and why is it not Sydney?", "Tell me a story about a lost key.",
-)  # fmt: skip
+    "What is the capital of Australia, and why is it not Sydney?",
+    "Tell me a story about a lost key.",
+)
 _MORE_QUESTIONS = (  # for calls of several rows
-    "Why do we have seasons?", "How is glass made?", "What is the best way to clean a window?",
-    "Explain what a compiler does.", "What happened at the Boston Tea Party?", "Write a limerick about a lazy frog.",
-    "How do whales breathe?", "What is the difference between a debit card and a loan?",
-    "Give me five names for a bakery.", "How long does it take to boil an egg?", "What causes tides?",
-    "Write a thank-you note to a nurse.", "Who wrote Don Quixote, and what is it about?",
-    "What should I pack for a week in Iceland?", "Explain the rules of tennis.", "How do magnets attract each other?",
-    "What is a healthy breakfast?", "Tell me a joke about penguins.", "Why did the Roman Empire fall?",
-    "How can I stop biting my nails?", "What does a lawyer do all day?", "Describe the taste of a mango.",
-    "What is blockchain?", "Write a slogan for a shop that repairs shoes.", "How do airplanes fly?",
-    "What is the longest river of Africa, and where does it end?", "How do I apologize to a friend?",
-    "What are the stages of a butterfly's life?", "Explain opportunity cost with an example.",
-    "Which instruments are in a string quartet?", "What can I do on a rainy Sunday with children?",
-    "How does a microwave oven heat food?", "What is the meaning of the word serendipity?",
-    "Write a dialogue between a baker and a thief.", "How old is the universe, and how do we know?",
+    "Why do we have seasons?",
+    "How is glass made?",
+    "What is the best way to clean a window?",
+    "Explain what a compiler does.",
+    "What happened at the Boston Tea Party?",
+    "Write a limerick about a lazy frog.",
+    "How do whales breathe?",
+    "What is the difference between a debit card and a loan?",
+    "Give me five names for a bakery.",
+    "How long does it take to boil an egg?",
+    "What causes tides?",
+    "Write a thank-you note to a nurse.",
+    "Who wrote Don Quixote, and what is it about?",
+    "What should I pack for a week in Iceland?",
+    "Explain the rules of tennis.",
+    "How do magnets attract each other?",
+    "What is a healthy breakfast?",
+    "Tell me a joke about penguins.",
+    "Why did the Roman Empire fall?",
+    "How can I stop biting my nails?",
+    "What does a lawyer do all day?",
+    "Describe the taste of a mango.",
+    "What is blockchain?",
+    "Write a slogan for a shop that repairs shoes.",
+    "How do airplanes fly?",
+    "What is the longest river of Africa, and where does it end?",
+    "How do I apologize to a friend?",
+    "What are the stages of a butterfly's life?",
+    "Explain opportunity cost with an example.",
+    "Which instruments are in a string quartet?",
+    "What can I do on a rainy Sunday with children?",
+    "How does a microwave oven heat food?",
+    "What is the meaning of the word serendipity?",
+    "Write a dialogue between a baker and a thief.",
+    "How old is the universe, and how do we know?",
     "What makes a good leader?",
-)  # fmt: skip
+)
 
 _PASSAGES = (
     """The town council of Harwick Bay met on Tuesday to discuss the repair of the old lighthouse. The old lighthouse,
@@ -89,11 +118,19 @@ def repeating() -> list[RealPrompt]:
     rename = "Add type annotations to this function."
     comment = "Add a comment to this function."
     return [
-        _json(1, 5), _copy(_PASSAGES[0]), _edit(textwrap.shorten, comment), _summary(_PASSAGES[0]),
-        _edit(inspect.cleandoc, rename), _copy(_PASSAGES[1]), _json(12, 4), _summary(_PASSAGES[1]),
-        _edit(textwrap.indent, rename), _edit(inspect.getmodulename, comment), _tests(4),
+        _json(1, 5),
+        _copy(_PASSAGES[0]),
+        _edit(textwrap.shorten, comment),
+        _summary(_PASSAGES[0]),
+        _edit(inspect.cleandoc, rename),
+        _copy(_PASSAGES[1]),
+        _json(12, 4),
+        _summary(_PASSAGES[1]),
+        _edit(textwrap.indent, rename),
+        _edit(inspect.getmodulename, comment),
+        _tests(4),
         RealPrompt("".join(f"| {n} | {n * n} | {n**3} |\n" for n in range(1, 9)), False),
-    ]  # fmt: skip
+    ]
 
 
 def chats() -> list[RealPrompt]:

@@ -131,9 +131,12 @@ def round_files() -> None:
     picture = Image.open(ROOT / "mmspec/zoo/samples/scene-01.png")
     pieces = [{"type": "image", "image": picture}, {"type": "text", "text": "Describe it."}]
     inputs = processor.apply_chat_template(
-        [[{"role": "user", "content": pieces}]], add_generation_prompt=True, tokenize=True, return_dict=True,
+        [[{"role": "user", "content": pieces}]],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
         return_tensors="pt",
-    )  # fmt: skip
+    )
     mmspec.enable(model, zoo.path("scenes-video-eagle"))
     crossed: Counter[str] = Counter()
     stock = loop.decode

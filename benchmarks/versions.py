@@ -8,6 +8,8 @@ For each release: the contract's rows on its unpacked wheel, `mmspec doctor`, an
 .venv with another transformers; `newest` is .venv-newest, as `make test LOCK=` makes it.
 """
 
+from __future__ import annotations
+
 import platform
 import re
 import shutil

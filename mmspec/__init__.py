@@ -1,5 +1,7 @@
 """mmspec: lossless speculative decoding for Hugging Face vision-language and autoregressive image models."""
 
+from __future__ import annotations
+
 import importlib
 import pathlib
 from typing import Any

@@ -5,6 +5,8 @@ time that one row takes. With the weight as the left operand the threads share i
 little longer than one, and eight less than half as long again (docs/speed.md). No weight is copied.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import torch

@@ -1,5 +1,7 @@
 """Images from untrusted folders: which files may be opened, each decoded to RGB or refused with a clear error."""
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import io

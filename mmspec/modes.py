@@ -1,5 +1,7 @@
 """Modes of autograd: rounds run in inference mode, where each operation costs less, and what lasts is made outside."""
 
+from __future__ import annotations
+
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache

@@ -1,5 +1,7 @@
 """The names of drafters and rules: where each drafter's class is, and what makes each rule."""
 
+from __future__ import annotations
+
 import ast
 import importlib
 import inspect
@@ -33,10 +35,14 @@ class Entry:
 _D, _OF_MODELS = "mmspec.drafters.", "mmspec.pipelines.drafters."
 DRAFTERS: dict[str, Entry] = {
     "ngram": Entry(_D + "ngram", "NgramDrafter", "prompt lookup, no weights"),
-    "suffix": Entry(_D + "suffix", "SuffixDrafter",
-        "what followed the same words in this run, no weights; where a model ships with nothing"),
-    "recycle": Entry(_D + "recycle", "RecycleDrafter",
-        "what the model last found likeliest after each token, no weights"),
+    "suffix": Entry(
+        _D + "suffix",
+        "SuffixDrafter",
+        "what followed the same words in this run, no weights; where a model ships with nothing",
+    ),
+    "recycle": Entry(
+        _D + "recycle", "RecycleDrafter", "what the model last found likeliest after each token, no weights"
+    ),
     "plain": Entry(_D + "plain", "Plain", "drafts nothing; for compile=True alone"),
     "jacobi": Entry(_D + "jacobi", "JacobiDrafter", "Jacobi window, no weights; for images"),
     "eagle": Entry(_D + "eagle", "EagleDrafter", "EAGLE-2-style feature drafter; reads EAGLE, EAGLE-3", trained=True),
@@ -49,7 +55,7 @@ DRAFTERS: dict[str, Entry] = {
     "model": Entry(_OF_MODELS + "draft_model", "ModelDrafter", "a smaller model: draft=…", from_model=True),
     "assistant": Entry(_OF_MODELS + "assistant", "AssistantDrafter", "Gemma-4's assistants: draft=…", from_model=True),
     "mtp": Entry(_OF_MODELS + "mtp", "MtpDrafter", "the heads in the target's own checkpoint", from_model=True),
-}  # fmt: skip
+}
 
 # those of text that need no weights, for any model: the demo offers them, the tests hold them to stock's tokens
 OF_TEXT = [n for n, e in DRAFTERS.items() if not (e.trained or e.from_model or n in ("plain", "jacobi"))]
@@ -58,18 +64,38 @@ USUAL = "suffix"  # what drafts for text where nobody says, and the model ships 
 # Name of a model, in small letters and without its owner → a drafter published for it, on the hub. It is suggested
 # where nothing else is there to draft; nothing is fetched unasked.
 PUBLISHED: dict[str, str] = {
-    **{name.lower(): f"JLKang/ViSpec-{name}" for name in (
-        "Qwen2.5-VL-3B-Instruct", "Qwen2.5-VL-7B-Instruct", "llava-v1.6-vicuna-7b-hf", "llava-v1.6-vicuna-13b-hf")},
+    **{
+        name.lower(): f"JLKang/ViSpec-{name}"
+        for name in (
+            "Qwen2.5-VL-3B-Instruct",
+            "Qwen2.5-VL-7B-Instruct",
+            "llava-v1.6-vicuna-7b-hf",
+            "llava-v1.6-vicuna-13b-hf",
+        )
+    },
     "llava-1.5-7b-hf": "lucylyn/MSD-LLaVA1.5-7B",
     "llava-1.5-13b-hf": "lucylyn/MSD-LLaVA1.5-13B",
     "qwen2-vl-7b-instruct": "lucylyn/MSD-Qwen2VL-7B-Instruct",
-    **{f"qwen3-vl-{size.lower()}-instruct": f"AngelSlim/Qwen3-VL-{size}-Instruct_eagle3" for size in (
-        "2B", "4B", "30B-A3B")},
+    **{
+        f"qwen3-vl-{size.lower()}-instruct": f"AngelSlim/Qwen3-VL-{size}-Instruct_eagle3"
+        for size in ("2B", "4B", "30B-A3B")
+    },
     "qwen3-vl-235b-a22b-instruct": "RedHatAI/Qwen3-VL-235B-A22B-Instruct-speculator.eagle3",
-    **{name.lower(): f"z-lab/{name}-DFlash" for name in (
-        "Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.5-27B", "Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3.6-27B",
-        "Qwen3.6-35B-A3B", "gemma-4-26B-A4B-it", "gemma-4-31B-it")},
-}  # fmt: skip
+    **{
+        name.lower(): f"z-lab/{name}-DFlash"
+        for name in (
+            "Qwen3.5-4B",
+            "Qwen3.5-9B",
+            "Qwen3.5-27B",
+            "Qwen3.5-35B-A3B",
+            "Qwen3.5-122B-A10B",
+            "Qwen3.6-27B",
+            "Qwen3.6-35B-A3B",
+            "gemma-4-26B-A4B-it",
+            "gemma-4-31B-it",
+        )
+    },
+}
 
 
 def drafters() -> dict[str, str]:
@@ -77,7 +103,11 @@ def drafters() -> dict[str, str]:
 
 
 def drafter_class(name: str) -> Any:
-    """The class registered under a name. ValueError: an unknown name; the message lists the known ones."""
+    """The class registered under a name.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+    """
     if name not in DRAFTERS:
         raise ValueError(f"unknown drafter {name!r}; choose from {', '.join(DRAFTERS)}")
     return getattr(importlib.import_module(DRAFTERS[name].module), DRAFTERS[name].cls)

@@ -41,8 +41,11 @@ class Row:
     spent: float = 0.0  # distance from the target's distribution that a relaxed rule cost; set when the row is let go
 
     def take(self, tokens: Sequence[int]) -> list[int]:
-        """Append decided tokens, up to the one that ends the row; returns those that were appended. RuntimeError: the
-        target gave no distribution to draw from, where stock `generate` raises too."""
+        """Append decided tokens, up to the one that ends the row; returns those that were appended.
+
+        Raises:
+            RuntimeError: the target gave no distribution to draw from, where stock `generate` raises too.
+        """
         lawful, begin = list(takewhile(lambda token: token >= 0, tokens)), len(self.tokens)
         ends = (i for i, x in enumerate(lawful, 1) if x in self.eos or begin + i >= self.limit)
         end = next(ends, None)

@@ -1,5 +1,7 @@
 """Trained drafters with one of their parts switched off while they draft; nothing is trained again."""
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -27,21 +29,25 @@ class Variant:
 ABLATIONS: dict[str, tuple[Variant, ...]] = {
     "eagle": tuple(Variant(f"pruned {share:.0%}", options={"prune": share}) for share in (0.5, 0.9)),
     "vispec": (
-        Variant("no summaries", {"summaries": False}), Variant("no global vector", {"global_vector": False}),
+        Variant("no summaries", {"summaries": False}),
+        Variant("no global vector", {"global_vector": False}),
         Variant("nothing of the adaptor", {"summaries": False, "global_vector": False}),
         Variant("media as published", {"media": "merge"}),
     ),
     "flash": (
-        Variant("chain", {"tokens": 1}), Variant("all rows", {"latents": 0}),
+        Variant("chain", {"tokens": 1}),
+        Variant("all rows", {"latents": 0}),
         *(Variant(f"{ratio:g} rows a latent", {"ratio": ratio}) for ratio in (4.5, 16.0)),
         Variant("64 rows a latent", {"ratio": 64.0, "least": 1}),
     ),
     "specvlm": (
         *(Variant(f"always {branch}", {"gate": branch}) for branch in BRANCHES),
-        *(Variant(f"always {branch}, 1 in {ratio}", {"gate": branch, f"{branch}_ratio": ratio})
-          for branch, ratio in (("prune", 4), ("pool", 4), ("pool", 64))),
+        *(
+            Variant(f"always {branch}, 1 in {ratio}", {"gate": branch, f"{branch}_ratio": ratio})
+            for branch, ratio in (("prune", 4), ("pool", 4), ("pool", 64))
+        ),
     ),
-}  # fmt: skip
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

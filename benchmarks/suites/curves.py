@@ -1,5 +1,7 @@
 """Curves of the vlm suite: tokens per call by depth, and speed-up by visual tokens, a line for each method."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

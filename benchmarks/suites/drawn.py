@@ -1,5 +1,7 @@
 """What the suites of vision-language models show beside single pictures: drawn pairs, and clips."""
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Callable
 

@@ -1,5 +1,7 @@
 """Whether a picture shows what its prompt says: the embedded VLM describes it, and the description is read back."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from collections.abc import Sequence

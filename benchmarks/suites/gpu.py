@@ -4,6 +4,8 @@ Every stage is a process of its own, so that one that crashes, hangs or breaks t
 run what is there: the tests, which take the device that they find, and the other suites.
 """
 
+from __future__ import annotations
+
 import argparse
 import importlib.util
 import json

@@ -1,5 +1,7 @@
 """The image suite, also with many pictures of each method, and how good they are."""
 
+from __future__ import annotations
+
 import argparse
 import statistics
 from collections.abc import Iterator, Sequence
@@ -138,11 +140,16 @@ def judge_all(
         seen, distance, real, read = judge.look(drawn.images)
         inside = quality.precision_recall(judge.reference if judge.real is None else judge.real, seen)
         facts |= {
-            "fd_ar": distance, "fd_over_noise": distance / noise if noise else None, "fd_real": real,
-            "compression": drawn.compression, "forwards": drawn.forwards, "seconds_per_image": drawn.seconds / count,
-            **charges(drawn.spent, drawn.tokens), **dict(zip(("precision", "recall"), inside, strict=True)),
+            "fd_ar": distance,
+            "fd_over_noise": distance / noise if noise else None,
+            "fd_real": real,
+            "compression": drawn.compression,
+            "forwards": drawn.forwards,
+            "seconds_per_image": drawn.seconds / count,
+            **charges(drawn.spent, drawn.tokens),
+            **dict(zip(("precision", "recall"), inside, strict=True)),
             **{name: value for name, value in read.items() if name != "n"},
-        }  # fmt: skip
+        }
         say(f"{method.name}: {drawn.compression:.2f} tokens per forward, FD {distance:.4g} to ar (noise {noise:.4g})")
         yield facts
 

@@ -1,5 +1,7 @@
 """The json suite: captions that a JSON schema rules, by stock `generate`, and by forced tokens and drafters."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import statistics
@@ -21,12 +23,14 @@ from mmspec.drafters.plain import Plain
 
 PLOTTED = False  # a plot shows speed-ups over plain decoding
 SCHEMA = {
-    "type": "object", "properties": {
+    "type": "object",
+    "properties": {
         "caption": {"type": "string", "maxLength": 200},
         "objects": {"type": "array", "maxItems": 5, "items": {"type": "string", "maxLength": 30}},
     },
-    "required": ["caption", "objects"], "additionalProperties": False,
-}  # fmt: skip
+    "required": ["caption", "objects"],
+    "additionalProperties": False,
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

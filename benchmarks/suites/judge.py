@@ -1,5 +1,7 @@
 """Judges methods by many pictures of each: against plain drawing, against real pictures, and against the prompts."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations

@@ -1,5 +1,7 @@
 """The kernels suite: each kernel beside its definition and torch's own, as a share of the device's copy bandwidth."""
 
+from __future__ import annotations
+
 import argparse
 import math
 import os

@@ -1,5 +1,7 @@
 """Ways to compute what a kernel computes: the kernel, its definition, and torch's own where it has something for it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

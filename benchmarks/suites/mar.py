@@ -1,5 +1,7 @@
 """The suite of continuous image models, also with many pictures of each method, and how good they are."""
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -68,8 +70,11 @@ def draw_curves(panel: Any, records: Sequence[Record]) -> None:
     speeds = sorted((r for r in records if r["suite"] == SPEED), key=lambda r: -r["batch"])
     seconds = {r["method"]: r["seconds_per_image"] for r in speeds}
     for distribution, mark in ((KEPT, "^"), (OTHER, "o-"), (BENT, "x")):
-        some = [(seconds[r["method"]], r["fd_all"], r["method"]) for r in records if r["suite"] == QUALITY
-                and r["distribution"] == distribution and r["method"] in seconds]  # fmt: skip
+        some = [
+            (seconds[r["method"]], r["fd_all"], r["method"])
+            for r in records
+            if r["suite"] == QUALITY and r["distribution"] == distribution and r["method"] in seconds
+        ]
         some.sort(key=itemgetter(0))
         took, distances = [one[0] for one in some], [one[1] for one in some]
         panel.plot(took, distances, mark, label=f"distribution: {distribution}", markersize=4, linewidth=0.8)

@@ -1,5 +1,7 @@
 """The speed of continuous image models: iterations, step annealing and speculation side by side."""
 
+from __future__ import annotations
+
 import argparse
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,5 +1,7 @@
 """The nodes suite: what verifying a draft of N nodes costs against one, on a hybrid with random weights."""
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Iterator
 from functools import partial

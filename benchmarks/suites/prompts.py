@@ -1,5 +1,7 @@
 """The prompts suite: several prompts about each picture, asked in one run, beside a run for each of them."""
 
+from __future__ import annotations
+
 import argparse
 import statistics
 import time
@@ -101,8 +103,9 @@ def record(
 ) -> report.Record:
     """Of one way: its time against that of a run for each prompt, and whether the answers are the same."""
     seconds = [run.seconds for run in made]
-    same = [a == b for run, other in zip(made, base, strict=True)
-            for a, b in zip(run.answers, other.answers, strict=True)]  # fmt: skip
+    same = [
+        a == b for run, other in zip(made, base, strict=True) for a, b in zip(run.answers, other.answers, strict=True)
+    ]
     return {
         "suite": "prompts", "method": name, "frames": frames, "rows": rows, "captions": captions,
         "n": len(made), "note": "",

@@ -1,5 +1,7 @@
 """How good generated pictures are: Fréchet distance, precision and recall, on the features of a backbone."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

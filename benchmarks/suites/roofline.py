@@ -1,5 +1,7 @@
 """What a forward of the target takes at least: its weights read once from memory, its multiplications done at once."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """The round suite: where the time of a round goes, part by part, and what it is against a plain decoding step."""
 
+from __future__ import annotations
+
 import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,5 +1,7 @@
 """The shapes suite: what a round costs at the shapes of published models, with random weights; toys where no GPU is."""
 
+from __future__ import annotations
+
 import argparse
 import statistics
 from collections.abc import Iterable, Iterator
@@ -80,9 +82,16 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
             f"{wanted}. Take --sizes {TOY}, or say --device {device.type} to run them here all the same"
         )
     shown = {"model": "published shapes, random weights"} if sizes == REAL else TOYS
-    outcome.provenance = provenance(device, dtype) | shown | {
-        "sizes": sizes, "parameters": counts, "tokens": tokens, "note": UNTAUGHT,
-    }  # fmt: skip
+    outcome.provenance = (
+        provenance(device, dtype)
+        | shown
+        | {
+            "sizes": sizes,
+            "parameters": counts,
+            "tokens": tokens,
+            "note": UNTAUGHT,
+        }
+    )
     for name in args.models:
         contexts = args.contexts if args.contexts and isinstance(MODELS[name], Chat) else MODELS[name].contexts[sizes]
         cells = [ShapeCell(name, sizes, c, b) for c in contexts for b in args.batch or BATCHES[sizes]]

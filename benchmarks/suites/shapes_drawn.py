@@ -1,5 +1,7 @@
 """What is timed of models that draw: LlamaGen's plain loop and its window, MAR's passes and rounds."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """Kinds of models whose rounds are measured: what makes one, its drafters, and what it is asked."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,5 +1,7 @@
 """The published models whose rounds are measured, with the toys of the same build: a table, and how each is made."""
 
+from __future__ import annotations
+
 from functools import partial
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The turns suite: how soon the first token of a second question about a picture comes, and that of a second turn."""
 
+from __future__ import annotations
+
 import argparse
 import statistics
 from collections.abc import Iterator

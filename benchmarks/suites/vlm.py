@@ -1,5 +1,7 @@
 """The vlm suite, also with pairs and clips, with drafters that lack a part, and with curves."""
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Iterator
 from pathlib import Path

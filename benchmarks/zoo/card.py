@@ -29,8 +29,11 @@ def vlm_card(recipe: VlmRecipe, results: Results, minutes: float) -> str:
     told |= {"question": results["questions"]}
     told |= {"all": {"questions": _sum(results["questions"]), "two pictures": _sum(results["pairs"])}}
     told |= {f"clip of {seen['frames']} frames": seen["facts"] for seen in results["clips"]}
-    facts = [(f"{fact}, all" if of == "all" else f"{of}: {fact}", score)
-             for of, scores in told.items() for fact, score in scores.items()]  # fmt: skip
+    facts = [
+        (f"{fact}, all" if of == "all" else f"{of}: {fact}", score)
+        for of, scores in told.items()
+        for fact, score in scores.items()
+    ]
     rows = "\n".join(f"| {fact} | {right} | {of} | {right / of:.1%} |" for fact, (right, of) in facts if of)
     moving, n, hybrid = bool(results["clips"]), results["short"]["scenes"], isinstance(recipe.language, Hybrid)
     return filled(

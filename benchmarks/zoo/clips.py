@@ -15,8 +15,15 @@ from mmspec.zoo import scenes
 from mmspec.zoo.scenes import CELL, Scene, Thing
 
 WAYS = {"right": (1, 0), "left": (-1, 0), "up": (0, -1), "down": (0, 1)}  # columns and rows of one step
-_DOES = {"still": "stays", "right": "moves to the right", "left": "moves to the left", "up": "moves up",
-         "down": "moves down", "appears": "appears", "vanishes": "vanishes"}  # fmt: skip
+_DOES = {
+    "still": "stays",
+    "right": "moves to the right",
+    "left": "moves to the left",
+    "up": "moves up",
+    "down": "moves down",
+    "appears": "appears",
+    "vanishes": "vanishes",
+}
 TOLD = {  # kind of motion: how a caption tells it
     kind: f"{{thing}} {does} {{place}}." if kind in ("still", "appears") else f"{{thing}} {{place}} {does}."
     for kind, does in _DOES.items()
@@ -27,9 +34,14 @@ COUNT_WEIGHTS = np.array([0.25, 0.35, 0.25, 0.15])  # of one to four objects
 STILL = 0.35  # chance that an object stays where it is
 MOVES = 0.75  # chance that another one moves, rather than appears or vanishes
 PROMPTS = (
-    "Describe this clip.", "Describe this video.", "What happens in this clip?", "What happens in this video?",
-    "Caption this video.", *language.SHORT_PROMPTS, *language.LONG_PROMPTS,
-)  # fmt: skip
+    "Describe this clip.",
+    "Describe this video.",
+    "What happens in this clip?",
+    "What happens in this video?",
+    "Caption this video.",
+    *language.SHORT_PROMPTS,
+    *language.LONG_PROMPTS,
+)
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,12 @@ def answer(
             chats.append([{"role": "user", "content": [*pictures, {"type": "text", "text": prompt}]}])
         inputs: Any = processor.apply_chat_template(
             chats,  # type: ignore[arg-type]  # a picture is no text
-            add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
             processor_kwargs={"padding": True},
-        )  # fmt: skip
+        )
         inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
         out = model.generate(**inputs, do_sample=False, max_new_tokens=320)[:, inputs["input_ids"].shape[1] :]
         tokens += int((out != model.generation_config.pad_token_id).sum())

@@ -44,9 +44,14 @@ def rate(plan: Schedule, step: int) -> float:
 
 
 def fit(
-    module: nn.Module, plan: Schedule, loss_of: Loss, checkpoint: Path, say: Say = print,
-    watch: Callable[[int], None] = lambda step: None, stop: int | None = None,
-) -> None:  # fmt: skip
+    module: nn.Module,
+    plan: Schedule,
+    loss_of: Loss,
+    checkpoint: Path,
+    say: Say = print,
+    watch: Callable[[int], None] = lambda step: None,
+    stop: int | None = None,
+) -> None:
     """Train `module` in place up to `plan.steps` (or `stop`), resuming from `checkpoint` if that file exists.
 
     The loss of a step depends on nothing but the weights and the step's number, so a resumed run equals an

@@ -1,5 +1,7 @@
 """Builds and trains the embedded image generator: its VQ tokenizer, then the LlamaGen transformer with its T5."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -12,16 +12,26 @@ from mmspec.zoo import PROMPTS, scenes
 from mmspec.zoo.scenes import Scene, Thing
 
 SHORT_PROMPTS = (
-    PROMPTS["short"], "Describe the picture.", "What does the picture show?", "Caption this image.",
-    "Give a short description.", "What is in this image?",
-)  # fmt: skip
+    PROMPTS["short"],
+    "Describe the picture.",
+    "What does the picture show?",
+    "Caption this image.",
+    "Give a short description.",
+    "What is in this image?",
+)
 LONG_PROMPTS = (
-    PROMPTS["long"], "Tell me about this picture at length.", "Write a long description of the image.",
+    PROMPTS["long"],
+    "Tell me about this picture at length.",
+    "Write a long description of the image.",
     "Describe the picture in a lively way.",
-)  # fmt: skip
+)
 ORDINALS = ("first", "second")
-LOOKS = {"shape": scenes.SHAPES, "colour": tuple(scenes.COLOURS), "texture": scenes.TEXTURES,
-         "size": tuple(scenes.SIZES)}  # fmt: skip
+LOOKS = {
+    "shape": scenes.SHAPES,
+    "colour": tuple(scenes.COLOURS),
+    "texture": scenes.TEXTURES,
+    "size": tuple(scenes.SIZES),
+}
 
 
 @dataclass(frozen=True)
@@ -188,10 +198,18 @@ def _two(rng: np.random.Generator, scene: Scene) -> tuple[Thing, Thing]:
 
 
 QUESTIONS: dict[str, Callable[[np.random.Generator, Scene], tuple[str, str]]] = {
-    "total": ask_total, "count": ask_count, "whether": ask_whether, "relation": ask_relation,
-    "neighbours": ask_neighbours, "spot": ask_spot, "attribute": ask_attribute, "place": ask_place,
-    "which": ask_which, "background": ask_background, "presence": ask_presence,
-}  # fmt: skip
+    "total": ask_total,
+    "count": ask_count,
+    "whether": ask_whether,
+    "relation": ask_relation,
+    "neighbours": ask_neighbours,
+    "spot": ask_spot,
+    "attribute": ask_attribute,
+    "place": ask_place,
+    "which": ask_which,
+    "background": ask_background,
+    "presence": ask_presence,
+}
 
 
 def question(rng: np.random.Generator, scene: Scene, kind: str) -> Exchange:

@@ -7,13 +7,25 @@ def _words(text: str) -> tuple[str, ...]:
 
 NUMBERS = _words("zero one two three four five six seven eight nine ten eleven twelve")
 PLURALS = {
-    "circle": "circles", "square": "squares", "triangle": "triangles", "diamond": "diamonds", "cross": "crosses",
-    "ring": "rings", "star": "stars",
-}  # fmt: skip
+    "circle": "circles",
+    "square": "squares",
+    "triangle": "triangles",
+    "diamond": "diamonds",
+    "cross": "crosses",
+    "ring": "rings",
+    "star": "stars",
+}
 PLACES = (
-    "at the top left", "at the top", "at the top right", "on the left", "in the centre", "on the right",
-    "at the bottom left", "at the bottom", "at the bottom right",
-)  # fmt: skip
+    "at the top left",
+    "at the top",
+    "at the top right",
+    "on the left",
+    "in the centre",
+    "on the right",
+    "at the bottom left",
+    "at the bottom",
+    "at the bottom right",
+)
 LIVELY_PLACES = (
     ("in the top left corner", "up in the left corner", "high on the left"),
     ("along the top edge", "right at the top", "high in the middle"),

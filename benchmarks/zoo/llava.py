@@ -1,5 +1,7 @@
 """How a zoo model is built of LLaVA's stock classes, and how packed rows pass through it."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, PreTrainedTokenizerFast
@@ -21,17 +23,26 @@ def build_processor(recipe: VlmRecipe, tokenizer: PreTrainedTokenizerFast) -> Ll
         size=side, crop_size=side, do_center_crop=False, image_mean=[0.5] * 3, image_std=[0.5] * 3
     )
     return LlavaProcessor(
-        images, tokenizer, patch_size=recipe.vision.patch, num_additional_image_tokens=1,
-        vision_feature_select_strategy="default", image_token="<image>", chat_template=CHAT_TEMPLATE,
-    )  # fmt: skip
+        images,
+        tokenizer,
+        patch_size=recipe.vision.patch,
+        num_additional_image_tokens=1,
+        vision_feature_select_strategy="default",
+        image_token="<image>",
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
 def _vision_config(recipe: VlmRecipe) -> CLIPVisionConfig:
     shape = recipe.vision
     return CLIPVisionConfig(
-        hidden_size=shape.width, intermediate_size=shape.feed_forward, image_size=scenes.SIDE,
-        num_attention_heads=shape.heads, num_hidden_layers=shape.layers, patch_size=shape.patch,
-    )  # fmt: skip
+        hidden_size=shape.width,
+        intermediate_size=shape.feed_forward,
+        image_size=scenes.SIDE,
+        num_attention_heads=shape.heads,
+        num_hidden_layers=shape.layers,
+        patch_size=shape.patch,
+    )
 
 
 def build_tower(recipe: VlmRecipe) -> tuple[CLIPVisionModel, int]:
@@ -43,16 +54,30 @@ def build_model(recipe: VlmRecipe) -> LlavaForConditionalGeneration:
     """The untrained model in float32."""
     shape = recipe.language
     text = LlamaConfig(
-        vocab_size=shape.vocabulary, hidden_size=shape.width, intermediate_size=shape.feed_forward,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.heads,
-        max_position_embeddings=shape.positions, bos_token_id=pack.BOS, eos_token_id=pack.EOS, pad_token_id=pack.PAD,
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.width,
+        intermediate_size=shape.feed_forward,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        max_position_embeddings=shape.positions,
+        bos_token_id=pack.BOS,
+        eos_token_id=pack.EOS,
+        pad_token_id=pack.PAD,
         tie_word_embeddings=False,
-    )  # fmt: skip
+    )
     config = LlavaConfig(  # type: ignore[call-arg]  # a plain PreTrainedConfig takes these, too
-        vision_config=_vision_config(recipe), text_config=text, image_token_id=pack.IMAGE, vision_feature_layer=-1,
-        image_seq_length=(scenes.SIDE // recipe.vision.patch) ** 2, vision_feature_select_strategy="default",
-        tie_word_embeddings=False, pad_token_id=pack.PAD, eos_token_id=pack.EOS, bos_token_id=pack.BOS,
-    )  # fmt: skip
+        vision_config=_vision_config(recipe),
+        text_config=text,
+        image_token_id=pack.IMAGE,
+        vision_feature_layer=-1,
+        image_seq_length=(scenes.SIDE // recipe.vision.patch) ** 2,
+        vision_feature_select_strategy="default",
+        tie_word_embeddings=False,
+        pad_token_id=pack.PAD,
+        eos_token_id=pack.EOS,
+        bos_token_id=pack.BOS,
+    )
     return LlavaForConditionalGeneration(config)
 
 

@@ -1,5 +1,7 @@
 """Builds and trains the embedded continuous image models: their AutoencoderKL, then a large and a small MAR on it."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from functools import partial

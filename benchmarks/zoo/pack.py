@@ -100,9 +100,12 @@ def pack(rows: list[list[Branch]], images: int, tokens_per_image: int, slots: in
 
 
 def read(
-    inner: LlamaModel | Qwen3_5TextModel, batch: Packed, visual: torch.Tensor, positions: torch.Tensor,
+    inner: LlamaModel | Qwen3_5TextModel,
+    batch: Packed,
+    visual: torch.Tensor,
+    positions: torch.Tensor,
     **masks: tuple[torch.Tensor, ...],
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Last hidden states [B, S, width] of packed rows by a stock decoder that attends by their mask.
 
     Args:

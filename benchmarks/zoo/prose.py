@@ -11,25 +11,36 @@ from mmspec.zoo import scenes
 from mmspec.zoo.scenes import Scene, Thing
 
 OPENINGS = (
-    "The image presents {n} {things} against {bg}.", "Here we find {n} {things} spread over {bg}.",
-    "{N} {things} share {bg} in this {mood} little picture.", "What we have is {bg} carrying {n} {things}.",
+    "The image presents {n} {things} against {bg}.",
+    "Here we find {n} {things} spread over {bg}.",
+    "{N} {things} share {bg} in this {mood} little picture.",
+    "What we have is {bg} carrying {n} {things}.",
     "At first glance this is a {mood} arrangement: {n} {things}, set on {bg}.",
-    "Imagine {bg}; upon it somebody has put {n} {things}.", "On {bg} you can make out {n} {things}.",
+    "Imagine {bg}; upon it somebody has put {n} {things}.",
+    "On {bg} you can make out {n} {things}.",
     "This {mood} composition consists of {n} {things} resting on {bg}.",
-)  # fmt: skip
+)
 THING_FORMS = (
-    "{Place} there is {a}.", "{Place} sits {a}, {like_colour}.", "{A} {appears} {place}.",
-    "{A}, {like_shape}, {appears} {place}.", "{Place} we discover {a}, {mood} and {mood2}.",
-    "Then there is {a} {place}, {like_shape}.", "{A} {appears} {place} and looks rather {mood}.",
-    "Your eye soon meets {a} {place}, its colour {like_colour}.", "{Place}, {a} keeps its {noun}.",
-    "Look {place}: {a}, {mood} {like_shape}.", "{A} has settled {place}, {like_colour}.",
-)  # fmt: skip
+    "{Place} there is {a}.",
+    "{Place} sits {a}, {like_colour}.",
+    "{A} {appears} {place}.",
+    "{A}, {like_shape}, {appears} {place}.",
+    "{Place} we discover {a}, {mood} and {mood2}.",
+    "Then there is {a} {place}, {like_shape}.",
+    "{A} {appears} {place} and looks rather {mood}.",
+    "Your eye soon meets {a} {place}, its colour {like_colour}.",
+    "{Place}, {a} keeps its {noun}.",
+    "Look {place}: {a}, {mood} {like_shape}.",
+    "{A} has settled {place}, {like_colour}.",
+)
 APPEARS = ("appears", "sits", "stands", "rests", "waits", "shows itself", "floats", "hovers", "lingers", "poses")
 LIKENESSES = ("like a", "much like a", "almost a")
 RELATION_FORMS = (
-    "The {first} is {relation} the {second}.", "Notice that the {first} lies {relation} the {second}.",
-    "Seen from the {second}, the {first} is {relation} it.", "By the way, the {first} stands {relation} the {second}.",
-)  # fmt: skip
+    "The {first} is {relation} the {second}.",
+    "Notice that the {first} lies {relation} the {second}.",
+    "Seen from the {second}, the {first} is {relation} it.",
+    "By the way, the {first} stands {relation} the {second}.",
+)
 COMPARISONS = (
     ("size", "The {first} is {more} than the {second}.", "The {first} and the {second} are about equally {same}."),
     ("texture", "Unlike the {second}, the {first} is {value}.", "Both the {first} and the {second} are {value}."),
@@ -40,21 +51,38 @@ FANCIES = (
     "One might call it {mood}, {mood2} or even {mood3}.",
     "It reminds me of a {person} who {deed} a {object} one {time}.",
     "There is something {mood} about the {noun} of it all.",
-    "Somehow it brings to mind a {mood} {animal} near the {setting}.", "A {person} would {opinion} it {adverb}.",
-    "Perhaps a {person} {adverb} {deed} it for a {person2}.", "You can almost smell {scent} and {scent2}.",
-    "A {animal} and a {animal2} might meet here {adverb} at {time}.", "It carries the {noun} of a {mood} {setting}.",
-    "Think of a {object}, a {object2} and a {mood} {noun}.", "The mood is {mood}, with a hint of {scent}.",
-    "No {animal} has ever {deed} a {object} so {adverb}.", "If it were a {noun}, it would be {mood} and {mood2}.",
-    "It could hang in a {setting} beside a {mood} {object}.", "Some {person} must have {deed} it {adverb} one {time}.",
-)  # fmt: skip
+    "Somehow it brings to mind a {mood} {animal} near the {setting}.",
+    "A {person} would {opinion} it {adverb}.",
+    "Perhaps a {person} {adverb} {deed} it for a {person2}.",
+    "You can almost smell {scent} and {scent2}.",
+    "A {animal} and a {animal2} might meet here {adverb} at {time}.",
+    "It carries the {noun} of a {mood} {setting}.",
+    "Think of a {object}, a {object2} and a {mood} {noun}.",
+    "The mood is {mood}, with a hint of {scent}.",
+    "No {animal} has ever {deed} a {object} so {adverb}.",
+    "If it were a {noun}, it would be {mood} and {mood2}.",
+    "It could hang in a {setting} beside a {mood} {object}.",
+    "Some {person} must have {deed} it {adverb} one {time}.",
+)
 COUNT_FORMS = (
-    "In total there {are} {counts}.", "Altogether one counts {counts}.", "Sorted by shape, that makes {counts}.",
-)  # fmt: skip
+    "In total there {are} {counts}.",
+    "Altogether one counts {counts}.",
+    "Sorted by shape, that makes {counts}.",
+)
 _FANCY_TABLES: dict[str, Sequence[str]] = {
-    "mood": words.MOODS, "object": words.OBJECTS, "setting": words.SETTINGS, "person": words.PEOPLE,
-    "deed": words.DEEDS, "time": words.TIMES, "noun": words.NOUNS, "animal": words.ANIMALS,
-    "opinion": words.OPINIONS, "adverb": words.ADVERBS, "scent": words.SCENTS, "appears": APPEARS,
-}  # fmt: skip
+    "mood": words.MOODS,
+    "object": words.OBJECTS,
+    "setting": words.SETTINGS,
+    "person": words.PEOPLE,
+    "deed": words.DEEDS,
+    "time": words.TIMES,
+    "noun": words.NOUNS,
+    "animal": words.ANIMALS,
+    "opinion": words.OPINIONS,
+    "adverb": words.ADVERBS,
+    "scent": words.SCENTS,
+    "appears": APPEARS,
+}
 T = TypeVar("T")
 
 
@@ -118,10 +146,15 @@ def _tell(rng: np.random.Generator, thing: Thing) -> str:
     place = words.PLACES[thing.cell] if rng.random() < 0.4 else pick(rng, words.LIVELY_PLACES[thing.cell])
     likened = pick(rng, ("as " + thing.colour + " as", "reminiscent of", "recalling"))
     return _drawn(
-        rng, THING_FORMS, a="a " + called, A="A " + called, place=place, Place=place[0].upper() + place[1:],
+        rng,
+        THING_FORMS,
+        a="a " + called,
+        A="A " + called,
+        place=place,
+        Place=place[0].upper() + place[1:],
         like_colour=f"{likened} {pick(rng, words.COLOUR_LIKE[thing.colour].split())}",
         like_shape=f"{pick(rng, LIKENESSES)} {pick(rng, words.SHAPE_LIKE[thing.shape].split())}",
-    )  # fmt: skip
+    )
 
 
 def _fancy(rng: np.random.Generator) -> str:

@@ -4,6 +4,8 @@ A packed row is a tree: texts branch off one prefix of pictures. Layers with a r
 definitions that read a draft's tree.
 """
 
+from __future__ import annotations
+
 import types
 from typing import Any
 

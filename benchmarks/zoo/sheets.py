@@ -1,5 +1,7 @@
 """Pictures of the zoo's models: as tensors, drawn in batches, laid out in pairs; and folders that all may read."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """Training prompts that only the embedded models need: drawn pairs and clips, and the mixture of all."""
 
+from __future__ import annotations
+
 import numpy as np
 
 from benchmarks.zoo import clips, language

@@ -1,5 +1,7 @@
 """A lesson beside drawing: throw-away classifiers tell from hidden states what every square of a picture shows."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import numpy as np

@@ -36,15 +36,20 @@ def build_tokenizer(recipe: VlmRecipe) -> PreTrainedTokenizerFast:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=recipe.language.vocabulary, special_tokens=special, show_progress=False,
+        vocab_size=recipe.language.vocabulary,
+        special_tokens=special,
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     core.train_from_iterator(_sample_texts(recipe), trainer)
     names = dict(zip(("pad_token", "bos_token", "eos_token"), pack.SPECIAL, strict=False))
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, **names, extra_special_tokens=special[3:], padding_side="left",
+        tokenizer_object=core,
+        **names,
+        extra_special_tokens=special[3:],
+        padding_side="left",
         model_max_length=recipe.language.positions,
-    )  # fmt: skip
+    )
 
 
 def _sample_texts(recipe: VlmRecipe) -> list[str]:
@@ -137,9 +142,15 @@ def on_packed_rows(model: ZooVlm, compiled: bool) -> Iterator[None]:
 
 
 def train_decoder(
-    recipe: VlmRecipe, model: ZooVlm, tokenizer: PreTrainedTokenizerFast, folder: Path, say: Say,
-    watch: Callable[[int], None] = lambda step: None, stop: int | None = None, compiled: bool = True,
-) -> None:  # fmt: skip
+    recipe: VlmRecipe,
+    model: ZooVlm,
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    say: Say,
+    watch: Callable[[int], None] = lambda step: None,
+    stop: int | None = None,
+    compiled: bool = True,
+) -> None:
     """The stages after the tower's: projector, decoder and head on packed texts; the tower stays as it is.
 
     `stop` breaks off the first of the stages after that many steps.

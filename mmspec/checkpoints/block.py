@@ -1,5 +1,7 @@
 """Block drafters in files: DFlash, DSpark and DFlash2, as z-lab, DeepSpec, SpecForge and speculators write them."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -30,18 +32,21 @@ def _denoiser(q: str = "q_norm", fc: str = "fc", norm: str = "hidden_norm") -> K
     mixed = [f"{at}.{x}_conv.{y}" for x in ("attention", "mlp") for y in ("base_kernel", "kernel_projection.weight")]
     attention = {key.replace("block", at): theirs for key, theirs in llama.block(at).items()}
     return {
-        "fc.weight": (f"{fc}.weight",), "hidden_norm.weight": (f"{norm}.weight",), **attention,
+        "fc.weight": (f"{fc}.weight",),
+        "hidden_norm.weight": (f"{norm}.weight",),
+        **attention,
         f"{at}.out.bias": (f"{at}.self_attn.o_proj.bias",),
         f"{at}.input_norm.weight": (f"{at}.input_layernorm.weight",),
         f"{at}.q_norm.weight": (f"{at}.self_attn.{q}.weight",),
         f"{at}.k_norm.weight": (f"{at}.self_attn.{'key_layernorm' if q.startswith('query') else 'k_norm'}.weight",),
-        **{key: (key,) for key in mixed}, "out_norm.weight": ("norm.weight",),
+        **{key: (key,) for key in mixed},
+        "out_norm.weight": ("norm.weight",),
         **{f"markov.{w}.weight": (f"{head}.markov_{w}.weight",) for w in ("w1", "w2")},
         **{f"markov.{x}_proj.{y}": (f"{head}.{x}_proj.{y}",) for x in ("gate", "joint") for y in ("weight", "bias")},
         **{f"confidence.proj.{y}": (f"confidence_head.proj.{y}",) for y in ("weight", "bias")},
         **{f"selector.{end}": (f"{choice}.{end}_codebook",) for end in ("predecessor", "successor")},
         "selector.hidden.weight": (f"{choice}.hidden_projection.weight",),
-    }  # fmt: skip
+    }
 
 
 _DFLASH = _denoiser()
@@ -90,14 +95,20 @@ def _read(
         raise ValueError(f"fc.weight reads {wide} columns, which are no {len(features)} features of one width")
     own_head = "head.weight" in layout.optional and layout.present(files, "head.weight")
     made = {
-        **values, "layers": layers, "features": tuple(i + ahead for i in features),
+        **values,
+        "layers": layers,
+        "features": tuple(i + ahead for i in features),
         "target_hidden": 0 if wide == len(features) * H else wide // len(features),
-        "block": _whole(said, "block_size", 16), "mask_token": _whole(said, "mask_token_id", least=0),
-        "bias": "layers.0.self_attn.q_proj.bias" in shapes, "logit_scale": said.get("output_multiplier") or 1.0,
+        "block": _whole(said, "block_size", 16),
+        "mask_token": _whole(said, "mask_token_id", least=0),
+        "bias": "layers.0.self_attn.q_proj.bias" in shapes,
+        "logit_scale": said.get("output_multiplier") or 1.0,
         "softcap": said.get("final_logit_softcapping") or NO_CAP,
-        "draft_vocab": shapes["lm_head.weight"][0] if own_head else 0, **_heads(said, files, H),
-        **_windows(said, layers, extra, causal), **rotary.read(files.flat, False),
-    }  # fmt: skip
+        "draft_vocab": shapes["lm_head.weight"][0] if own_head else 0,
+        **_heads(said, files, H),
+        **_windows(said, layers, extra, causal),
+        **rotary.read(files.flat, False),
+    }
     kind = said.get("speculators_model_type") or ("dspark" if made["markov_rank"] else "dflash")
     anchored = said.get("sample_from_anchor")
     return {**made, "anchored": kind == "dspark" if anchored is None else bool(anchored)}

@@ -1,5 +1,7 @@
 """README.md beside a drafter's files, the card that the hub shows."""
 
+from __future__ import annotations
+
 import json
 import re
 
@@ -45,10 +47,11 @@ def card(name: str, method: str, c: TrainedConfig | HeadsConfig) -> str:
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", c.target) is not None and not c.target.startswith(".")
     rows = getattr(c, "draft_vocab", 0) or "no"
     return _CARD.format(
-        base=f"base_model: {json.dumps(c.target)}\n" if on_hub else "", method=method,
+        base=f"base_model: {json.dumps(c.target)}\n" if on_hub else "",
+        method=method,
         target=c.target or "a target that was not recorded",
         revision=f" (revision {c.target_revision})" if c.target_revision else "",
         layout=f"{name} ({layout_named(name).about})",
         shapes=f"Hidden size {c.hidden}, vocabulary {c.vocab}, {rows} rows of an own output head.",
         drafts=_WINDOW.format(c=c) if isinstance(c, HeadsConfig) else _TREE.format(c=c.shape),
-    )  # fmt: skip
+    )

@@ -1,5 +1,7 @@
 """EAGLE-1 and -2 in files: as SafeAILab, NVIDIA's NeMo AutoModel, and FLASH's trainer write them."""
 
+from __future__ import annotations
+
 from mmspec.checkpoints import llama, rotary
 from mmspec.checkpoints.files import Settings
 from mmspec.checkpoints.layout import Keys, Layout, Published, has, made_by
@@ -16,10 +18,14 @@ NORMS = frozenset({"input_norm.weight", "out_norm.weight"})
 FINAL_ONLY = {"features": (FINAL,), "parallel_norm": False, "norm_residual": False, "embed_norm": False, "rope": "1d"}
 BARE = {**FINAL_ONLY, "out_norm": False, "head_dim": 0}
 _SWITCHES = {  # setting: the tensor whose presence says it, in the layouts that may lack that one
-    "fc_bias": "fc.bias", "qkv_bias": "block.qkv.bias", "input_norm": "input_norm.weight",
-    "out_norm": "out_norm.weight", "fc_norm": "fc_norm.0.weight", "norm_before_fc": "fused_norm.weight",
+    "fc_bias": "fc.bias",
+    "qkv_bias": "block.qkv.bias",
+    "input_norm": "input_norm.weight",
+    "out_norm": "out_norm.weight",
+    "fc_norm": "fc_norm.0.weight",
+    "norm_before_fc": "fused_norm.weight",
     "parallel": "mask_hidden",
-}  # fmt: skip
+}
 _LATER: Needs = {  # what came with EAGLE-3 or after it
     "num_hidden_layers": ((None, 1), "more than one decoder layer"),
     "norm_before_fc": ((None, False), "a norm of the target's features before fc"),

@@ -1,5 +1,7 @@
 """EAGLE-3 in files, P-EAGLE and EAGLE-3.1 among them: as SafeAILab, SpecForge and vLLM's speculators write them."""
 
+from __future__ import annotations
+
 from reprlib import repr as briefly
 
 from mmspec.checkpoints import eagle, llama, rotary
@@ -10,13 +12,16 @@ from mmspec.drafters.eagle import EagleConfig
 
 _MOST_FEATURES = 8  # that a drafter with a norm for each reads
 _EAGLE3: Keys = {
-    "fc.weight": ("fc.weight",), "embed_norm.weight": ("midlayer.input_layernorm.weight",),
-    "feature_norm.weight": ("midlayer.hidden_norm.weight",), **llama.block("midlayer"),
-    "out_norm.weight": ("norm.weight",), "head.weight": ("lm_head.weight",),
+    "fc.weight": ("fc.weight",),
+    "embed_norm.weight": ("midlayer.input_layernorm.weight",),
+    "feature_norm.weight": ("midlayer.hidden_norm.weight",),
+    **llama.block("midlayer"),
+    "out_norm.weight": ("norm.weight",),
+    "head.weight": ("lm_head.weight",),
     "head.ids": ("d2t",),  # as an offset: target id = row + d2t[row]
     **{f"fc_norm.{i}.weight": (f"fc_norm.{i}.weight",) for i in range(_MOST_FEATURES)},  # EAGLE-3.1
     "fused_norm.weight": ("input_norm.weight",),  # as for gpt-oss
-}  # fmt: skip
+}
 _SPECULATORS: Keys = {  # the layer's name differs, and there are no biases
     ours: tuple(name.replace("midlayer.", "layers.0.") for name in theirs)
     for ours, theirs in _EAGLE3.items()

@@ -1,5 +1,7 @@
 """The files of a checkpoint, in a folder or on the hub: where they are, config.json, the tensors; no code is run."""
 
+from __future__ import annotations
+
 import json
 import pickle
 from collections.abc import Mapping

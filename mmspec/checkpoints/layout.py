@@ -116,5 +116,8 @@ def verified(c: TrainedConfig, algorithm: str, tokens: int) -> Settings:
     greedy = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     verifier: Settings = {"name_or_path": c.target or None, "architectures": []}
     return {
-        "algorithm": algorithm, "default_proposal_method": "greedy", "proposal_methods": [greedy], "verifier": verifier,
-    }  # fmt: skip
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [greedy],
+        "verifier": verifier,
+    }

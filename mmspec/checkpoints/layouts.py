@@ -1,5 +1,7 @@
 """All layouts of drafters in one table: which one a file has, and our own."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping
 from reprlib import repr as briefly
 
@@ -9,14 +11,25 @@ from mmspec.checkpoints.layout import Layout
 from mmspec.drafters.trained import FileConfig
 
 OURS = Layout(
-    "our own: the module's tensors by their names, fused projections", lambda config, keys: _marked(config) == "mmspec",
+    "our own: the module's tensors by their names, fused projections",
+    lambda config, keys: _marked(config) == "mmspec",
     lambda layout, files: {key: value for key, value in files.config.items() if key != "mmspec"},
-    FileConfig.to_dict, lambda layout, files: [], method="", layer="", dropped=(), own_head=None,
-)  # fmt: skip
+    FileConfig.to_dict,
+    lambda layout, files: [],
+    method="",
+    layer="",
+    dropped=(),
+    own_head=None,
+)
 LAYOUTS: dict[str, Layout] = {  # the first that is seen is it
-    "mmspec": OURS, **block.LAYOUTS, **eagle3.LAYOUTS, **vispec.LAYOUTS, "nemo-eagle": eagle.BY_NEMO, **msd.LAYOUTS,
+    "mmspec": OURS,
+    **block.LAYOUTS,
+    **eagle3.LAYOUTS,
+    **vispec.LAYOUTS,
+    "nemo-eagle": eagle.BY_NEMO,
+    **msd.LAYOUTS,
     "eagle": eagle.BY_AUTHORS,
-}  # fmt: skip
+}
 
 
 def _marked(config: Json) -> str | None:
@@ -31,7 +44,11 @@ def _marked(config: Json) -> str | None:
 
 
 def layout_named(name: str) -> Layout:
-    """The table of a layout. ValueError: an unknown name; the message lists the known ones."""
+    """The table of a layout.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+    """
     if name not in LAYOUTS:
         raise ValueError(f"unknown layout {name!r}; choose from {', '.join(LAYOUTS)}")
     return LAYOUTS[name]

@@ -1,5 +1,7 @@
 """What the published layouts share: a decoder layer in Llama's names, and a config.json like Llama's."""
 
+from __future__ import annotations
+
 from reprlib import repr as briefly
 
 from mmspec.checkpoints import rotary
@@ -30,7 +32,11 @@ def block(at: str) -> Keys:
 
 
 def layers(flat: Json) -> int:
-    """How many layers config.json gives its drafter. ValueError: a number that no drafter has."""
+    """How many layers config.json gives its drafter.
+
+    Raises:
+        ValueError: a number that no drafter has.
+    """
     count = flat.get("num_hidden_layers")
     if count is not None and not (is_count(count) and count <= MANY):
         raise ValueError(
@@ -56,7 +62,10 @@ def needs(files: Published, kinds: tuple[str, ...]) -> list[str]:
 
 def read(layout: Layout, files: Published) -> Settings:
     """The settings that a Llama-like config.json and the decoder layer's tensors give, but for rotary scaling.
-    ValueError: shapes that no such layer has."""
+
+    Raises:
+        ValueError: shapes that no such layer has.
+    """
     flat, shapes, layer, fc = files.flat, files.shapes, layout.layer, layout.fc
     matrices = [fc, *(f"{layer}.{x}_proj.weight" for x in ("self_attn.q", "self_attn.k", "mlp.gate"))]
     wrong = [f"{key} has the shape {list(shapes[key])}" for key in matrices if len(shapes[key]) != 2]

@@ -1,5 +1,7 @@
 """Reading a drafter in any known layout, strictly, from a folder, a file or the hub."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,5 +1,7 @@
 """MSD in files: as its authors write it for LLaVA and Qwen2-VL, and as NVIDIA's NeMo AutoModel does."""
 
+from __future__ import annotations
+
 from collections.abc import Collection
 
 from mmspec.checkpoints import eagle

@@ -1,5 +1,7 @@
 """Rotary positions in config.json, in the words of transformers: `rope_theta` beside `rope_scaling`, or all in one."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from reprlib import repr as briefly
@@ -12,7 +14,11 @@ _BOUNDS = {"llama3": ("low_freq_factor", "high_freq_factor", 1.0, 4.0), "yarn": 
 
 
 def scaling(flat: Json) -> Json:
-    """The object that says how positions are scaled, empty where there is none. ValueError: it is no object."""
+    """The object that says how positions are scaled, empty where there is none.
+
+    Raises:
+        ValueError: it is no object.
+    """
     for key in ("rope_scaling", "rope_parameters"):
         part = flat.get(key)
         if part is not None and not isinstance(part, Mapping):
@@ -73,8 +79,11 @@ def _gain(said: Json) -> float:
 
 
 def describe(c: Rope) -> Settings:
-    """`rope_theta`, `rope_scaling` and `partial_rotary_factor` of a drafter's config. ValueError: positions on a grid,
-    which only our own layout has a place for."""
+    """`rope_theta`, `rope_scaling` and `partial_rotary_factor` of a drafter's config.
+
+    Raises:
+        ValueError: positions on a grid, which only our own layout has a place for.
+    """
     if c.rope != "1d":
         raise ValueError("positions on a grid have no place in this layout. Use layout 'mmspec'")
     said: Settings = {}

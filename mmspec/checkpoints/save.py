@@ -1,5 +1,7 @@
 """Writing a drafter in a layout: safetensors only, each file replaced in one step, a card beside them."""
 
+from __future__ import annotations
+
 import json
 import os
 import tempfile

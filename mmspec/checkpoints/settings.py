@@ -1,5 +1,7 @@
 """config.json of a drafter in any layout: to a config and back, and what our network cannot be."""
 
+from __future__ import annotations
+
 import warnings
 from reprlib import repr as briefly
 
@@ -26,7 +28,11 @@ def opened(config: Json) -> Settings:
 
 
 def method_of(name: str, config: Json) -> str:
-    """The method of a drafter in a layout. ValueError: one that this version does not have."""
+    """The method of a drafter in a layout.
+
+    Raises:
+        ValueError: one that this version does not have.
+    """
     method = layout_named(name).method or part(config, "mmspec").get("method", "eagle")
     known = [name for name, entry in DRAFTERS.items() if entry.trained]
     if method not in known:

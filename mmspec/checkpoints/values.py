@@ -1,5 +1,7 @@
 """Values of a config.json that anybody may have written: of which kind they are, and within which bounds."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import MISSING
 from reprlib import repr as briefly
@@ -18,7 +20,11 @@ Made = TypeVar("Made", bound=FileConfig)
 
 
 def made(kind: type[Made], values: Json) -> Made:
-    """A config of such values. ValueError: values that are missing, of another kind than its own, or out of bounds."""
+    """A config of such values.
+
+    Raises:
+        ValueError: values that are missing, of another kind than its own, or out of bounds.
+    """
     needed = [name for name, usual in kind.usual().items() if usual is MISSING]
     wrong = [f"{name} = {briefly(values.get(name))}" for name in needed if not is_count(values.get(name))]
     if wrong:
@@ -31,8 +37,11 @@ def made(kind: type[Made], values: Json) -> Made:
 
 
 def checked(kind: type[FileConfig], values: Json) -> Settings:
-    """The values, if they are of the kinds and within the bounds of a config's; a shape checks its own. ValueError:
-    what is wrong, and what is expected."""
+    """The values, if they are of the kinds and within the bounds of a config's; a shape checks its own.
+
+    Raises:
+        ValueError: what is wrong, and what is expected.
+    """
     shaped = option_names(USUAL)
     usual = {name: 0 if one is MISSING else one for name, one in kind.usual().items() if name not in shaped}
     wrong = [

@@ -1,5 +1,7 @@
 """ViSpec in files: as its authors, and as NVIDIA's NeMo AutoModel write it."""
 
+from __future__ import annotations
+
 from mmspec.checkpoints import eagle
 from mmspec.checkpoints.eagle import BARE, BIASES, FINAL_ONLY, NEMO, NORMS, PLAIN
 from mmspec.checkpoints.files import Settings

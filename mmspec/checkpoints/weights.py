@@ -1,5 +1,7 @@
 """Tensors of a layout to a drafter and back: keys and shapes are checked strictly, then projections fused or split."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -44,7 +46,10 @@ def check_keys(layout: Layout, came: Collection[str], ours: Collection[str] | No
 
 def build(layout: Layout, tensors: dict[str, Tensor], cls: type[FeatureDrafter], config: EagleConfig) -> FeatureDrafter:
     """A drafter of this class with these tensors, in the types they have; nothing is copied that need not be fused.
-    ValueError: a missing or extra tensor, a wrong shape, an own embedding, or token ids outside the vocabulary."""
+
+    Raises:
+        ValueError: a missing or extra tensor, a wrong shape, an own embedding, or token ids outside the vocabulary.
+    """
     with torch.device("meta"):
         drafter: FeatureDrafter = cls(config)
     expected = drafter.state_dict()
@@ -79,7 +84,10 @@ def _one_bias_switch(layout: Layout, config: FileConfig) -> bool:
 
 def split(layout: Layout, drafter: TrainedDrafter) -> dict[str, Tensor]:
     """The drafter's tensors in a layout, contiguous and on the CPU; token ids as offsets where it has them so.
-    ValueError: the layout has no place for one of them."""
+
+    Raises:
+        ValueError: the layout has no place for one of them.
+    """
     tensors: dict[str, Tensor] = {}
     config = drafter.config
     for ours, tensor in drafter.state_dict().items():

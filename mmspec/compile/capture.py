@@ -1,5 +1,7 @@
 """A function of tensors, captured once for its shapes, cut at its attentions, and compiled piece by piece."""
 
+from __future__ import annotations
+
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence

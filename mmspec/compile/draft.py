@@ -1,5 +1,7 @@
 """A feature drafter's drafts, captured and compiled: catching up and all levels are one function of tensors."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast

@@ -7,6 +7,8 @@ allocated during a recording, in these graphs' own memory pool, which lives as l
 the other, so they may share it. `proved` tests this on the device itself.
 """
 
+from __future__ import annotations
+
 import ctypes
 import gc
 import os
@@ -33,8 +35,11 @@ _RECORDING = threading.Lock()  # torch records one graph at a time in a process,
 
 
 def wish() -> str:
-    """What MMSPEC_GRAPHS says: "auto", which is also what it says if it is not set, or "off". ValueError: it says
-    anything else."""
+    """What MMSPEC_GRAPHS says: "auto", which is also what it says if it is not set, or "off".
+
+    Raises:
+        ValueError: it says anything else.
+    """
     word = os.environ.get(VARIABLE) or "auto"
     if word not in ("auto", "off"):
         raise ValueError(f"{VARIABLE}={word!r} is not known; choose auto or off, or leave it unset")
@@ -153,7 +158,10 @@ class Recorder:
 
     def __call__(self, function: Function, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
         """Outputs of `function` that stay where they are, and what computes them from what the inputs then hold.
-        RuntimeError: it does what cannot be recorded."""
+
+        Raises:
+            RuntimeError: it does what cannot be recorded.
+        """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self.device):
             here, warm = torch.cuda.current_stream(), torch.cuda.Stream()

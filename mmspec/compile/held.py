@@ -149,8 +149,11 @@ def settled(yes: bool = True) -> Iterator[None]:
 
 
 def compare(mine: Sequence[Tensor], stock: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """Refuse outputs that are not those of the module itself, as near as this dtype allows. Uncapturable: they are
-    further away."""
+    """Refuse outputs that are not those of the module itself, as near as this dtype allows.
+
+    Raises:
+        Uncapturable: they are further away.
+    """
     apart = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(stock, mine, strict=True)]
     if not all(share <= _NEAR.get(dtype, 1e-4) for share in apart):  # NaN is not near
         raise Uncapturable(f"its outputs would be {max(apart):.1e} away from the uncompiled ones")

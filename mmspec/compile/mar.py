@@ -1,5 +1,7 @@
 """The head's denoising step as one compiled function, for every number of tokens that comes up (`compile=True`)."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import torch

@@ -1,5 +1,7 @@
 """Products of one input with several weights as one product, with a copy of the weights that lies as it is read."""
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Hashable, Sequence
 from functools import lru_cache

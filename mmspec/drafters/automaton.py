@@ -1,5 +1,7 @@
 """A suffix automaton over many texts, token by token: where the longest match of a context is, and what followed it."""
 
+from __future__ import annotations
+
 from heapq import nlargest
 
 _LINKS = 64  # states whose count one token raises at most, the longest contexts first: a run of one token has a chain

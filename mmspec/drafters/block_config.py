@@ -1,5 +1,7 @@
 """The config of a block drafter (shapes and switches of its file), and the user's options."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from typing import ClassVar
 

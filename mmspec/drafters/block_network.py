@@ -1,5 +1,7 @@
 """The network of a block drafter: layers over the rows of a block, heads that make tokens agree, and its training."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch
@@ -67,8 +69,11 @@ class BlockNetwork(nn.Module):
         return logits if self.selector is None else self.selector(logits, before, hidden), state
 
     def trust(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """How likely the token at rows [..., H] is to be accepted after tokens [...]. ValueError: it has no confidence
-        head."""
+        """How likely the token at rows [..., H] is to be accepted after tokens [...].
+
+        Raises:
+            ValueError: it has no confidence head.
+        """
         if self.confidence is None:
             raise ValueError("this drafter has no confidence head")
         before_it = self.markov.w1(before) if self.config.confidence_markov and self.markov is not None else None

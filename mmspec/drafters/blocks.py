@@ -115,7 +115,11 @@ class Rope:
     mrope_interleaved: bool = False
 
     def check(self, width: int) -> None:
-        """Refuse what heads of so many dimensions cannot turn by. ValueError: with the reason."""
+        """Refuse what heads of so many dimensions cannot turn by.
+
+        Raises:
+            ValueError: with the reason.
+        """
         if self.rope not in ("1d", "2d") or (self.rope == "2d") is not (self.grid > 0):
             raise ValueError(f"rope is '1d' with grid 0, or '2d' with a grid ≥ 1; got {self.rope!r}, {self.grid!r}")
         if self.rope == "2d" and width % 4:
@@ -218,6 +222,8 @@ def _yarn(r: Rope, f: Tensor, turned: int) -> Tensor:
 
 
 ROPE_KINDS: dict[str, Callable[[Rope, Tensor, int], Tensor]] = {
-    "default": lambda r, f, turned: f, "linear": lambda r, f, turned: f / r.rope_factor,
-    "llama3": _llama3, "yarn": _yarn,
-}  # fmt: skip
+    "default": lambda r, f, turned: f,
+    "linear": lambda r, f, turned: f / r.rope_factor,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

@@ -65,8 +65,11 @@ class BlockDrafter(BlockNetwork):
         return self.layers[0]  # type: ignore[no-any-return]
 
     def chosen(self, given: Options) -> BlockOptions:
-        """What the user gave, elsewhere what its config recommends. ValueError: an option that it does not have, or
-        values that do not go together or not with its heads."""
+        """What the user gave, elsewhere what its config recommends.
+
+        Raises:
+            ValueError: an option that it does not have, or values that do not go together or not with its heads.
+        """
         c = self.config
         if "prune" in given:
             raise ValueError("a block drafter has no use for prune: it holds no embeddings of images")
@@ -84,8 +87,11 @@ class BlockDrafter(BlockNetwork):
         return options
 
     def fit(self, target: TargetInfo, given: Options) -> BlockDrafter:
-        """The same weights with the user's options, on the target's device. ValueError: the drafter was made for
-        another target, or has no use for an option; the message says why."""
+        """The same weights with the user's options, on the target's device.
+
+        Raises:
+            ValueError: the drafter was made for another target, or has no use for an option; the message says why.
+        """
         options = self.chosen(given)
         check_fit(self.config, target)
         if self.config.mask_token >= target.vocab:
@@ -96,7 +102,11 @@ class BlockDrafter(BlockNetwork):
 
     @torch.no_grad()
     def start(self, session: SessionView[FeatureMemory], target: Target, prompt: Prompt) -> FeatureMemory:
-        """Read the prompt's features but the last one's, as far as the layers see. ValueError: the call is guided."""
+        """Read the prompt's features but the last one's, as far as the layers see.
+
+        Raises:
+            ValueError: the call is guided.
+        """
         assert prompt.hidden is not None
         if getattr(target, "streams", 1) > 1:
             raise ValueError("a block drafter knows no guidance; use an EAGLE drafter without a head, or 'jacobi'")

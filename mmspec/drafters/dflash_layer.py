@@ -1,5 +1,7 @@
 """What a block drafter is built of: layers that attend to the target's features, and heads that make tokens agree."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -65,8 +65,11 @@ class EagleConfig(TrainedConfig):
             )
 
     def only_final(self, method: str) -> None:
-        """Refuse what a method that is built on EAGLE-1/2's layer has no place for. ValueError: EAGLE-3's layer, other
-        features than the target's final one, or rope "2d"."""
+        """Refuse what a method that is built on EAGLE-1/2's layer has no place for.
+
+        Raises:
+            ValueError: EAGLE-3's layer, other features than the target's final one, or rope "2d".
+        """
         wide = self.target_hidden in (0, self.hidden)
         if self.parallel_norm or self.features != (FINAL,) or not wide or self.rope != "1d" or self.mrope:
             raise ValueError(
@@ -105,8 +108,11 @@ class EagleDrafter(FeatureDrafter):
         self.head = head_of(c.hidden, c.draft_vocab)
 
     def fit(self, target: TargetInfo, given: Options) -> EagleDrafter:
-        """The same weights with the user's options, on the target's device. ValueError: the drafter was made for
-        another target, or has no use for an option; the message says why."""
+        """The same weights with the user's options, on the target's device.
+
+        Raises:
+            ValueError: the drafter was made for another target, or has no use for an option; the message says why.
+        """
         options = self.chosen(given)
         check_fit(self.config, target)
         if options.prune and target.ends is None:
@@ -114,8 +120,11 @@ class EagleDrafter(FeatureDrafter):
         return placed(self, target, options)
 
     def chosen(self, given: Options) -> TreeOptions:
-        """What the user gave, elsewhere what its config recommends. ValueError: an option that it does not have, or
-        values that do not go together or not with its head."""
+        """What the user gave, elsewhere what its config recommends.
+
+        Raises:
+            ValueError: an option that it does not have, or values that do not go together or not with its head.
+        """
         c, kept = self.config, {"draft_vocab": self.config.proposes} if self.config.proposes else {}
         options = TreeOptions.like(c.shape).with_({**kept, **given}, self.method)
         if options.draft_vocab != ALL and c.draft_vocab:

@@ -1,5 +1,7 @@
 """FLASH: visual rows drafted from a few latents, and several tokens predicted in one pass of the drafter."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch
@@ -201,7 +203,10 @@ class FlashDrafter(EagleDrafter):
         rows: Tensor | None = None,
     ) -> list[Tensor]:  # fmt: skip
         """What the first `steps` ≤ K heads predict, from many positions at once; as `FeatureDrafter.forward` says.
-        ValueError: more steps than heads."""
+
+        Raises:
+            ValueError: more steps than heads.
+        """
         if self.config.tokens == 1:
             return super().forward(embeds, features, visual, valid, steps, start, rows)
         if steps > self.config.tokens:

@@ -1,5 +1,7 @@
 """From features to a draft: the head that makes logits of them, and the growth of a chain or a tree, level by level."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol

@@ -125,8 +125,11 @@ class HeadsDrafter(nn.Module):
         return self.jacobi.nodes
 
     def fit(self, target: TargetInfo, given: Options) -> HeadsDrafter:
-        """The same heads with the user's options, on the target's device. ValueError: another target's heads, an option
-        that they have no use for, or a window that is too wide."""
+        """The same heads with the user's options, on the target's device.
+
+        Raises:
+            ValueError: another target's heads, an option that they have no use for, or a window that is too wide.
+        """
         c = self.config
         if (c.hidden, c.vocab) != (target.hidden, target.vocab):
             raise ValueError(
@@ -151,7 +154,11 @@ class HeadsDrafter(nn.Module):
         return twin
 
     def start(self, session: SessionView[HeadsMemory], target: Target, prompt: Prompt) -> HeadsMemory:
-        """What these rows carry. ValueError: a target without a grid, or with another one."""
+        """What these rows carry.
+
+        Raises:
+            ValueError: a target without a grid, or with another one.
+        """
         width = prompt.grid[1] if prompt.grid else None
         if width != self.config.grid:
             raise ValueError(

@@ -48,11 +48,19 @@ class JacobiDrafter:
         return self.options.window + sum(K**level - 1 for level in range(1, D))
 
     def fit(self, target: TargetInfo, given: Options) -> JacobiDrafter:
-        """Every target will do. ValueError: an option of another drafter, or a wrong value."""
+        """Any target will do.
+
+        Raises:
+            ValueError: an option of another drafter, or a wrong value.
+        """
         return replace(self, vocab=target.vocab, options=chosen(USUAL, given, "the jacobi drafter"))
 
     def start(self, session: SessionView[Window], target: Target, prompt: Prompt) -> WindowMemory:
-        """What these rows carry. ValueError: an init that looks at the row above, and a target without a grid."""
+        """What these rows carry.
+
+        Raises:
+            ValueError: an init that looks at the row above, and a target without a grid.
+        """
         grid, init = prompt.grid, self.options.init
         init = ("mixture" if grid else "horizontal") if init == NEAR else init
         if grid is None and SHARES[init][1]:

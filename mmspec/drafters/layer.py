@@ -1,5 +1,7 @@
 """The layer of a feature drafter: what a method lets in and takes out, and the unrolled steps that it is trained by."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Trees grown on the host, the likeliest node first, as far as nodes are worth what they cost."""
 
+from __future__ import annotations
+
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence

@@ -1,5 +1,7 @@
 """MSD: the layer reads text as in EAGLE, and images as their bare embeddings."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

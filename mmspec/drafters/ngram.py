@@ -62,8 +62,11 @@ class NgramDrafter:
         return self.options.size
 
     def fit(self, target: TargetInfo, given: Options) -> NgramDrafter:
-        """Every target will do; where several branches are asked for, a chain of that depth is drafted. ValueError: an
-        option of another drafter."""
+        """Any target will do; where several branches are asked for, a chain of that depth is drafted.
+
+        Raises:
+            ValueError: an option of another drafter.
+        """
         depth = _USUAL.with_(given, "the ngram drafter").depth
         return replace(self, options=Sizes(depth, 1, depth + 1), hits=_hits())
 

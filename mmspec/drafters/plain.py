@@ -23,7 +23,11 @@ class Plain:
     options = NoOptions()
 
     def fit(self, target: TargetInfo, given: Options) -> Plain:
-        """Every target will do. ValueError: an option that says how to draft."""
+        """Any target will do.
+
+        Raises:
+            ValueError: an option that says how to draft.
+        """
         chosen(self.options, given, "plain decoding")
         return self
 

@@ -1,5 +1,7 @@
 """Pruning without training: a drafter reads a share of a prompt's visual rows, evenly spaced."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

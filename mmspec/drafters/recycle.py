@@ -215,7 +215,11 @@ class RecycleDrafter:
         return self.options.size
 
     def fit(self, target: TargetInfo, given: Options) -> RecycleDrafter:
-        """Every target will do. ValueError: an option of another drafter, or more successors than are remembered."""
+        """Any target will do.
+
+        Raises:
+            ValueError: an option of another drafter, or more successors than are remembered.
+        """
         options = _USUAL.with_(given, "the recycle drafter")
         return replace(self, options=options, successors=Successors(target.vocab, target.device))
 

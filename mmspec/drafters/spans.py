@@ -1,5 +1,7 @@
 """Where pictures stand in a batch of prompts, and how other rows take their places."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from itertools import pairwise
 

@@ -1,5 +1,7 @@
 """SpecVLM: an EAGLE drafter that reads images through compressors: one that suits the question, a sum, or all."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

@@ -1,5 +1,7 @@
 """Static trees: the published shapes as data, and how a drafter fills one, by rank or by drawing."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -66,7 +68,10 @@ class TreePlan:
 
 def own_paths(given: Paths) -> Paths:
     """The nodes below the root of a tree that is given as a list of paths, in order; prefixes may be left out.
-    ValueError: no such list, or ranks that leave some out."""
+
+    Raises:
+        ValueError: no such list, or ranks that leave some out.
+    """
     lists = isinstance(given, Sequence) and all(isinstance(path, Sequence) and path for path in given)
     if not (lists and given and all(is_whole(rank, 0) for path in given for rank in path)):
         raise ValueError(

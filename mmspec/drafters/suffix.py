@@ -188,7 +188,11 @@ class SuffixDrafter:
         return self.options.size
 
     def fit(self, target: TargetInfo, given: Options) -> SuffixDrafter:
-        """Every target will do. ValueError: an option of another drafter."""
+        """Any target will do.
+
+        Raises:
+            ValueError: an option of another drafter.
+        """
         options = _USUAL.with_(given, "the suffix drafter")
         return replace(self, options=options, phrases=Phrases(options.memory))
 

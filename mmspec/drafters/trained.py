@@ -1,5 +1,7 @@
 """What trained drafters share: what their config says, whether they fit a target, and their place beside it."""
 
+from __future__ import annotations
+
 import copy
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Self, TypeVar
@@ -26,8 +28,11 @@ class FileConfig:
 
     @classmethod
     def of(cls, values: Values) -> Self:
-        """From what `to_dict` gave, or JSON made of it. ValueError: fields that it does not have, or values that cannot
-        be."""
+        """From what `to_dict` gave, or JSON made of it.
+
+        Raises:
+            ValueError: fields that it does not have, or values that cannot be.
+        """
         known = cls.usual()
         unknown = sorted(set(values) - set(known))
         if unknown:
@@ -92,7 +97,11 @@ class TrainedConfig(FileConfig, Rope):
 
 
 def check_fit(c: TrainedConfig, target: TargetInfo) -> None:
-    """Refuse a target that a drafter with this config was not made for. ValueError: the message says what differs."""
+    """Refuse a target that a drafter with this config was not made for.
+
+    Raises:
+        ValueError: the message says what differs.
+    """
     wanted = {
         "hidden size": (c.target_hidden or c.hidden, target.hidden),
         "embedding width": (c.hidden, target.embedding),

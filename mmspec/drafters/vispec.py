@@ -1,5 +1,7 @@
 """ViSpec: the layer reads each image as a few learned summaries, and one more vector of it joins all text after it."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

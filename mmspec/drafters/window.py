@@ -1,5 +1,7 @@
 """The window of a Jacobi drafter: its options, its nodes, and what rows carry to the next round."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product

@@ -1,5 +1,7 @@
 """LlamaGen's transformer: a Llama over codes of a picture, behind a prefix that holds the class or the text."""
 
+from __future__ import annotations
+
 from typing import Protocol
 
 import torch

@@ -1,5 +1,7 @@
 """LlamaGen's VQ tokenizer: a convolutional autoencoder whose latent pixels are codes of an L2-normalised codebook."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from diffusers import ConfigMixin, ModelMixin

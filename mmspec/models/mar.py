@@ -1,5 +1,7 @@
 """MAR's transformer: an encoder of the known tokens, a decoder of all places, and a diffusion head for the unknown."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch

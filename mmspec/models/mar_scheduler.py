@@ -1,5 +1,7 @@
 """MAR's sampler: DDPM with a learned variance on few steps, with temperature and, at will, noise at the last step."""
 
+from __future__ import annotations
+
 import math
 from itertools import accumulate
 
@@ -48,8 +50,11 @@ class MARScheduler(SchedulerMixin, ConfigMixin):
         self.timesteps = self.current.timesteps
 
     def chain(self, steps: int, device: torch.device | str | None = None) -> Chain:
-        """The sampler's steps spread evenly over the training clock, both ends included. ValueError: fewer than two
-        steps, or more than the clock has."""
+        """The sampler's steps spread evenly over the training clock, both ends included.
+
+        Raises:
+            ValueError: fewer than two steps, or more than the clock has.
+        """
         T = self.config["num_train_timesteps"]
         least = 2 + self.config["skip_terminal"]
         if not least <= steps <= T:

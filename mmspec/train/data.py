@@ -1,5 +1,7 @@
 """Where training prompts come from: pictures with questions, in a folder, a list, a dataset, or drawn; or texts."""
 
+from __future__ import annotations
+
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -152,8 +154,11 @@ def _lines(path: Path, clips: Clips | None) -> Iterator[TrainingSample]:
 
 
 def video_of(row: Mapping[str, object], allowed: bool) -> object:
-    """The video that a row shows: a path or what a column of videos holds; None: it shows none. VideoError: it shows
-    one, and none is `allowed`; it shows several, or pictures beside it."""
+    """The video that a row shows: a path or what a column of videos holds; None: it shows none.
+
+    Raises:
+        VideoError: it shows one, and none is `allowed`; it shows several, or pictures beside it.
+    """
     videos = {name: row[name] for name in VIDEOS if row.get(name)}
     if not videos:
         return None

@@ -3,6 +3,8 @@
 With the recipe's `gate_learns="along"` it learns in every step instead (`Gate.draw` in mmspec/drafters/specvlm.py).
 """
 
+from __future__ import annotations
+
 import copy
 from collections import Counter
 from collections.abc import Iterable

@@ -1,5 +1,7 @@
 """Muon, an optimizer for matrices, in float32."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 

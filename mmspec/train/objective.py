@@ -1,5 +1,7 @@
 """What a drafter is trained for: the losses of the published recipes, and the share of tokens that it foretells."""
 
+from __future__ import annotations
+
 from typing import cast
 
 import torch

@@ -9,13 +9,24 @@ from PIL import Image, ImageDraw
 SIDE = 96  # pixels of a rendered scene
 CELL = SIDE // 3  # the objects stand on a 3x3 grid
 COLOURS = {
-    "red": (215, 35, 40), "green": (35, 160, 60), "blue": (45, 75, 230), "yellow": (242, 222, 45),
-    "purple": (145, 55, 190), "orange": (245, 138, 30), "cyan": (60, 210, 222), "pink": (252, 155, 195),
-}  # fmt: skip
+    "red": (215, 35, 40),
+    "green": (35, 160, 60),
+    "blue": (45, 75, 230),
+    "yellow": (242, 222, 45),
+    "purple": (145, 55, 190),
+    "orange": (245, 138, 30),
+    "cyan": (60, 210, 222),
+    "pink": (252, 155, 195),
+}
 BACKGROUNDS = {
-    "white": (246, 246, 246), "grey": (132, 132, 132), "black": (18, 18, 18), "beige": (224, 205, 172),
-    "grainy": (168, 168, 160), "lined": (232, 236, 240), "chequered": (206, 206, 206),
-}  # fmt: skip
+    "white": (246, 246, 246),
+    "grey": (132, 132, 132),
+    "black": (18, 18, 18),
+    "beige": (224, 205, 172),
+    "grainy": (168, 168, 160),
+    "lined": (232, 236, 240),
+    "chequered": (206, 206, 206),
+}
 SHAPES = ("circle", "square", "triangle", "diamond", "cross", "ring", "star")
 TEXTURES = ("plain", "striped", "dotted")
 SIZES = {"small": (7.6, 9.0), "large": (12.0, 13.4)}  # range of the radius in pixels

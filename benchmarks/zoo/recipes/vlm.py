@@ -17,9 +17,18 @@ class Mix:
     emphasis: float = 1.0
     shape_counts: bool = True
     questions: tuple[tuple[str, float], ...] = (
-        ("total", 1.0), ("count", 2.0), ("whether", 2.0), ("relation", 2.0), ("neighbours", 1.5), ("spot", 1.5),
-        ("attribute", 1.0), ("place", 1.0), ("which", 1.0), ("background", 0.3), ("presence", 0.7),
-    )  # fmt: skip
+        ("total", 1.0),
+        ("count", 2.0),
+        ("whether", 2.0),
+        ("relation", 2.0),
+        ("neighbours", 1.5),
+        ("spot", 1.5),
+        ("attribute", 1.0),
+        ("place", 1.0),
+        ("which", 1.0),
+        ("background", 0.3),
+        ("presence", 0.7),
+    )
     stressed: tuple[str, ...] = ()
 
 
@@ -61,9 +70,18 @@ class Hybrid(Language):
 
 
 _FACTS = (
-    ("total", 0.3), ("count", 3.0), ("whether", 2.0), ("relation", 3.0), ("neighbours", 1.0), ("spot", 0.7),
-    ("attribute", 1.0), ("place", 3.0), ("which", 1.0), ("background", 0.2), ("presence", 1.5),
-)  # fmt: skip
+    ("total", 0.3),
+    ("count", 3.0),
+    ("whether", 2.0),
+    ("relation", 3.0),
+    ("neighbours", 1.0),
+    ("spot", 0.7),
+    ("attribute", 1.0),
+    ("place", 3.0),
+    ("which", 1.0),
+    ("background", 0.2),
+    ("presence", 1.5),
+)
 _SETTLED = tuple((dict(_FACTS) | {"total": 0.5, "count": 1.0}).items())
 _DOES = ("moves", "stays", "appears", "vanishes", "up", "down")
 
