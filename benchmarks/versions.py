@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE, WORK = ROOT / "docs" / "versions.md", ROOT / "build" / "versions"
 QUICK = ("test_calls.py", "test_contract.py", "test_generate.py")
 RELEASES = ("5.23.0", "5.24.0", "newest")
-_ROW = re.compile(r"^\| (\S+) \| ", re.MULTILINE)
 _HEAD = """# Supported versions
 
 mmspec is tested with transformers {range}. `constraints.txt` names the releases of all packages that `make`

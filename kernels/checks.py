@@ -30,7 +30,7 @@ def sizes(op: str, **arguments: Argument) -> dict[str, int]:
         ValueError: wrong number of dimensions, a length that an earlier argument has otherwise, another device, or a
             last dimension whose entries do not lie side by side.
     """
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     came_from: dict[str, str] = {}
     device = None
     for name, (tensor, form, dtypes) in arguments.items():
@@ -45,9 +45,9 @@ def sizes(op: str, **arguments: Argument) -> dict[str, int]:
         if len(letters) != len(shape):
             raise ValueError(f"{op}: {name} is {shape}, expected [{', '.join(letters)}]")
         for letter, length in zip(letters, shape, strict=True):
-            if found.setdefault(letter, length) != length:
+            if numbers.setdefault(letter, length) != length:
                 raise ValueError(
-                    f"{op}: {name} is {shape}, expected [{', '.join(letters)}] with {letter} = {found[letter]} as in "
+                    f"{op}: {name} is {shape}, expected [{', '.join(letters)}] with {letter} = {numbers[letter]} as in "
                     f"{came_from[letter]}"
                 )
             came_from.setdefault(letter, name)
@@ -57,7 +57,7 @@ def sizes(op: str, **arguments: Argument) -> dict[str, int]:
             raise ValueError(f"{op}: {name} is on {tensor.device}, {first} on {device}; move them to one device")
         if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{op}: the last dimension of {name} has stride {tensor.stride(-1)}; make it contiguous")
-    return found
+    return numbers
 
 
 def at_home(tensor: Tensor) -> AbstractContextManager:

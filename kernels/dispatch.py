@@ -44,8 +44,8 @@ def chosen(operation: str, device: str, wish: str) -> Callable[..., Any]:
         where: Any = importlib.import_module(f"mmspec.kernels.{KERNELS[operation]}")
     else:
         where = reference
-    found: Callable[..., Any] = getattr(where, operation)
-    return found
+    function: Callable[..., Any] = getattr(where, operation)
+    return function
 
 
 @lru_cache(maxsize=1)

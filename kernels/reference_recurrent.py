@@ -105,11 +105,11 @@ def conv_windows(parents: Tensor, depth: Tensor, width: int) -> Tensor:
         parents, depth: [B, n], of the tree.
     """
     node = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
-    found = []
+    windows = []
     for back in range(width):
-        found.append(torch.where(depth >= back, width + node, width - (back - depth)))
+        windows.append(torch.where(depth >= back, width + node, width - (back - depth)))
         node = parents.gather(1, node)
-    return torch.stack(found[::-1], -1)
+    return torch.stack(windows[::-1], -1)
 
 
 def tree_conv(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor) -> Tensor:

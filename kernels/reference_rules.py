@@ -54,12 +54,12 @@ def nearest(codebook: Tensor, k: int, chunk: int = 2048) -> Tensor:
     Distances are between normalised codes, which is all that a model with an L2-normalised codebook ever sees.
     """
     codes = torch.nn.functional.normalize(codebook.float(), dim=-1)
-    found = []
+    parts = []
     for start in range(0, len(codes), chunk):
         likeness = codes[start : start + chunk] @ codes.T
         likeness.diagonal(start).fill_(-torch.inf)
-        found.append(likeness.topk(k, -1).indices.to(torch.int32))
-    return torch.cat(found)
+        parts.append(likeness.topk(k, -1).indices.to(torch.int32))
+    return torch.cat(parts)
 
 
 def partition(codebook: Tensor, radius: float | None = None, cells: int | None = None) -> Tensor:
@@ -108,8 +108,8 @@ def rank_window(p: Tensor, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     less = torch.where(below, p, -torch.inf).topk(min(size // 2, len(ids)), -1)
     more = torch.where(above, -p, -torch.inf).topk(min(size - size // 2 - 1, len(ids)), -1)
     window = torch.cat([less.indices, x, more.indices], -1)
-    found = torch.cat([less.values, p_x, more.values], -1) > -torch.inf
-    return window, found & (p.gather(-1, window) > 0)
+    there = torch.cat([less.values, p_x, more.values], -1) > -torch.inf
+    return window, there & (p.gather(-1, window) > 0)
 
 
 def cell_sums(weights: Tensor, cell: Tensor) -> Tensor:

@@ -161,12 +161,12 @@ def logit_window(logits: Tensor, nodes: Tensor, x: Tensor, size: int) -> tuple[T
     V = dim["V"]
     less, more = min(size // 2, V), min(size - size // 2 - 1, V)
     ids = x.clamp(min=0)[..., None].repeat(1, 1, less + more + 1)
-    found = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
+    there = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
     if ids.numel():
         with at_home(logits):
             _window[(x.numel(),)](
-                logits, nodes, x, ids, found.view(torch.uint8), dim["K"], V, less, more,
+                logits, nodes, x, ids, there.view(torch.uint8), dim["K"], V, less, more,
                 *logits.stride()[:2], nodes.stride(0), x.stride(0),
                 BLOCK=min(_BLOCK, triton.next_power_of_2(V)), num_warps=8,
             )  # fmt: skip
-    return ids, found
+    return ids, there

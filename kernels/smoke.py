@@ -31,10 +31,10 @@ def parents(batch: int, nodes: int) -> Tensor:
 def ancestors(parents: Tensor) -> Tensor:
     """bool [B, N, N], a node counts among its own."""
     B, N = parents.shape
-    found = torch.eye(N, dtype=torch.bool).repeat(B, 1, 1)
+    seen = torch.eye(N, dtype=torch.bool).repeat(B, 1, 1)
     for node in range(1, N):
-        found[:, node] |= found[torch.arange(B), parents[:, node]]
-    return found
+        seen[:, node] |= seen[torch.arange(B), parents[:, node]]
+    return seen
 
 
 def attention(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:

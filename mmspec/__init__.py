@@ -14,10 +14,7 @@ if (_root / "pyproject.toml").is_file() and (_root / "kernels").is_dir():
     __path__.append(str(_root))
 
 _FACE = {
-    "enable": "mmspec.pipelines.patch",
-    "disable": "mmspec.pipelines.patch",
-    "stats": "mmspec.pipelines.patch",
-    "refresh": "mmspec.pipelines.patch",
+    **dict.fromkeys(("enable", "disable", "stats", "refresh"), "mmspec.pipelines.patch"),
     "verify": "mmspec.pipelines.serving.verify",
     "stream": "mmspec.pipelines.serving.stream",
     "Handle": "mmspec.pipelines.patching.handle",

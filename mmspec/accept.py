@@ -48,8 +48,8 @@ def verify_point_mass(draft: Draft, distribution: Categorical, u: Tensor | None)
     above = None if tree.is_chain else tree.ancestors
     if distribution.ids is not None:  # greedy: every distribution is a point mass and u does not matter
         return Acceptance(*ops.follow(distribution.ids, tokens, tree.parents, above))
-    found = dispatch.verify_point_mass(distribution.logits, tokens, tree.parents, above, u)
-    return Acceptance(found.accepted, found.count, found.last, found.token)
+    path = dispatch.verify_point_mass(distribution.logits, tokens, tree.parents, above, u)
+    return Acceptance(path.accepted, path.count, path.last, path.token)
 
 
 def verify_greedy(draft: Draft, distribution: Categorical, rule: Rule, spent: Tensor | None) -> Acceptance:
@@ -172,8 +172,8 @@ def _verify_tree(
     if rule.relaxed is not None:
         charge = torch.where(tested & accepted.gather(1, nodes)[..., None], charge, 0.0)
         charged = _by_node(tree, child, charge).cumsum(1)[:, -1]
-    found = nodes == last[:, None]  # a leaf has no place among them
-    inner, at = found.any(1), found.to(torch.uint8).argmax(1, keepdim=True)
+    places = nodes == last[:, None]  # a leaf has no place among them
+    inner, at = places.any(1), places.to(torch.uint8).argmax(1, keepdim=True)
     noise = torch.where(inner, noise.gather(1, at)[:, 0], u.gather(1, last[:, None])[:, 0])
     p = torch.where(inner[:, None], gather_rows(p, at)[:, 0], distribution.weights(last, vocab))
     return Acceptance(accepted, count, last, ops.categorical(p, noise), charged)

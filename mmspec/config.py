@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 if TYPE_CHECKING:
@@ -106,9 +106,9 @@ def chosen(defaults: T, given: Options, drafter: str) -> T:
     return replace(defaults, **given)  # type: ignore[type-var]
 
 
-def option_names(options: Any) -> list[str]:
+def option_names(options: object) -> list[str]:
     """The names of a drafter's options; none where it brings none."""
-    return [f.name for f in fields(options) if f.init] if hasattr(options, "__dataclass_fields__") else []
+    return [f.name for f in fields(options) if f.init] if is_dataclass(options) else []
 
 
 def size_in_bytes(value: object) -> int:
@@ -119,10 +119,10 @@ def size_in_bytes(value: object) -> int:
     """
     if is_whole(value, 0):
         return value
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)(?:I?B)?", value.upper() if isinstance(value, str) else "")
-    if not found:
+    size = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)(?:I?B)?", value.upper() if isinstance(value, str) else "")
+    if not size:
         raise ValueError(f"{value!r} is no size, as 512M, 2G or a number of bytes")
-    return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))
+    return int(float(size[1]) * 1024 ** " KMGT".index(size[2] or " "))
 
 
 def is_whole(value: object, least: int) -> TypeGuard[int]:

@@ -27,8 +27,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = x.numel() // x.shape[-1] if x.numel() else 0
     if not (1 < rows <= (ROWS if torch.get_num_threads() > 1 else ROWS_OF_ONE_THREAD) and gains(x, weight)):
         return F.linear(x, weight, bias)
-    found = (weight @ x.reshape(rows, -1).t()).t().contiguous().view(*x.shape[:-1], -1)
-    return found if bias is None else found + bias
+    product = (weight @ x.reshape(rows, -1).t()).t().contiguous().view(*x.shape[:-1], -1)
+    return product if bias is None else product + bias
 
 
 def fits(weight: Tensor) -> bool:
@@ -39,15 +39,10 @@ def fits(weight: Tensor) -> bool:
 
 def gains(x: Tensor, weight: Tensor) -> bool:
     """Whether the weight comes first: such a weight, a plain input, and nobody traces the product or casts it."""
-    return (
-        fits(weight)
-        and type(x) is Tensor
-        and x.dtype == torch.float32
-        and x.device.type == "cpu"
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch.is_autocast_enabled("cpu")
-        and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
-    )
+    plain = type(x) is Tensor and x.dtype == torch.float32 and x.device.type == "cpu"
+    if not (fits(weight) and plain) or torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled("cpu"):
+        return False
+    return not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
 
 
 class Linear(nn.Linear):

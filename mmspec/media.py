@@ -43,7 +43,6 @@ STRANGERS = (  # place, bytes there, what that is and what to do with it
     (0, b"\x1aE\xdf\xa3", "is a video, not an image", "give it the extension .mkv"),
     (8, b"AVI ", "is a video, not an image", "give it the extension .avi"),
 )
-# The lowest 8 frequencies of the discrete cosine transform (DCT-II) of 32 values, for the perceptual hash.
 
 
 def raising(flag: str) -> str:
@@ -99,12 +98,12 @@ def read(path: Path | str, max_bytes: int = MAX_BYTES) -> bytes:
     """Bytes of a regular file of sensible size; pipes, devices, folders and symlink loops are refused unopened."""
     path = Path(path)
     try:
-        found = path.stat()
-        if stat.S_ISDIR(found.st_mode):
+        status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
             raise MediaError(path, "is a folder, not an image", "rename it, or add --recursive to look inside")
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise MediaError(path, "is a pipe or device, not a file", "remove it from the folder")
-        check_bytes(found.st_size, path, max_bytes)
+        check_bytes(status.st_size, path, max_bytes)
         return path.read_bytes()
     except ValueError as error:  # a zero byte in a name out of a list
         raise MediaError(path, f"is no possible file name ({error})", "correct the list") from error

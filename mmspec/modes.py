@@ -49,16 +49,14 @@ def hooked_everywhere() -> bool:
 
 def ambient() -> tuple[Hashable, ...]:
     """What changes operations from around them: autocast, by type of device, and the dtype of what is made new."""
-    on = [
-        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", *_accelerators()) if torch.is_autocast_enabled(kind)
-    ]
-    return (torch.get_default_dtype(), *on)
+    casts = filter(torch.is_autocast_enabled, ("cpu", *_accelerators()))
+    return (torch.get_default_dtype(), *((kind, torch.get_autocast_dtype(kind)) for kind in casts))
 
 
 @cache
 def _accelerators() -> tuple[str, ...]:
-    found = torch.accelerator.current_accelerator()
-    return () if found is None else (found.type,)
+    device = torch.accelerator.current_accelerator()
+    return () if device is None else (device.type,)
 
 
 def computed_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:

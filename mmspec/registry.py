@@ -35,10 +35,14 @@ class Entry:
 _D, _OF_MODELS = "mmspec.drafters.", "mmspec.pipelines.drafters."
 DRAFTERS: dict[str, Entry] = {
     "ngram": Entry(_D + "ngram", "NgramDrafter", "prompt lookup, no weights"),
-    "suffix": Entry(_D + "suffix", "SuffixDrafter",
-        "what followed the same words in this run, no weights; where a model ships with nothing"),
-    "recycle": Entry(_D + "recycle", "RecycleDrafter",
-        "what the model last found likeliest after each token, no weights"),
+    "suffix": Entry(
+        _D + "suffix",
+        "SuffixDrafter",
+        "what followed the same words in this run, no weights; where a model ships with nothing",
+    ),
+    "recycle": Entry(
+        _D + "recycle", "RecycleDrafter", "what the model last found likeliest after each token, no weights"
+    ),
     "plain": Entry(_D + "plain", "Plain", "drafts nothing; for compile=True alone"),
     "jacobi": Entry(_D + "jacobi", "JacobiDrafter", "Jacobi window, no weights; for images"),
     "eagle": Entry(_D + "eagle", "EagleDrafter", "EAGLE-2-style feature drafter; reads EAGLE, EAGLE-3", trained=True),
@@ -51,7 +55,7 @@ DRAFTERS: dict[str, Entry] = {
     "model": Entry(_OF_MODELS + "draft_model", "ModelDrafter", "a smaller model: draft=…", from_model=True),
     "assistant": Entry(_OF_MODELS + "assistant", "AssistantDrafter", "Gemma-4's assistants: draft=…", from_model=True),
     "mtp": Entry(_OF_MODELS + "mtp", "MtpDrafter", "the heads in the target's own checkpoint", from_model=True),
-}  # fmt: skip
+}
 
 # those of text that need no weights, for any model: the demo offers them, the tests hold them to stock's tokens
 OF_TEXT = [n for n, e in DRAFTERS.items() if not (e.trained or e.from_model or n in ("plain", "jacobi"))]
@@ -60,26 +64,37 @@ USUAL = "suffix"  # what drafts for text where nobody says, and the model ships 
 # Name of a model, in small letters and without its owner → a drafter published for it, on the hub. It is suggested
 # where nothing else is there to draft; nothing is fetched unasked.
 PUBLISHED: dict[str, str] = {
-    "qwen2.5-vl-3b-instruct": "JLKang/ViSpec-Qwen2.5-VL-3B-Instruct",
-    "qwen2.5-vl-7b-instruct": "JLKang/ViSpec-Qwen2.5-VL-7B-Instruct",
-    "llava-v1.6-vicuna-7b-hf": "JLKang/ViSpec-llava-v1.6-vicuna-7b-hf",
-    "llava-v1.6-vicuna-13b-hf": "JLKang/ViSpec-llava-v1.6-vicuna-13b-hf",
+    **{
+        name.lower(): f"JLKang/ViSpec-{name}"
+        for name in (
+            "Qwen2.5-VL-3B-Instruct",
+            "Qwen2.5-VL-7B-Instruct",
+            "llava-v1.6-vicuna-7b-hf",
+            "llava-v1.6-vicuna-13b-hf",
+        )
+    },
     "llava-1.5-7b-hf": "lucylyn/MSD-LLaVA1.5-7B",
     "llava-1.5-13b-hf": "lucylyn/MSD-LLaVA1.5-13B",
     "qwen2-vl-7b-instruct": "lucylyn/MSD-Qwen2VL-7B-Instruct",
-    "qwen3-vl-2b-instruct": "AngelSlim/Qwen3-VL-2B-Instruct_eagle3",
-    "qwen3-vl-4b-instruct": "AngelSlim/Qwen3-VL-4B-Instruct_eagle3",
-    "qwen3-vl-30b-a3b-instruct": "AngelSlim/Qwen3-VL-30B-A3B-Instruct_eagle3",
+    **{
+        f"qwen3-vl-{size.lower()}-instruct": f"AngelSlim/Qwen3-VL-{size}-Instruct_eagle3"
+        for size in ("2B", "4B", "30B-A3B")
+    },
     "qwen3-vl-235b-a22b-instruct": "RedHatAI/Qwen3-VL-235B-A22B-Instruct-speculator.eagle3",
-    "qwen3.5-4b": "z-lab/Qwen3.5-4B-DFlash",
-    "qwen3.5-9b": "z-lab/Qwen3.5-9B-DFlash",
-    "qwen3.5-27b": "z-lab/Qwen3.5-27B-DFlash",
-    "qwen3.5-35b-a3b": "z-lab/Qwen3.5-35B-A3B-DFlash",
-    "qwen3.5-122b-a10b": "z-lab/Qwen3.5-122B-A10B-DFlash",
-    "qwen3.6-27b": "z-lab/Qwen3.6-27B-DFlash",
-    "qwen3.6-35b-a3b": "z-lab/Qwen3.6-35B-A3B-DFlash",
-    "gemma-4-26b-a4b-it": "z-lab/gemma-4-26B-A4B-it-DFlash",
-    "gemma-4-31b-it": "z-lab/gemma-4-31B-it-DFlash",
+    **{
+        name.lower(): f"z-lab/{name}-DFlash"
+        for name in (
+            "Qwen3.5-4B",
+            "Qwen3.5-9B",
+            "Qwen3.5-27B",
+            "Qwen3.5-35B-A3B",
+            "Qwen3.5-122B-A10B",
+            "Qwen3.6-27B",
+            "Qwen3.6-35B-A3B",
+            "gemma-4-26B-A4B-it",
+            "gemma-4-31B-it",
+        )
+    },
 }
 
 
@@ -98,7 +113,7 @@ def drafter_class(name: str) -> Any:
     return getattr(importlib.import_module(DRAFTERS[name].module), DRAFTERS[name].cls)
 
 
-def name_of(drafter: Any) -> str:
+def name_of(drafter: object) -> str:
     """What a drafter is called: by its own method, else as its class is registered."""
     cls = type(drafter)
     known = (name for name, entry in DRAFTERS.items() if (entry.module, entry.cls) == (cls.__module__, cls.__name__))
@@ -106,14 +121,9 @@ def name_of(drafter: Any) -> str:
 
 
 RULES: dict[str, Callable[..., Rule]] = {  # those with a `codebook` compare tokens by their codes
-    "exact": lambda: rules.exact,
-    "lantern": rules.lantern,
-    "scaled": rules.scaled,
-    "typical": rules.typical,
-    "gsd": rules.gsd,
-    "grouped": rules.grouped,
-    "pooled": rules.pooled,
-}
+    "exact": lambda: rules.exact, "lantern": rules.lantern, "scaled": rules.scaled, "typical": rules.typical,
+    "gsd": rules.gsd, "grouped": rules.grouped, "pooled": rules.pooled,
+}  # fmt: skip
 
 
 def resolve_rule(
@@ -154,7 +164,7 @@ def _made(spec: str, tables: dict[str, Tensor | None]) -> Rule:
     return RULES[name](**{table: tables[table] for table in coded}, **given)
 
 
-def _parsed(spec: str) -> tuple[str, dict[str, Any]]:
+def _parsed(spec: str) -> tuple[str, dict[str, int | float | str | None]]:
     """Name and parameters of "name" or "name(key=number, key='word', …)"."""
     try:
         call = ast.parse(spec.strip(), mode="eval").body

@@ -181,8 +181,8 @@ def lantern(
         _check("delta", delta, lambda delta: 0 < delta <= 1, "in (0, 1]")
     else:
         _check("lam", lam, lambda lam: lam > 1, "above 1")
-    found = ops.nearest(codebook, min(k + 1, most))
-    near, and_next = _Carried(found[:, :k].contiguous()), _Carried(found)
+    neighbours = ops.nearest(codebook, min(k + 1, most))
+    near, and_next = _Carried(neighbours[:, :k].contiguous()), _Carried(neighbours)
 
     def bound(trial: Trial) -> Tensor | float:
         return float(delta) if lam is None else (lam - 1) * trial.p_x  # type: ignore[arg-type]

@@ -105,11 +105,10 @@ class Session:
     def noise(self, draft: Draft, distribution: Categorical) -> Tensor | None:
         """Uniform numbers [B, N], fixed by each row's seed and by the position of the token drawn after each node; None
         where the distribution is a point mass and nothing is drawn."""
-        return (
-            None
-            if distribution.is_point
-            else dispatch.uniform(self.seeds[:, None], self.emitted[:, None] + draft.tree.depth)
-        )
+        if distribution.is_point:
+            return None
+        noise: Tensor = dispatch.uniform(self.seeds[:, None], self.emitted[:, None] + draft.tree.depth)
+        return noise
 
     def commit(self, draft: Draft, scores: Scores, acceptance: Acceptance) -> Round:
         """Take what was accepted: the one read of a round by the host, the rows' new tokens, the next pending token."""

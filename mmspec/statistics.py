@@ -114,6 +114,6 @@ class Stats:
     def _reused(self) -> str:
         """How much of the prompts was not read again, and why some were read whole."""
         share = self.prefix.get("reused tokens", 0) / (self.prefix.get("tokens", 0) or 1)
-        found = [f"{100 * share:.0f} % of {self.prefix['tokens']:.0f} tokens not read again"] if self.prefix else []
-        found += [f"{count} read whole: {why}" for why, count in self.read_whole.items()]
-        return f"; prompts: {', '.join(found)}; {self.kept_bytes / 2**20:.1f} MiB kept" if found else ""
+        parts = [f"{100 * share:.0f} % of {self.prefix['tokens']:.0f} tokens not read again"] if self.prefix else []
+        parts += [f"{count} read whole: {why}" for why, count in self.read_whole.items()]
+        return f"; prompts: {', '.join(parts)}; {self.kept_bytes / 2**20:.1f} MiB kept" if parts else ""

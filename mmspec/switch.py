@@ -11,11 +11,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 from torch import Tensor
 
-from mmspec.protocols import Drafter, Target, reported
+from mmspec.protocols import Drafter, Rows, Target, reported
 from mmspec.session import Session
 from mmspec.statistics import Stats
 from mmspec.tree import lone
@@ -148,20 +147,21 @@ class Known:
 class _Memory:
     """The drafter's memory of some rows, while it drafts for them, and the counts from before their last round."""
 
-    inner: Any
+    inner: Rows | None
     on: bool
     stats: dict[str, float]
-    before_round: tuple[Stats, tuple[float, ...], int, int, bool] | None = (
-        None  # stats, their sums, batch size, nodes, drafted or not
-    )
+    # stats, their sums, batch size, nodes, drafted or not
+    before_round: tuple[Stats, tuple[float, ...], int, int, bool] | None = None
 
     def select(self, rows: Tensor) -> _Memory:
         return replace(self, inner=None if self.inner is None else self.inner.select(rows))
 
     def join(self, other: _Memory) -> _Memory:
         """Rows are drafted for together or not at all, since who was not drafted for is not read up to its end."""
-        on = self.on and other.on
-        return replace(self, inner=self.inner.join(other.inner) if on and self.inner is not None else None, on=on)
+        on, inner = self.on and other.on, None
+        if on and self.inner is not None and other.inner is not None:
+            inner = self.inner.join(other.inner)
+        return replace(self, inner=inner, on=on)
 
 
 class Switch:
@@ -173,9 +173,9 @@ class Switch:
         known: of this drafter on this target, from earlier calls.
     """
 
-    def __init__(self, drafter: Drafter[Any], known: Known) -> None:
+    def __init__(self, drafter: Drafter[Rows], known: Known) -> None:
         self.weighs = hasattr(drafter, "prices")
-        self.drafter: Any = replace(drafter, prices=known.prices) if self.weighs else drafter  # type: ignore[type-var]
+        self.drafter = replace(drafter, prices=known.prices) if self.weighs else drafter  # type: ignore[type-var]
         self.known = known
         self.features, self.nodes = drafter.features, drafter.nodes
 
@@ -209,8 +209,7 @@ class Switch:
         memory = session.memory
         session.memory = memory.inner
         try:
-            draft: Draft = self.drafter.propose(session, target)
-            return draft
+            return self.drafter.propose(session, target)
         finally:
             session.memory = memory
 

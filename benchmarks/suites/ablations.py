@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+
+from torch import nn
 
 from mmspec.app.bench import vlm_methods
 from mmspec.app.bench.command import say
 from mmspec.app.bench.vlm_methods import VlmMethod
+from mmspec.config import Options
+from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.specvlm import BRANCHES
 
 
@@ -18,12 +21,8 @@ class Variant:
     """A switch that is thrown when a trained drafter drafts: other values of its config, or options of `enable`."""
 
     name: str
-    config: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def told(self) -> str:
-        return " ".join(f"{name}={value}" for name, value in {**self.config, **self.options}.items())
+    config: Options = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
 
 
 # By a drafter's method. FLASH's chain drafts token by token with its first head, as EAGLE does.
@@ -38,26 +37,25 @@ ABLATIONS: dict[str, tuple[Variant, ...]] = {
     "flash": (
         Variant("chain", {"tokens": 1}),
         Variant("all rows", {"latents": 0}),
-        Variant("4.5 rows a latent", {"ratio": 4.5}),
-        Variant("16 rows a latent", {"ratio": 16.0}),
+        *(Variant(f"{ratio:g} rows a latent", {"ratio": ratio}) for ratio in (4.5, 16.0)),
         Variant("64 rows a latent", {"ratio": 64.0, "least": 1}),
     ),
     "specvlm": (
         *(Variant(f"always {branch}", {"gate": branch}) for branch in BRANCHES),
-        Variant("always prune, 1 in 4", {"gate": "prune", "prune_ratio": 4}),
-        Variant("always pool, 1 in 4", {"gate": "pool", "pool_ratio": 4}),
-        Variant("always pool, 1 in 64", {"gate": "pool", "pool_ratio": 64}),
+        *(
+            Variant(f"always {branch}, 1 in {ratio}", {"gate": branch, f"{branch}_ratio": ratio})
+            for branch, ratio in (("prune", 4), ("pool", 4), ("pool", 64))
+        ),
     ),
 }
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Whether they are measured."""
     parser.add_argument("--ablate", action="store_true", help="each drafter also with one of its parts switched off at "
         "a time, when it drafts; nothing is trained again")  # fmt: skip
 
 
-def methods(model: Any, args: argparse.Namespace) -> list[VlmMethod]:
+def methods(model: nn.Module, args: argparse.Namespace) -> list[VlmMethod]:
     """Those of the vlm suite, with their variants where they are wanted."""
     return vlm_methods.methods(model, args, variants if args.ablate else lambda whole: ())
 
@@ -71,12 +69,12 @@ def variants(whole: VlmMethod) -> Iterator[VlmMethod]:
             say(f"without {whole.name}, {variant.name}: {error}")
             continue
         yield replace(
-            whole, name=f"{whole.name}, {variant.name}", drafter=drafter, options=whole.options | variant.options,
-            of=whole.name, told=variant.told,
+            whole, name=f"{whole.name}, {variant.name}", drafter=drafter, options={**whole.options, **variant.options},
+            of=whole.name, told=" ".join(f"{k}={v}" for k, v in {**variant.config, **variant.options}.items()),
         )  # fmt: skip
 
 
-def altered(drafter: Any, changes: dict[str, Any]) -> Any:
+def altered(drafter: EagleDrafter, changes: Options) -> EagleDrafter:
     """The same weights under a config with some values changed; what that has no place for is left out.
 
     Raises:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.zoo import clips, language
-from benchmarks.zoo.recipes import Mix
+from benchmarks.zoo.recipes.vlm import Mix
 from mmspec.app.bench import vlm_shown
 from mmspec.app.bench.command import refuse
 from mmspec.app.bench.questions import Question
@@ -38,7 +38,6 @@ KINDS: dict[str, Callable[[list[int], int], Question]] = {"pair": _pair, "clip":
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """What is shown."""
     add = parser.add_argument
     shown = ("picture", *KINDS)
     add("--shown", nargs="+", choices=shown, default=["picture"], help="drawn: single pictures, pairs of them, clips")

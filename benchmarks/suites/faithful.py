@@ -14,6 +14,7 @@ from PIL import Image
 from benchmarks.zoo import score
 from benchmarks.zoo.score import Stated
 from mmspec.app import embedded
+from mmspec.app.bench.report import Record
 from mmspec.app.prompt import PromptChoice
 from mmspec.zoo import pictures, scenes
 from mmspec.zoo.pictures import Picture
@@ -60,7 +61,7 @@ class PictureReader:
             texts |= {answer.ticket: answer.text for answer in flow.step()}
         return [texts[number] for number in range(len(shown))]
 
-    def score(self, shown: Sequence[Image.Image], wanted: Sequence[Picture]) -> dict[str, Any]:
+    def score(self, shown: Sequence[Image.Image], wanted: Sequence[Picture]) -> Record:
         """`faithfulness` (share of the prompts' facts that hold), `all_right` (of the pictures), by fact, n."""
         right, of, whole = Counter[str](), Counter[str](), 0
         for text, picture in zip(self.describe(shown), wanted, strict=True):
@@ -82,16 +83,16 @@ def facts(text: str, wanted: Picture) -> dict[str, list[bool]]:
     said = score.stated_things(text)
     background = _BACKGROUND.search(text)
     pairs = max(_pairings(said, len(wanted.things)), key=lambda pairing: _agreement(pairing, wanted))
-    found = {
+    holds = {
         "background": [background is not None and background[1] == wanted.background],
         "count": [len(said) == len(wanted.things)],
     }
     for name in ATTRIBUTES:
-        found[name] = [one is not None and getattr(one, name) == getattr(thing, name)
+        holds[name] = [one is not None and getattr(one, name) == getattr(thing, name)
                        for one, thing in zip(pairs, wanted.things, strict=True)]  # fmt: skip
     if wanted.relation:
-        found["relation"] = [_stands(pairs[0], pairs[1], wanted.relation)]
-    return found
+        holds["relation"] = [_stands(pairs[0], pairs[1], wanted.relation)]
+    return holds
 
 
 def _pairings(said: list[Stated], count: int) -> Sequence[tuple[Stated | None, ...]]:

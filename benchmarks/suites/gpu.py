@@ -13,10 +13,10 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import torch
@@ -53,33 +53,25 @@ class GpuStage:
     needs: tuple[str, ...] = ()
 
 
-_TESTS, _DEVICE, _FIRST = (
-    ("pytest", "-p", "no:cacheprovider"),
-    "tests/support/on_device.py",
-    "tests/support/on_device_first.py",
-)
+_TESTS = ("pytest", "-p", "no:cacheprovider")
+_DEVICE, _FIRST = "tests/support/on_device.py", "tests/support/on_device_first.py"
 _BENCH = ("benchmarks",)
 _GOAL = ("--models", "qwen2.5-vl-7b", "--drafters", "vispec", "--contexts", "1024", "4096", "--batch", "1", "4")
 _TOY = ("--sizes", "toy", "--device", "cpu", "--repeats", "1")
 _LITTLE = ("--batch", "2", "--tokens", "3", "--no-compile")
 STAGES: dict[str, GpuStage] = {
     "first": GpuStage(
-        "what all else rests on and only a device can show, in small checks that say what to do",
-        0.04,
-        (_FIRST, "--json", "FILE"),
-        (_FIRST, "--json", "FILE"),
-        ("triton",),
+        "what all else rests on and only a device can show, in small checks that say what to do", 0.04,
+        (_FIRST, "--json", "FILE"), (_FIRST, "--json", "FILE"), ("triton",),
     ),
     "kernels": GpuStage(
-        "every kernel gives what its definition gives, odd sizes, all dtypes",
-        0.14,
+        "every kernel gives what its definition gives, odd sizes, all dtypes", 0.14,
         (*_TESTS, "tests/kernels/test_kernels.py", "--full"),
         (*_TESTS, "tests/kernels/test_kernels.py", "-k", "equals_its_definition and (uniform or compact or gaussian)"),
         ("pytest", "triton"),
     ),
     "identical": GpuStage(
-        "families and drafters: identical in float32, agreement and logit gaps in bfloat16",
-        0.16,
+        "families and drafters: identical in float32, agreement and logit gaps in bfloat16", 0.16,
         (_DEVICE, "--json", "FILE"),
         (_DEVICE, "--json", "FILE", "--families", "llava", "--drafters", "ngram", "eagle chain"),
     ),
@@ -91,38 +83,30 @@ STAGES: dict[str, GpuStage] = {
         ("pytest",),
     ),
     "bandwidth": GpuStage(
-        "each kernel as a share of the copy bandwidth, beside SDPA, FlexAttention and compiled definitions",
-        0.14,
+        "each kernel as a share of the copy bandwidth, beside SDPA, FlexAttention and compiled definitions", 0.14,
         (*_BENCH, "kernels", "--json", "FILE"),
         (*_BENCH, "kernels", "--json", "FILE", "--only", "uniform", "tree_attention", *_TOY[:4], "--repeats", "2"),
         ("triton",),
     ),
     "shapes": GpuStage(
-        "c of ViSpec's published tree at the shapes of Qwen2.5-VL-7B: 1.2 is the goal",
-        0.20,
+        "c of ViSpec's published tree at the shapes of Qwen2.5-VL-7B: 1.2 is the goal", 0.20,
         (*_BENCH, "shapes", "--json", "FILE", *_GOAL),
         (*_BENCH, "shapes", "--json", "FILE", "--models", "qwen2.5-vl-7b", "--drafters", "vispec", *_TOY, *_LITTLE,
          "--contexts", "64"),
     ),
     "embedded": GpuStage(
-        "the embedded model end to end",
-        0.10,
-        (*_BENCH, "round", "--json", "FILE", "--static"),
+        "the embedded model end to end", 0.10, (*_BENCH, "round", "--json", "FILE", "--static"),
         (*_BENCH, "round", "--json", "FILE", "--no-compile", "--methods", "plain", "--max-new-tokens", "3",
          "--prompt", "short", "--images", "1", "--device", "cpu"),
     ),
     "more shapes": GpuStage(
-        "c at the other published shapes, as far as the time goes",
-        0.10,
-        (*_BENCH, "shapes", "--json", "FILE"),
-        (*_BENCH, "shapes", "--json", "FILE", "--models", "llamagen-xl", *_TOY, *_LITTLE),
-        ("diffusers",),
+        "c at the other published shapes, as far as the time goes", 0.10, (*_BENCH, "shapes", "--json", "FILE"),
+        (*_BENCH, "shapes", "--json", "FILE", "--models", "llamagen-xl", *_TOY, *_LITTLE), ("diffusers",),
     ),
 }  # fmt: skip
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Which stages, where to, and how long."""
     add = parser.add_argument
     add("--stages", nargs="+", choices=STAGES, default=list(STAGES), metavar="STAGE", help=f"of {', '.join(STAGES)}")
     add("--out", type=Path, default=Path("benchmarks/results/gpu"), help="where each stage leaves its file "
@@ -133,7 +117,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    """All stages one after the other; one that fails is recorded, and the next one runs."""
     if not (ROOT / _DEVICE).exists():
         raise BenchError(f"it runs the tests, which lie in a checkout of mmspec; {ROOT} is none. Clone the repository")
     real = torch.cuda.is_available() and not args.toy
@@ -148,9 +131,9 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         stage, left = STAGES[name], ends - time.perf_counter()
         limit, whole = left * stage.share / whole, whole - stage.share
         say(f"{name}: {stage.shows}")
-        found = staged(name, stage, real, args.out, limit)
-        outcome.records.append({"suite": "gpu", "stage": name, "shows": stage.shows, "limit_s": round(limit), **found})
-        say(f"{name}: {found['came']}")
+        result = staged(name, stage, real, args.out, limit)
+        outcome.records.append({"suite": "gpu", "stage": name, "shows": stage.shows, "limit_s": round(limit), **result})
+        say(f"{name}: {result['came']}")
         yield
 
 
@@ -175,10 +158,8 @@ def staged(name: str, stage: GpuStage, real: bool, out: Path, limit: float) -> r
         )  # fmt: skip
         rc, said = ran.returncode, ran.stdout
     except subprocess.TimeoutExpired as error:
-        rc, said = (
-            None,
-            error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or "",
-        )
+        printed = error.stdout or ""
+        rc, said = None, printed.decode(errors="replace") if isinstance(printed, bytes) else printed
     seconds = round(time.perf_counter() - began, 1)
     if tests and tests.exists():
         counted = tested(tests)
@@ -201,15 +182,14 @@ def _told(
     return {"came": came, "file": file, "seconds": seconds, "rc": rc, "tail": tail}
 
 
-def tested(xml: Path) -> dict[str, Any]:
+def tested(xml: Path) -> report.Record:
     """How many tests passed, which failed, and why others were skipped, by pytest's own report."""
     cases = list(ElementTree.parse(xml).getroot().iter("testcase"))
-    failed, skipped = {}, dict[str, int]()
+    failed, skipped = {}, Counter[str]()
     for case in cases:
         for kind in ("failure", "error"):
-            if (found := case.find(kind)) is not None:
-                failed[f"{case.get('classname')}::{case.get('name')}"] = (found.get("message") or "")[:400]
-        if (found := case.find("skipped")) is not None:
-            why = found.get("message") or ""
-            skipped[why] = skipped.get(why, 0) + 1
-    return {"passed": len(cases) - len(failed) - sum(skipped.values()), "failed": failed, "skipped": skipped}
+            if (element := case.find(kind)) is not None:
+                failed[f"{case.get('classname')}::{case.get('name')}"] = (element.get("message") or "")[:400]
+        if (element := case.find("skipped")) is not None:
+            skipped[element.get("message") or ""] += 1
+    return {"passed": len(cases) - len(failed) - skipped.total(), "failed": failed, "skipped": skipped}

@@ -29,7 +29,7 @@ QUALITY = "image-quality"  # the suite of its records
 UNKNOWN = ("fd_ar", "fd_over_noise", "fd_real", "precision", "recall", "faithfulness", "all_right", "compression",
            "spent", "spent_max")  # fmt: skip
 DEFAULT_QUALITY = ("ar", "jacobi-*-16", "jacobi-pac", "eagle*", "*+*")
-OF_TOKENS: dict[str, Any] = {  # flags for models that draw tokens, and what they are if nobody says anything
+OF_TOKENS: dict[str, object] = {  # flags for models that draw tokens, and what they are if nobody says anything
     "enable": [], "prompts": None, "rule": [], "budget": None, "top_k": None, "grid": None,
     "resume": False, "real": None, "quality_methods": None, "noise_runs": 2, "sweep": None, "pictures": None,
     "clip": [], "inception": None, "reference": None,
@@ -37,7 +37,6 @@ OF_TOKENS: dict[str, Any] = {  # flags for models that draw tokens, and what the
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """As of `mmspec bench image`, and how many pictures are judged."""
     image.configure(parser)
     good = parser.add_argument_group("how good the pictures are")
     good.add_argument("--quality-methods", nargs="+", metavar="PATTERN", help=f"default: {' '.join(DEFAULT_QUALITY)}")
@@ -51,7 +50,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    """Timing, the sheet, then quality; yields whenever the outcome has grown."""
     if draws(args.model):
         refuse(args, "a MAR draws classes by its own drafts, so this bench has no use for that here", **OF_TOKENS)
         yield from mar.measure(args, outcome)
@@ -79,9 +77,8 @@ def methods(painter: ImageSubject, args: argparse.Namespace) -> list[ImageMethod
     known = image.methods(painter, args)
     eagles = any(m.name.startswith("eagle") for m in known)
     wanted = args.quality_methods or args.methods or [p for p in DEFAULT_QUALITY if eagles or p != "eagle*"]
-    found = [m for m in matching(known, wanted, args.without) if not m.plain]
-    codes = painter.codes
-    return found + ([] if args.sweep is None else swept(codes, args.budget, args.sweep))
+    chosen = [m for m in matching(known, wanted, args.without) if not m.plain]
+    return chosen + ([] if args.sweep is None else swept(painter.codes, args.budget, args.sweep))
 
 
 def swept(codes: int, budget: float | None, families: Sequence[str] = ()) -> list[ImageMethod]:
@@ -159,13 +156,12 @@ def judge_all(
 
 def curves(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Quality records by the curve that they belong to; the single methods, lossless and bent, make one each."""
-    found: dict[str, list[Record]] = {}
+    lines: dict[str, list[Record]] = {}
     for record in records:
         if record["suite"] == QUALITY and record["fd_ar"] is not None:
-            found.setdefault(
-                record["family"] or ("distribution kept" if record["lossless"] else "distribution bent"), []
-            ).append(record)
-    return {name: sorted(some, key=lambda r: r["compression"]) for name, some in found.items()}
+            single = "distribution kept" if record["lossless"] else "distribution bent"
+            lines.setdefault(record["family"] or single, []).append(record)
+    return {name: sorted(some, key=lambda r: r["compression"]) for name, some in lines.items()}
 
 
 def draw_curves(panel: Any, records: Sequence[Record]) -> None:

@@ -7,22 +7,18 @@ import json
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 
 import mmspec
-from mmspec.app import embedded
+from benchmarks.suites import subject
 from mmspec.app.bench import report, vlm_shown
-from mmspec.app.bench.answers import TimedCall, VlmBench
+from mmspec.app.bench.answers import TimedCall
 from mmspec.app.bench.command import Outcome, say
 from mmspec.app.bench.questions import Question
 from mmspec.app.bench.vlm_methods import VlmMethod
 from mmspec.app.compare import Comparison, over
-from mmspec.app.embedded import STOCK
-from mmspec.app.engine import load
-from mmspec.app.options import count, where
-from mmspec.app.provenance import provenance
+from mmspec.checkpoints.files import Json
 from mmspec.drafters.plain import Plain
 
 PLOTTED = False  # a plot shows speed-ups over plain decoding
@@ -38,27 +34,18 @@ SCHEMA = {
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Of which model, and by which schema."""
-    add = parser.add_argument
-    add("--model", default=embedded.MODEL, help="folder, name on the Hub, or an embedded one (%(default)s)")
-    add("--drafter", help="name or folder; default: what fits")
-    add("--schema", type=Path, metavar="FILE", help="of the captions; default: a caption, and a list of objects")
-    add("--max-new-tokens", type=count, default=256)
+    subject.configure(parser, 256)
+    schema = "of the captions; default: a caption, and a list of objects"
+    parser.add_argument("--schema", type=Path, metavar="FILE", help=schema)
     vlm_shown.configure(parser)
-    where(parser)
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    """All cells, one after the other; yields whenever the outcome has grown."""
-    drafter = embedded.fitting(args.drafter or embedded.drafter(args.model), args.model)
+    drafter = subject.named(args)
     schema = json.loads(args.schema.read_text(encoding="utf-8")) if args.schema else SCHEMA
-    engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
-    bench = VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
-    grammar = {"logits_processor": [mmspec.json_grammar(engine.processor, schema)]}
-    outcome.provenance = provenance(engine.model.device, engine.model.dtype) | {"model": args.model, "drafter": drafter}
-    with mmspec.enable(engine.model, None if drafter == embedded.SHIPPED else embedded.resolve(drafter)) as handle:
-        made = handle.drafter
-    ways = {"stock": None, "forced tokens alone": Plain(), drafter: made}
+    bench = subject.timed(args, outcome, drafter=drafter)
+    grammar = {"logits_processor": [mmspec.json_grammar(bench.processor, schema)]}
+    ways = {"stock": None, "forced tokens alone": Plain(), drafter: subject.fitted(bench, drafter)}
     methods = [VlmMethod(name, grammar, way) for name, way in ways.items()]
 
     def run(method: VlmMethod, question: Question) -> TimedCall:
@@ -71,14 +58,14 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         calls = comparison.measure(some)
         for method in comparison.able:
             own = calls[method.name]
-            texts = engine.processor.batch_decode([list(c.answers[0]) for c in own], skip_special_tokens=True)
+            texts = bench.processor.batch_decode([list(c.answers[0]) for c in own], skip_special_tokens=True)
             outcome.records.append(record(str(shown) or "picture", method.name, own, calls["stock"], texts, schema))
             say(f"{shown}: {method.name} {outcome.records[-1]['valid_rate']:.1%} valid")
         yield
 
 
 def record(
-    cell: str, name: str, made: list[TimedCall], stock: list[TimedCall], texts: list[str], schema: dict[str, Any]
+    cell: str, name: str, made: list[TimedCall], stock: list[TimedCall], texts: list[str], schema: Json
 ) -> report.Record:
     """Of one method: how many captions are of the schema, and its time against stock's on the same pictures."""
     return {
@@ -91,7 +78,7 @@ def record(
     }  # fmt: skip
 
 
-def valid(text: str, schema: dict[str, Any]) -> bool:
+def valid(text: str, schema: Json) -> bool:
     """Whether a text is JSON of this schema."""
     try:
         jsonschema.validate(json.loads(text), schema)

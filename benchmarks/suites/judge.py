@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
 
 import torch
 from PIL import Image
@@ -15,6 +14,7 @@ from benchmarks.suites import quality
 from benchmarks.suites.quality import QualityError
 from mmspec.app.bench.command import BenchError
 from mmspec.app.bench.gallery import Gallery
+from mmspec.app.bench.report import Record
 from mmspec.zoo.pictures import Picture
 
 
@@ -22,12 +22,9 @@ from mmspec.zoo.pictures import Picture
 class ImagePrompts:
     """What is to be drawn: prompts or classes, and where they are known, the scenes that they describe."""
 
-    prompts: Sequence[Any]
+    prompts: Sequence[object]
     scenes: Sequence[Picture] = ()
     real: Sequence[Image.Image] = ()
-
-    def first(self, count: int) -> ImagePrompts:
-        return ImagePrompts(self.prompts[:count], self.scenes[:count], self.real[:count])
 
 
 class Judge:
@@ -56,7 +53,7 @@ class Judge:
         self.reference, self.real = seen[0], self.features(asked.real) if asked.real else None
         self.noise = [quality.frechet(a, b) for a, b in combinations(seen, 2)]
 
-    def look(self, images: Sequence[Image.Image]) -> tuple[Tensor, float, float | None, dict[str, Any]]:
+    def look(self, images: Sequence[Image.Image]) -> tuple[Tensor, float, float | None, Record]:
         """Their features, the distance to the reference and to real pictures, and what a reader finds in them."""
         seen = self.features(images)
         real = None if self.real is None else quality.frechet(self.real, seen)

@@ -8,15 +8,15 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
 from benchmarks import kernel_cases as cases
+from benchmarks.suites import subject
 from benchmarks.suites.kernels_ways import KernelMethod, contenders
 from mmspec.app.bench import report
 from mmspec.app.bench.command import BenchError, Outcome, say
-from mmspec.app.devices import find_device, wait
+from mmspec.app.devices import wait
 from mmspec.app.options import count
 from mmspec.app.provenance import provenance
 from mmspec.kernels import reference
@@ -28,7 +28,6 @@ Judged = tuple[list[float], report.Record]  # seconds of each timed call; `check
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Which kernels, in which sizes."""
     add = parser.add_argument
     add("--only", nargs="+", choices=list(cases.CASES), metavar="KERNEL", help=f"some of {', '.join(cases.CASES)}")
     add("--dtype", choices=DTYPES, default="bf16", help="of caches, logits and network outputs (default: %(default)s)")
@@ -40,8 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    """One cell per kernel; nothing is timed that has not come up with the definition's result first."""
-    device, dtype = find_device(args.device), DTYPES[args.dtype]
+    device, dtype = subject.device(args.device), DTYPES[args.dtype]
     changed, kind = _sizes(args.set), args.sizes or ("real" if device.type == "cuda" else "toy")
     bandwidth = copy_bandwidth(device, args.repeats)
     outcome.provenance = provenance(device, dtype) | {
@@ -55,8 +53,8 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         own = dtype if dtype in known else next(iter(known))
         sizes = getattr(case, kind) | {k: v for k, v in changed.items() if k in getattr(case, kind)}
         cell = {"suite": "kernels", "kernel": name, "dtype": str(own).removeprefix("torch."), "sizes": sizes}
-        found, moved = competed(name, sizes, device, own, compiled, args.repeats)
-        records = _records(found, moved, bandwidth)
+        judgements, moved = competed(name, sizes, device, own, compiled, args.repeats)
+        records = _records(judgements, moved, bandwidth)
         outcome.records += [cell | {"tolerance": list(known[own])} | record for record in records]
         yield
 
@@ -72,13 +70,13 @@ def competed(
     except Exception as error:  # most likely the memory; the other kernels go on
         unknown = {"checks": "not run", "note": "not run: the definition gave nothing to check it by"}
         return {"triton": ([], unknown), "definition": ([], {"checks": "failed", "note": failure(error)})}, None
-    found = {}
+    judgements = {}
     for contender, ways in contenders(name, given, compiled):
         say(f"{name}: {contender}")
-        found[contender] = best(
+        judgements[contender] = best(
             {n: judged(name, dtype, contender, w, wanted, device, repeats) for n, w in ways.items()}
         )
-    return found, cases.CASES[name].moved(given, wanted)
+    return judgements, cases.CASES[name].moved(given, wanted)
 
 
 def _sizes(pairs: list[str]) -> dict[str, int]:
@@ -88,17 +86,17 @@ def _sizes(pairs: list[str]) -> dict[str, int]:
         raise BenchError(f"--set takes sizes such as B=16 T=16444; got {' '.join(pairs)!r}") from error
 
 
-def best(found: dict[str, Judged]) -> Judged:
+def best(judgements: dict[str, Judged]) -> Judged:
     """The fastest of a contender's ways, and what became of the others; any of them where none could be timed."""
 
     def middle(way: str) -> float:
-        times, _ = found[way]
+        times, _ = judgements[way]
         return statistics.median(times) if times else math.inf
 
-    first, *others = sorted(found, key=middle)
-    times, said = found[first]
+    first, *others = sorted(judgements, key=middle)
+    times, said = judgements[first]
     if others:
-        rest = {n: f"{1e3 * middle(n):.4f} ms" if found[n][0] else found[n][1]["note"] for n in others}
+        rest = {n: f"{1e3 * middle(n):.4f} ms" if judgements[n][0] else judgements[n][1]["note"] for n in others}
         told = "; ".join(f"{n}: {what}" for n, what in rest.items())
         fastest = f"{first} is the fastest; " if times else f"{first}: {said['note']}; "
         said = said | {"way": first, "note": fastest + told}
@@ -106,7 +104,13 @@ def best(found: dict[str, Judged]) -> Judged:
 
 
 def judged(
-    name: str, dtype: torch.dtype, contender: str, way: KernelMethod, wanted: Any, device: torch.device, repeats: int
+    name: str,
+    dtype: torch.dtype,
+    contender: str,
+    way: KernelMethod,
+    wanted: cases.Result,
+    device: torch.device,
+    repeats: int,
 ) -> Judged:
     """One way: nothing is timed whose result is not the definition's, and nothing that goes wrong ends the run."""
     acceptance = "failed"
@@ -138,20 +142,20 @@ def _runnable(device: torch.device) -> bool:
     return checks.INTERPRETED
 
 
-def timed(run: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
+def timed(run: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
     """Seconds of calls made one after the other, warm; on a GPU by its own clock, with an empty cache before each."""
     if device.type == "cuda":
         from triton.testing import do_bench
 
         return [ms / 1e3 for ms in do_bench(run, warmup=50, rep=10 * repeats, return_mode="all")]
     run()
-    found = []
+    seconds = []
     for _ in range(repeats):
         began = time.perf_counter()
         run()
         wait(device)
-        found.append(time.perf_counter() - began)
-    return found
+        seconds.append(time.perf_counter() - began)
+    return seconds
 
 
 def copy_bandwidth(device: torch.device, repeats: int) -> float | None:
@@ -163,10 +167,10 @@ def copy_bandwidth(device: torch.device, repeats: int) -> float | None:
     return 2 * COPIED / statistics.median(timed(lambda: target.copy_(source), device, repeats))
 
 
-def _records(found: dict[str, Judged], moved: int | None, bandwidth: float | None) -> Iterator[report.Record]:
+def _records(judgements: dict[str, Judged], moved: int | None, bandwidth: float | None) -> Iterator[report.Record]:
     """What is read off the timed calls of each contender, beside the definition."""
-    eager = [1e3 * t for t in found["definition"][0]]
-    for contender, (times, said) in found.items():
+    eager = [1e3 * t for t in judgements["definition"][0]]
+    for contender, (times, said) in judgements.items():
         shown = report.spread("ms", [1e3 * t for t in times])
         speed = moved / statistics.median(times) if moved and times else None
         ratios = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from benchmarks import kernel_cases as cases
 from mmspec.kernels import dispatch, reference
 
-Call = Callable[[], Any]
+Call = Callable[[], cases.Result]
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class KernelMethod:
     """
 
     prepare: Callable[[], Call]
-    shown: Callable[[Any], Any] = lambda result: result
+    shown: Callable[[cases.Result], cases.Result] = lambda result: result
 
 
 def contenders(name: str, given: cases.Arguments, compiled: bool) -> Iterator[tuple[str, dict[str, KernelMethod]]]:
@@ -41,7 +40,7 @@ def contenders(name: str, given: cases.Arguments, compiled: bool) -> Iterator[tu
             yield "flex", _flex(given)
 
 
-def _visible(given: cases.Arguments, b: Any, i: Any, slot: Any) -> Tensor:
+def _visible(given: cases.Arguments, b: Tensor, i: Tensor, slot: Tensor) -> Tensor:
     """Whether query i of row b sees a slot."""
     node, words = slot - given["lengths"][b], given["bits"].shape[2]
     word = given["bits"][b, i, (node.clamp(min=0) // 64).clamp(max=words - 1)]
@@ -82,7 +81,8 @@ def _sdpa(given: cases.Arguments) -> dict[str, KernelMethod]:
         attend = torch.nn.functional.scaled_dot_product_attention
         return lambda: attend(q, k, v, attn_mask=mask, enable_gqa=grouping == "enable_gqa")
 
-    def unpacked(out: Tensor) -> Tensor:
+    def unpacked(out: cases.Result) -> Tensor:
+        assert isinstance(out, Tensor)
         return out.unflatten(2, (-1, n)).flatten(1, 2)
 
     return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from benchmarks.suites import mar_ways
@@ -20,7 +21,6 @@ QUALITY = "mar-quality"  # the suite of its records
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    """Timing, then quality; yields whenever the outcome has grown."""
     samples = classes.held_out(max(args.images, args.quality_images), HELD_OUT + args.seed)
     further = partial(judged, samples, args, outcome) if args.quality_images else None
     yield from mar_ways.measure(args, outcome, [sample.label for sample in samples], further)
@@ -71,19 +71,15 @@ def draw_curves(panel: Any, records: Sequence[Record]) -> None:
     seconds = {r["method"]: r["seconds_per_image"] for r in speeds}
     for distribution, mark in ((KEPT, "^"), (OTHER, "o-"), (BENT, "x")):
         some = [
-            r for r in records if r["suite"] == QUALITY and r["distribution"] == distribution and r["method"] in seconds
+            (seconds[r["method"]], r["fd_all"], r["method"])
+            for r in records
+            if r["suite"] == QUALITY and r["distribution"] == distribution and r["method"] in seconds
         ]
-        some.sort(key=lambda r: seconds[r["method"]])
-        panel.plot(
-            [seconds[r["method"]] for r in some],
-            [r["fd_all"] for r in some],
-            mark,
-            label=f"distribution: {distribution}",
-            markersize=4,
-            linewidth=0.8,
-        )
-        for r in some:
-            panel.annotate(r["method"], (seconds[r["method"]], r["fd_all"]), fontsize=6)
+        some.sort(key=itemgetter(0))
+        took, distances = [one[0] for one in some], [one[1] for one in some]
+        panel.plot(took, distances, mark, label=f"distribution: {distribution}", markersize=4, linewidth=0.8)
+        for x, y, name in some:
+            panel.annotate(name, (x, y), fontsize=6)
     noise = next((r["noise"] for r in records if r["suite"] == QUALITY), None)
     if noise is not None:
         panel.axhline(noise, color="#9aa3ad", label="two runs of all")

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from mmspec.app.compare import Comparison, over
 from mmspec.app.devices import EngineError
 from mmspec.app.mar import MarImages, MarSubject, load
 from mmspec.app.provenance import provenance
+from mmspec.config import Options
 
 HELD_OUT = 2**31  # first seed of classes that no training draws
 SPEED = "mar"  # the suite of its records
@@ -30,18 +30,18 @@ class MarMethod:
 
     name: str
     distribution: str
-    call: dict[str, Any] = field(default_factory=dict)
-    speculation: dict[str, Any] | None = None
+    call: Options = field(default_factory=dict)
+    speculation: dict[str, object] | None = None
 
 
-def ways(tokens: int, steps: int, drafts: Mapping[str, Any]) -> list[MarMethod]:
+def ways(tokens: int, steps: int, drafts: Mapping[str, object]) -> list[MarMethod]:
     """Plain drawing by the head as it is defined, with all iterations and with a quarter of them; then all else.
 
     Args:
         drafts: smaller models by their names.
     """
     some, fewer = [tokens // 4, tokens // 8, tokens // 16], max(4, steps // 5)
-    found = [
+    methods = [
         MarMethod("all, plain head", KEPT, {"num_inference_steps": tokens, "fast_head": False}),
         MarMethod("quarter, plain head", OTHER, {"num_inference_steps": some[0], "fast_head": False}),
         MarMethod("all", KEPT, {"num_inference_steps": tokens}),
@@ -55,20 +55,20 @@ def ways(tokens: int, steps: int, drafts: Mapping[str, Any]) -> list[MarMethod]:
     ]  # fmt: skip
     for name, draft in drafts.items():
         mark = "" if name == DRAFT else f" {name}"
-        found += [MarMethod(f"draft-{K}{mark}", KEPT, speculation={"draft": draft, "ahead": K}) for K in (2, 4, 8)]
+        methods += [MarMethod(f"draft-{K}{mark}", KEPT, speculation={"draft": draft, "ahead": K}) for K in (2, 4, 8)]
         cspd = {"draft": draft, "rule": "cspd", "prefill": 0.15}  # as published, with its two schedules
-        found += [MarMethod(f"cspd-{K}{mark}", BENT, speculation={**cspd, "ahead": K}) for K in (4, 8)]
+        methods += [MarMethod(f"cspd-{K}{mark}", BENT, speculation={**cspd, "ahead": K}) for K in (4, 8)]
         fewer_too = {"num_inference_steps": some[0]}
-        found += [MarMethod(f"cspd-8{mark} n={some[0]}", BENT, fewer_too, {**cspd, "ahead": 8})]
+        methods += [MarMethod(f"cspd-8{mark} n={some[0]}", BENT, fewer_too, {**cspd, "ahead": 8})]
     compiled = {"all", f"n={some[0]}", "self-4", "self-8", "draft-4"}
-    return found + [
+    return methods + [
         replace(way, name=f"{way.name}, compiled", call={**way.call, "compile": True})
-        for way in found
+        for way in methods
         if way.name in compiled
     ]
 
 
-def _draft(bench: MarSubject, name: str) -> Any:
+def _draft(bench: MarSubject, name: str) -> object:
     try:
         return bench.small(name)
     except EngineError as error:

@@ -11,15 +11,15 @@ import torch
 import transformers as T
 from torch import Tensor
 
-from benchmarks.suites import shapes
+from benchmarks.suites import shapes, subject
 from benchmarks.suites.shapes_ways import STOCK, Cost, ShapeMethod
 from mmspec.app.bench import report, vlm
 from mmspec.app.bench.command import BenchError, Outcome, say
 from mmspec.app.bench.vlm_methods import VlmMethod
-from mmspec.app.devices import EngineError, find_device
 from mmspec.app.options import count
 from mmspec.app.provenance import provenance
 from mmspec.drafters.plain import NoOptions, Plain
+from mmspec.protocols import SessionView, Target
 from mmspec.tree import chain
 from mmspec.types import Draft
 
@@ -35,14 +35,13 @@ class Blind(Plain):
     def __init__(self, nodes: int) -> None:
         self.nodes = nodes
 
-    def propose(self, session: Any, target: Any) -> Draft:
+    def propose(self, session: SessionView[None], target: Target) -> Draft:
         root = session.pending[:, None]
         wrong = 3 + (root * 31 + torch.arange(17, 16 + self.nodes, device=root.device)) % (VOCAB - 99)
         return Draft(torch.cat([root, wrong], 1), chain(self.nodes, root.device).expand(len(root)))
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Which sizes, and how many nodes."""
     add = parser.add_argument
     add("--width", type=count, default=768, help="a multiple of 128 (default: %(default)s)")
     add("--depth", type=count, default=8, help="layers, a multiple of 4 (default: %(default)s)")
@@ -57,17 +56,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    """All cells, one after the other; yields whenever the outcome has grown."""
     if args.width % 128 or args.depth % 4 or min(args.width, args.depth, args.tokens - 1, *args.nodes) < 1:
         raise BenchError(
             f"--width is a multiple of 128, --depth of 4, --nodes from 1 on, --tokens from 2 on; got {args.width}, "
             f"{args.depth}, {args.nodes}, {args.tokens}"
         )
-    try:
-        device = find_device(args.device)
-    except EngineError as error:
-        raise BenchError(str(error)) from error
-    model = hybrid(args.width, args.depth, args.seed).to(device)
+    device = subject.device(args.device)
+    model = torch.nn.Module.to(hybrid(args.width, args.depth, args.seed), device)
     megabytes = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
     outcome.provenance = provenance(device, torch.float32) | {
         "model": f"Qwen3.5's class, random weights, width {args.width}, {args.depth} layers",
@@ -76,13 +71,13 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     }
     for batch in args.batch:
         cell = shapes.ShapeCell("hybrid", "random", args.context, batch)
-        found = told(shapes.measure_cell(cell, list(ways(model, args, batch)), args.repeats, device, {}))
-        outcome.records += found
-        say(f"{cell}: " + ", ".join(f"{r['method']} {report.number(r['over_one'], '{:.2f}')}" for r in found))
+        records = told(shapes.measure_cell(cell, list(ways(model, args, batch)), args.repeats, device, {}))
+        outcome.records += records
+        say(f"{cell}: " + ", ".join(f"{r['method']} {report.number(r['over_one'], '{:.2f}')}" for r in records))
         yield
 
 
-def hybrid(width: int, depth: int, seed: int) -> Any:
+def hybrid(width: int, depth: int, seed: int) -> T.Qwen3_5ForConditionalGeneration:
     """A model of Qwen3.5's class with random weights, in float32, that no token ends; every fourth layer attends."""
     torch.manual_seed(seed)
     text = {
@@ -102,16 +97,18 @@ def hybrid(width: int, depth: int, seed: int) -> Any:
     return model
 
 
-def ways(model: Any, args: argparse.Namespace, batch: int) -> Iterator[ShapeMethod]:
+def ways(model: T.Qwen3_5ForConditionalGeneration, args: argparse.Namespace, batch: int) -> Iterator[ShapeMethod]:
     """Stock steps, then rounds of one node and of more, as they are and compiled."""
     bench = vlm.VlmBench(model, None, args.tokens, args.seed)
     ids = torch.randint(3, VOCAB - 99, (batch, args.context), device=model.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    found = [VlmMethod(STOCK)]
+    methods = [VlmMethod(STOCK)]
     for how, options in {"": {}, " compiled": {"compile": True}}.items():
         if args.compile or not options:
-            found += [VlmMethod(f"{n} nodes{how}", drafter=Blind(n), options=options) for n in sorted({1, *args.nodes})]
-    for method in found:
+            methods += [
+                VlmMethod(f"{n} nodes{how}", drafter=Blind(n), options=options) for n in sorted({1, *args.nodes})
+            ]
+    for method in methods:
         call = partial(_call, bench, method, inputs)
         yield ShapeMethod(method.name, call, plain=method.drafter is None)
 
@@ -122,11 +119,11 @@ def _call(bench: vlm.VlmBench, method: VlmMethod, inputs: dict[str, Tensor]) -> 
     return Cost.of(call.per_step, call.stats)
 
 
-def told(found: list[report.Record]) -> list[report.Record]:
+def told(records: list[report.Record]) -> list[report.Record]:
     """The records with what a round's forward, and its commit, take against those of one node, compiled or not."""
-    steps = {r["method"]: r["parts_ms"].get("verify", 0.0) + r["parts_ms"].get("commit", 0.0) for r in found}
-    for record in found:
+    steps = {r["method"]: r["parts_ms"].get("verify", 0.0) + r["parts_ms"].get("commit", 0.0) for r in records}
+    for record in records:
         one = steps.get("1 nodes compiled" if record["method"].endswith("compiled") else "1 nodes")
         own = steps[record["method"]]
         record |= {"suite": "nodes", "over_one": own / one if own and one else None}
-    return found
+    return records

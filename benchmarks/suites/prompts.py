@@ -7,32 +7,26 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 import mmspec
+from benchmarks.suites import subject
 from benchmarks.zoo import clips
-from mmspec.app import embedded
 from mmspec.app.bench import report
 from mmspec.app.bench.caption import HELD_OUT
 from mmspec.app.bench.command import Outcome, say
 from mmspec.app.caption.settings import KEPT
 from mmspec.app.compare import Comparison, Side, over
 from mmspec.app.devices import wait
-from mmspec.app.engine import Engine, load
-from mmspec.app.options import count, where
+from mmspec.app.engine import Engine
+from mmspec.app.options import count
 from mmspec.app.prompt import PromptChoice
-from mmspec.app.provenance import provenance
 from mmspec.zoo import scenes
 
 PLOTTED = False  # a plot shows speed-ups over plain decoding
-PROMPTS = (
-    "Describe this image in two or three sentences.",
-    "How many objects are there?",
-    "What is in this image?",
-)
+PROMPTS = ("Describe this image in two or three sentences.", "How many objects are there?", "What is in this image?")
 BASE = "a run for each prompt"
 
 
@@ -46,26 +40,20 @@ class PromptsRun:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Of which model, and what it is asked."""
+    subject.configure(parser, 128)
     add = parser.add_argument
-    add("--model", default=embedded.MODEL, help="folder, name on the Hub, or an embedded one (%(default)s)")
-    add("--drafter", help="name or folder; default: what fits")
     add("--prompt", nargs="+", default=list(PROMPTS), help="what is asked about each picture")
     add("--images", type=count, default=24, help="pictures (default: %(default)s)")
     add("--frames", type=count, default=1, help="of clips, where more than 1: what is shown takes longer to read")
     add("--rows", type=count, nargs="+", default=[1, 4, 8], help="answers written at once (default: 1 4 8)")
     add("--turns", type=count, default=5, help="timed runs of each (default: %(default)s)")
-    add("--max-new-tokens", type=count, default=128)
     add("--seed", type=int, default=0)
-    where(parser)
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    """All numbers of rows, one after the other; yields whenever the outcome has grown."""
-    drafter = embedded.fitting(args.drafter or embedded.drafter(args.model), args.model)
-    engine = load(args.model, drafter, args.device, args.dtype, args.max_new_tokens, 0)
+    drafter = subject.named(args)
+    engine = subject.loaded(args, outcome, drafter, drafter=drafter)
     pictures = [_drawn(np.random.default_rng([HELD_OUT, args.seed, i]), args.frames) for i in range(args.images)]
-    outcome.provenance = provenance(engine.model.device, engine.model.dtype) | {"model": args.model, "drafter": drafter}
     sides = [Side(BASE, None), Side("one run", KEPT), Side("one run, nothing kept", None)]
     for rows in args.rows:
 
@@ -78,9 +66,8 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         comparison.warm_up(pictures[: rows + 2], [BASE])
         made = comparison.measure([pictures] * args.turns)
         for side in comparison.able:
-            outcome.records.append(
-                record(side.name, rows, args.frames, len(args.prompt) * len(pictures), made[side.name], made[BASE])
-            )
+            captions = len(args.prompt) * len(pictures)
+            outcome.records.append(record(side.name, rows, args.frames, captions, made[side.name], made[BASE]))
             say(f"{rows} at once: {side.name} {outcome.records[-1]['seconds']:.1f} s")
         yield
 
@@ -105,16 +92,15 @@ def _run(engine: Engine, shown: list[list[Image.Image]], asked: list[list[str]],
                 if answer.error is not None:
                     raise answer.error
                 answers[int(answer.ticket)] += (answer.text, *answer.further)  # type: ignore[call-overload]
-        reused, tokens = (
-            have + flow.stats.prefix.get(name, 0) for have, name in ((reused, "reused tokens"), (tokens, "tokens"))
-        )
+        reused += flow.stats.prefix.get("reused tokens", 0)
+        tokens += flow.stats.prefix.get("tokens", 0)
     wait(engine.model.device)
     return PromptsRun(time.perf_counter() - began, answers, reused / (tokens or 1))
 
 
 def record(
     name: str, rows: int, frames: int, captions: int, made: list[PromptsRun], base: list[PromptsRun]
-) -> dict[str, Any]:
+) -> report.Record:
     """Of one way: its time against that of a run for each prompt, and whether the answers are the same."""
     seconds = [run.seconds for run in made]
     same = [

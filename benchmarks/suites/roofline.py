@@ -48,9 +48,9 @@ class Roofline:
 @torch.inference_mode()
 def measured(model: Any) -> Roofline:
     """Of the text layers of a model and its head, by torch's own products, the best of several."""
-    found = [m.weight for m in decoder(model).modules() if isinstance(m, nn.Linear)]
+    weights = [m.weight for m in decoder(model).modules() if isinstance(m, nn.Linear)]
     last = head(model)
-    matrices = [*found, *([] if last is None else [last.weight])]
+    matrices = [*weights, *([] if last is None else [last.weight])]
     count = sum(w.numel() for w in matrices)
     vectors = {w.shape[1]: w.new_ones(1, w.shape[1]) for w in matrices}
     square = torch.ones(_SIDE, _SIDE, dtype=model.dtype, device=model.device)

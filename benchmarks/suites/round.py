@@ -7,19 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
+from torch import nn
+from transformers import BatchFeature
 
-from benchmarks.suites import ablations, drawn, roofline
+from benchmarks.suites import ablations, drawn, roofline, subject
 from mmspec.app.bench import report, vlm
 from mmspec.app.bench.answers import VlmBench
 from mmspec.app.bench.command import Outcome, batches, matching, refuse
 from mmspec.app.bench.vlm_methods import VlmMethod
 from mmspec.app.compare import Reads
-from mmspec.app.embedded import STOCK
-from mmspec.app.engine import load
-from mmspec.app.provenance import provenance
 from mmspec.drafters.plain import Plain
 
 PARTS = ("draft", "verify", "accept", "commit")
@@ -27,7 +25,6 @@ TOP = 12  # operations that --profile lists
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Of which model, with which drafters, and how thoroughly."""
     vlm.conditions(parser, [1], [0.0], 128)
     ablations.configure(parser)
     drawn.configure(parser)
@@ -41,24 +38,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    """All cells, one after the other; yields whenever the outcome has grown."""
     refuse(args, "the round bench tunes nothing", tune=False, tune_images=4)
-    engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
-    bench = VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
+    bench = subject.timed(args, outcome)
     weights = sum(p.numel() * p.element_size() for p in bench.model.parameters()) / 2**20
     most = roofline.measured(bench.model)
-    facts = {"model": args.model, "weights_mb": round(weights, 1)} | most.facts()
-    outcome.provenance = provenance(bench.model.device, bench.model.dtype) | facts
+    outcome.provenance |= {"weights_mb": round(weights, 1)} | most.facts()
     args.without = [*args.without, "hf-*", "ngram", *([] if args.static else ["stock-static"])]
     chosen, (asked, _) = matching(list(methods(bench.model, args)), args.methods), drawn.questions(args)
     for batch, heat in [(batch, heat) for batch in args.batch for heat in args.temperature]:
         for shown, some in asked.items():
             cell, first = vlm.VlmCell(batch, heat, shown), bench.inputs(batches(some, batch)[0])
             begun = {m.name: bench.call(m, heat, first, bench.seed).seconds for m in chosen}
-            found = {r["method"]: r for r in vlm.measure_cell(bench, cell, chosen, some) if r["category"] == "all"}
+            records = {r["method"]: r for r in vlm.measure_cell(bench, cell, chosen, some) if r["category"] == "all"}
             for method in chosen:
-                record = found[method.name] | {"suite": "round", "first_call_s": begun[method.name]}
-                held, stock = record["peak_mb"], found["stock"]["peak_mb"]
+                record = records[method.name] | {"suite": "round", "first_call_s": begun[method.name]}
+                held, stock = record["peak_mb"], records["stock"]["peak_mb"]
                 record["least_ms"] = most.least_ms(batch * record["nodes_per_call"])
                 forward = record["parts_ms"].get("verify", record["step_ms"])
                 record["share_of_limit"] = record["least_ms"] / forward if forward else None
@@ -67,9 +61,9 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
             yield
 
 
-def methods(model: Any, args: argparse.Namespace) -> Iterator[VlmMethod]:
+def methods(model: nn.Module, args: argparse.Namespace) -> Iterator[VlmMethod]:
     """Stock steps, then the loop without a drafter and with each, as they are, compiled, and left to themselves."""
-    ways: dict[str, dict[str, Any]] = {"": {}}
+    ways: dict[str, dict[str, bool]] = {"": {}}
     ways |= {" compiled": {"compile": True}} if args.compile else {}
     ways |= {f"{name} auto": options | {"auto": True} for name, options in ways.items()} if args.auto else {}
     stock, *drafted = ablations.methods(model, args)
@@ -89,28 +83,27 @@ def hostile(method: VlmMethod, seed: int) -> VlmMethod:
     return replace(method, name=f"hostile {method.name}", drafter=drafter)
 
 
-def watched(bench: VlmBench, method: VlmMethod, heat: float, inputs: Any, profile: bool) -> report.Record:
+def watched(bench: VlmBench, method: VlmMethod, heat: float, inputs: BatchFeature, profile: bool) -> report.Record:
     """What one round asks of the host and of torch: a long call less a short one, over the rounds between them."""
     short, long = (replace(bench, max_new_tokens=n) for n in (max(2, bench.max_new_tokens // 4), bench.max_new_tokens))
-    found: list[tuple[int, int, Counter[str], Counter[str]]] = []
+    seen: list[tuple[int, int, Counter[str], Counter[str]]] = []
     for one in (short, long):
         with Reads() as reads:
             call = one.call(method, heat, inputs, bench.seed)
         took, many = _profiled(partial(one.call, method, heat, inputs, bench.seed)) if profile else ({}, {})
-        found.append((call.steps, reads.count, Counter(took), Counter(many)))
-    (steps, asked, times, counts), (all_steps, all_asked, all_times, all_counts) = found
+        seen.append((call.steps, reads.count, Counter(took), Counter(many)))
+    (steps, asked, times, counts), (all_steps, all_asked, all_times, all_counts) = seen
     rounds = all_steps - steps
     if rounds <= 0:
         return {"reads": None, "ops": None, "top": []}
     all_times.subtract(times)
     all_counts.subtract(counts)
-    top = [
-        {"op": op, "ms": us / 1e3 / rounds, "calls": all_counts[op] / rounds} for op, us in all_times.most_common(TOP)
-    ]
+    longest = all_times.most_common(TOP)
+    top = [{"op": op, "ms": us / 1e3 / rounds, "calls": all_counts[op] / rounds} for op, us in longest]
     return {"reads": (all_asked - asked) / rounds, "ops": sum(all_counts.values()) / rounds or None, "top": top}
 
 
-def _profiled(call: Callable[[], Any]) -> tuple[dict[str, float], dict[str, int]]:
+def _profiled(call: Callable[[], object]) -> tuple[dict[str, float], dict[str, int]]:
     """Microseconds in each operation, without those that it calls, and how often it was called."""
     from torch.profiler import ProfilerActivity, profile
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.suites import shapes_ways
+from benchmarks.suites import shapes_ways, subject
 from benchmarks.suites.kernels import NO_GPU
 from benchmarks.suites.round import PARTS
 from benchmarks.suites.shapes_models import REAL, TOY, Chat, on_paper
@@ -18,7 +18,7 @@ from benchmarks.suites.shapes_ways import STOCK, Cost, ShapeMethod
 from mmspec.app.bench import report
 from mmspec.app.bench.command import BenchError, Outcome, refuse, say
 from mmspec.app.compare import OWN, Comparison, free, over
-from mmspec.app.devices import EngineError, find_device, free_memory
+from mmspec.app.devices import free_memory
 from mmspec.app.options import DTYPES, count
 from mmspec.app.provenance import provenance
 
@@ -45,7 +45,6 @@ class ShapeCell:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Which models, in which sizes, under which conditions."""
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help=f"of {', '.join(MODELS)}")
     add("--sizes", choices=(TOY, REAL), help="default: real on CUDA, toy elsewhere")
@@ -65,11 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    """All cells of one model after the other; yields whenever the outcome has grown."""
-    try:
-        device = find_device(args.device or "auto")
-    except EngineError as error:
-        raise BenchError(str(error)) from error
+    device = subject.device(args.device or "auto")
     cuda = device.type == "cuda"
     args.compile = cuda if args.compile is None else args.compile
     sizes = args.sizes or (REAL if cuda else TOY)
@@ -87,9 +82,16 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
             f"{wanted}. Take --sizes {TOY}, or say --device {device.type} to run them here all the same"
         )
     shown = {"model": "published shapes, random weights"} if sizes == REAL else TOYS
-    outcome.provenance = provenance(device, dtype) | shown | {
-        "sizes": sizes, "parameters": counts, "tokens": tokens, "note": UNTAUGHT,
-    }  # fmt: skip
+    outcome.provenance = (
+        provenance(device, dtype)
+        | shown
+        | {
+            "sizes": sizes,
+            "parameters": counts,
+            "tokens": tokens,
+            "note": UNTAUGHT,
+        }
+    )
     for name in args.models:
         contexts = args.contexts if args.contexts and isinstance(MODELS[name], Chat) else MODELS[name].contexts[sizes]
         cells = [ShapeCell(name, sizes, c, b) for c in contexts for b in args.batch or BATCHES[sizes]]
@@ -118,9 +120,9 @@ def _model(
                 ways = _asked(subject.ways(cell.context, cell.batch, args.compile), args.drafters)
             except ValueError as error:
                 raise BenchError(str(error)) from error
-            found = measure_cell(cell, ways, args.repeats, device, notes)
-            outcome.records += found
-            say(f"{cell}: " + ", ".join(f"{r['method']} {r['c']:.2f}" for r in found if r["c"] is not None))
+            records = measure_cell(cell, ways, args.repeats, device, notes)
+            outcome.records += records
+            say(f"{cell}: " + ", ".join(f"{r['method']} {r['c']:.2f}" for r in records if r["c"] is not None))
         yield
 
 
@@ -167,14 +169,11 @@ def _figures(
         **report.spread("step_ms", [1e3 * r.seconds for r in mine]),
         **report.spread("c", over(mine, stock)),
         **report.spread("c_best", over(mine, made.get(best, []))),
-        "stock_path": way.plain,
-        "best_stock": best,
+        "stock_path": way.plain, "best_stock": best, "peak_mb": held, "n": len(mine),
         "tokens_per_target_call": report.spread("t", [r.tokens for r in mine])["t"],
         "parts_ms": {name: 1e3 * much for name, much in parts.items() if much},
-        "peak_mb": held,
         "above_stock_mb": None if held is None or of_stock is None else held - of_stock,
-        "n": len(mine),
-    }
+    }  # fmt: skip
 
 
 def _record(cell: ShapeCell, method: str, setting: str = "", note: str = "") -> report.Record:

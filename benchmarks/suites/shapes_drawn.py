@@ -51,16 +51,16 @@ class CodesWays:
     def ways(self, context: int, batch: int, compile: bool) -> Iterator[ShapeMethod]:
         options = {"window": self.shape.window, "coupling": "maximal"}
         name = f"jacobi {self.shape.window}"
-        found = [
+        methods = [
             image_methods.ImageMethod(STOCK),
             image_methods.ImageMethod(name, painter.DrawingMethod("jacobi", options)),
         ]
         if compile:
-            found.insert(1, image_methods.ImageMethod(COMPILED, plain="compiled"))
+            methods.insert(1, image_methods.ImageMethod(COMPILED, plain="compiled"))
             compiled = painter.DrawingMethod("jacobi", {**options, "compile": True})
-            found.append(image_methods.ImageMethod(f"{name} compiled", compiled))
+            methods.append(image_methods.ImageMethod(f"{name} compiled", compiled))
         group = [("a picture", seed) for seed in seeds_of(1, batch, self.bench.seed)]
-        for method in found:
+        for method in methods:
             plain = method.way.drafter == painter.PLAIN
             yield ShapeMethod(method.name, partial(self._call, method, group), method.setting, plain)
 

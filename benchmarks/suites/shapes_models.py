@@ -15,11 +15,12 @@ from mmspec.pipelines.drafters.mtp import MtpDrafter
 from mmspec.registry import drafter_class
 
 REAL, TOY = "real", "toy"
-Sizes = Mapping[str, Mapping[str, Any]]  # by REAL and TOY
+Config = Mapping[str, Any]  # arguments of one, by name
+Sizes = Mapping[str, Config]  # by REAL and TOY
 CONTEXTS = {REAL: (1024, 4096, 16384), TOY: (64, 128, 256)}  # of vision-language models, as far as they can read
 
 # The trees that the authors drafted with; EAGLE's is EAGLE-2's for targets of 7B (Li et al. 2024, §4).
-TREES: dict[str, Mapping[str, Any]] = {
+TREES: dict[str, Config] = {
     "vispec": LAYOUTS["vispec"].usual,
     "msd": LAYOUTS["msd"].usual,
     "eagle": {"depth": 6, "width": 10, "size": 60},
@@ -39,12 +40,12 @@ class Chat:
         axes: M-RoPE: the tokens' types are told.
     """
 
-    build: Callable[[Any, Any, torch.dtype], Any]
+    build: Callable[[Config, Config, torch.dtype], Any]
     text: Sizes
     vision: Sizes
-    picture: Callable[[Any, int, int], tuple[dict[str, Tensor], int]]
+    picture: Callable[[Config, int, int], tuple[dict[str, Tensor], int]]
     side: Mapping[str, int]
-    drafters: Mapping[str, Mapping[str, Any]]
+    drafters: Mapping[str, Config]
     axes: bool = False
 
     @property
@@ -69,12 +70,12 @@ class Chat:
 
     def parts(self, sizes: str, dtype: torch.dtype) -> dict[str, nn.Module]:
         """The target and all drafters; multi-token-prediction heads are of its own classes."""
-        found: dict[str, nn.Module] = {"target": self.target(sizes, dtype)}
+        made_parts: dict[str, nn.Module] = {"target": self.target(sizes, dtype)}
         for name in self.drafters:
             own = name == MtpDrafter.method
-            made = MtpDrafter.untrained(found["target"]) if own else self.feature_drafter(name, sizes)
-            found[name] = nn.Module.to(made, dtype)  # here, so that each enabling takes the same weights
-        return found
+            made = MtpDrafter.untrained(made_parts["target"]) if own else self.feature_drafter(name, sizes)
+            made_parts[name] = nn.Module.to(made, dtype)  # here, so that each enabling takes the same weights
+        return made_parts
 
     def beyond(self, sizes: str, context: int) -> str:
         """Why the model cannot read that much; empty: it can."""
@@ -100,10 +101,10 @@ class Chat:
         image = model.config.image_token_id
         ids = torch.randint(3, min(image, self.text[sizes]["vocab_size"]) - 8, (batch, length))
         ids[:, 1 : 1 + count] = image
-        found = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **pictures}
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **pictures}
         if self.axes:
-            found["mm_token_type_ids"] = (ids == image).long()
-        return {n: t.to(model.device, model.dtype if t.is_floating_point() else None) for n, t in found.items()}
+            inputs["mm_token_type_ids"] = (ids == image).long()
+        return {n: t.to(model.device, model.dtype if t.is_floating_point() else None) for n, t in inputs.items()}
 
 
 @dataclass(frozen=True)

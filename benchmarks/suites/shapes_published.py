@@ -9,18 +9,18 @@ import torch
 import transformers as T
 from torch import Tensor
 
-from benchmarks.suites.shapes_models import REAL, TOY, Chat, Codes, Latents, Shape
+from benchmarks.suites.shapes_models import REAL, TOY, Chat, Codes, Config, Latents, Shape
 from mmspec.models.mar_head import SHAPES as MAR_SHAPES
 
 # Rows are written to their limit.
 _NO_ENDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 
 
-def _rope(theta: float, **more: Any) -> dict[str, Any]:
+def _rope(theta: float, **more: object) -> dict[str, object]:
     return {"rope_type": "default", "rope_theta": theta, **more}
 
 
-def _llava(text: Any, vision: Any, dtype: torch.dtype) -> Any:
+def _llava(text: Config, vision: Config, dtype: torch.dtype) -> Any:
     tokens: dict[str, Any] = {"image_token_id": text["vocab_size"] - 64}
     config = T.LlavaConfig(
         text_config=T.LlamaConfig(**text, **_NO_ENDS), vision_config=T.CLIPVisionConfig(**vision),
@@ -29,7 +29,7 @@ def _llava(text: Any, vision: Any, dtype: torch.dtype) -> Any:
     return T.LlavaForConditionalGeneration._from_config(config, dtype=dtype)
 
 
-def _qwen(config: type, model: type, tied: bool, text: Any, vision: Any, dtype: torch.dtype) -> Any:
+def _qwen(config: type, model: type, tied: bool, text: Config, vision: Config, dtype: torch.dtype) -> Any:
     last = text["vocab_size"]
     marks = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     tokens = {name: last - 8 + i for i, name in enumerate(marks)}
@@ -37,7 +37,7 @@ def _qwen(config: type, model: type, tied: bool, text: Any, vision: Any, dtype: 
     return model._from_config(made, dtype=dtype)  # type: ignore[attr-defined]
 
 
-def _smol(text: Any, vision: Any, dtype: torch.dtype) -> Any:
+def _smol(text: Config, vision: Config, dtype: torch.dtype) -> Any:
     tokens: dict[str, Any] = {"image_token_id": text["vocab_size"] - 64}
     shrunk: dict[str, Any] = {"scale_factor": _SHRINK, "pad_token_id": 0, "tie_word_embeddings": False}
     told = {"model_type": "llama", **text, **_NO_ENDS}
@@ -45,18 +45,18 @@ def _smol(text: Any, vision: Any, dtype: torch.dtype) -> Any:
     return T.SmolVLMForConditionalGeneration._from_config(config, dtype=dtype)
 
 
-def _one_square(vision: Any, side: int, batch: int) -> tuple[dict[str, Tensor], int]:
+def _one_square(vision: Config, side: int, batch: int) -> tuple[dict[str, Tensor], int]:
     """One tile a row, whose patches its connector joins."""
     pixels, count = _square(vision, side, batch)
     return {"pixel_values": pixels["pixel_values"][:, None]}, count // _SHRINK**2
 
 
-def _square(vision: Any, side: int, batch: int) -> tuple[dict[str, Tensor], int]:
+def _square(vision: Config, side: int, batch: int) -> tuple[dict[str, Tensor], int]:
     edge = side * vision["patch_size"]
     return {"pixel_values": torch.randn(batch, 3, edge, edge)}, side**2
 
 
-def _patches(vision: Any, side: int, batch: int) -> tuple[dict[str, Tensor], int]:
+def _patches(vision: Config, side: int, batch: int) -> tuple[dict[str, Tensor], int]:
     """Qwen's: patches in a row, and their grid."""
     pixels = torch.randn(batch * side**2, 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2)
     grid = torch.tensor([[1, side, side]] * batch)

@@ -67,7 +67,7 @@ class ChatWays:
     def ways(self, context: int, batch: int, compile: bool) -> Iterator[ShapeMethod]:
         inputs = self.shape.prompt(self.bench.model, self.sizes, context - self.bench.max_new_tokens, batch)
         plain, static = vlm_methods.stock(self.bench.model.device)
-        found = [(plain, SDPA), *([(replace(static, name=COMPILED), SDPA)] if compile else [])]
+        methods = [(plain, SDPA), *([(replace(static, name=COMPILED), SDPA)] if compile else [])]
         hows: dict[str, dict[str, Any]] = {"": {}, " compiled": {"compile": True}} if compile else {"": {}}
         if self.shape.text[self.sizes]["vocab_size"] > ROWS:  # of such a head, drafts may read a part
             how, most = list(hows.items())[-1]
@@ -77,8 +77,8 @@ class ChatWays:
             if c.width == 1 and attend == TREE:
                 continue  # a chain is no tree
             options = {"depth": c.depth, "width": c.width, "size": c.size, **more}
-            found.append((vlm_methods.VlmMethod(title, drafter=drafter, options=options), attend))
-        for method, attend in found:
+            methods.append((vlm_methods.VlmMethod(title, drafter=drafter, options=options), attend))
+        for method, attend in methods:
             call = partial(self._call, method, attend, inputs)
             yield ShapeMethod(method.name, call, method.setting, plain=method.drafter is None)
 

@@ -7,19 +7,14 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import mmspec
-from benchmarks.suites import drawn
-from mmspec.app import embedded, enabling
+from benchmarks.suites import drawn, subject
+from mmspec.app import enabling
 from mmspec.app.bench import report, vlm_shown
 from mmspec.app.bench.answers import TimedCall, VlmBench, enabled
 from mmspec.app.bench.command import BenchError, Outcome, say
 from mmspec.app.bench.questions import Question
 from mmspec.app.bench.vlm_methods import VlmMethod
 from mmspec.app.compare import Comparison, over
-from mmspec.app.embedded import STOCK
-from mmspec.app.engine import load
-from mmspec.app.options import count, where
-from mmspec.app.provenance import provenance
 from mmspec.pipelines.prompts import chat_inputs
 
 PLOTTED = False  # a plot shows speed-ups over plain decoding
@@ -67,35 +62,25 @@ class TurnsBench:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Of which model, what is shown, and what is asked second."""
-    add = parser.add_argument
-    add("--model", default=embedded.MODEL, help="folder, name on the Hub, or an embedded one: %(default)s, "
-        "scenes-hybrid")  # fmt: skip
-    add("--drafter", help="name or folder; default: what fits")
+    subject.configure(parser, 32)
     enabling.add(parser)
-    add("--second", default="What is in this image?", help="what is asked second (default: %(default)s)")
-    add("--max-new-tokens", type=count, default=32)
+    second = "what is asked second (default: %(default)s)"
+    parser.add_argument("--second", default="What is in this image?", help=second)
     vlm_shown.configure(parser)
     drawn.configure(parser)
-    where(parser)
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    """All cells, one after the other; yields whenever the outcome has grown."""
-    drafter = embedded.fitting(args.drafter or embedded.drafter(args.model), args.model)
+    drafter = subject.named(args)
     try:
         options = enabling.given(args.enable, drafter)
     except enabling.EnableError as error:
         raise BenchError(str(error)) from error
-    engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
-    bench = VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
-    named = None if drafter == embedded.SHIPPED else embedded.resolve(drafter)
-    with mmspec.enable(bench.model, drafter=named, **options) as handle:
-        made = handle.drafter
-    outcome.provenance = provenance(bench.model.device, bench.model.dtype) | {"model": args.model, "drafter": drafter}
-    kept = {"prefix_cache": KEPT} | options
+    bench = subject.timed(args, outcome, drafter=drafter)
+    made = subject.fitted(bench, drafter, **options)
     whole = VlmMethod("whole prompts", drafter=made, options=options | {"prefix_cache": None})
-    chosen = [VlmMethod("stock"), whole, replace(whole, name="prefix_cache", options=kept)]
+    kept = replace(whole, name="prefix_cache", options={"prefix_cache": KEPT} | options)
+    chosen = [VlmMethod("stock"), whole, kept]
     args.tune = False
     for shown, some in drawn.questions(args)[0].items():
         comparison = Comparison(chosen, TurnsBench(bench, args.second).run)

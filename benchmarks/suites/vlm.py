@@ -12,7 +12,6 @@ from mmspec.app.bench.command import Outcome
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """As of `mmspec bench vlm`, and what is further shown, measured and drawn."""
     vlm.configure(parser)
     ablations.configure(parser)
     drawn.configure(parser)
@@ -21,7 +20,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    """All cells, one after the other; yields whenever the outcome has grown."""
     if args.curves:
         report.check_plot(args.curves)
     yield from vlm.measure(args, outcome, ablations.methods, drawn.questions)

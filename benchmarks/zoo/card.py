@@ -5,7 +5,9 @@ from typing import Any
 
 from benchmarks.zoo import classes, clips
 from benchmarks.zoo import fit as zoo_fit
-from benchmarks.zoo.recipes import DrafterRecipe, Hybrid, ImageRecipe, MarRecipe, VlmRecipe
+from benchmarks.zoo.recipes.drafters import DrafterRecipe
+from benchmarks.zoo.recipes.pictures import ImageRecipe, MarRecipe
+from benchmarks.zoo.recipes.vlm import Hybrid, VlmRecipe
 from mmspec import zoo
 from mmspec.train.heads import PARTS
 from mmspec.train.recipes import RECIPES as HOW
@@ -13,24 +15,25 @@ from mmspec.zoo import pictures
 
 CARDS = Path(__file__).with_name("cards")
 Score = tuple[int, int]  # right, of
+Results = dict[str, Any]  # what was scored, by name; their JSON is what a card is filled with
 
 
-def filled(template: str, **facts: Any) -> str:
+def filled(template: str, **facts: object) -> str:
     """A template with its {fields} filled in; they may ask for attributes and entries of the facts."""
     return (CARDS / f"{template}.md").read_text().format(**facts)
 
 
-def vlm_card(recipe: VlmRecipe, results: dict, minutes: float) -> str:
+def vlm_card(recipe: VlmRecipe, results: Results, minutes: float) -> str:
     """The text of README.md in the folder of a model that sees."""
+    told = {f"{style} caption": results[style]["facts"] for style in ("short", "long")}
+    told |= {"question": results["questions"]}
+    told |= {"all": {"questions": _sum(results["questions"]), "two pictures": _sum(results["pairs"])}}
+    told |= {f"clip of {seen['frames']} frames": seen["facts"] for seen in results["clips"]}
     facts = [
-        (f"{style} caption: {fact}", score)
-        for style in ("short", "long")
-        for fact, score in results[style]["facts"].items()
+        (f"{fact}, all" if of == "all" else f"{of}: {fact}", score)
+        for of, scores in told.items()
+        for fact, score in scores.items()
     ]
-    facts += [(f"question: {kind}", score) for kind, score in results["questions"].items()]
-    facts += [("questions, all", _sum(results["questions"])), ("two pictures, all", _sum(results["pairs"]))]
-    for seen in results["clips"]:
-        facts += [(f"clip of {seen['frames']} frames: {fact}", score) for fact, score in seen["facts"].items()]
     rows = "\n".join(f"| {fact} | {right} | {of} | {right / of:.1%} |" for fact, (right, of) in facts if of)
     moving, n, hybrid = bool(results["clips"]), results["short"]["scenes"], isinstance(recipe.language, Hybrid)
     return filled(
@@ -79,7 +82,7 @@ def _made_head(recipe: VlmRecipe, tau: float) -> str:
     return filled("made-head", head=head, tau=tau, prompts=prompts, ceiling=head.unroll + 1)
 
 
-def image_card(recipe: ImageRecipe, results: dict, minutes: float) -> str:
+def image_card(recipe: ImageRecipe, results: Results, minutes: float) -> str:
     """The text of README.md in the folder of an image generator."""
     own, other = (results["read"][whose]["facts"] for whose in ("own", "other"))
     return filled(
@@ -90,7 +93,7 @@ def image_card(recipe: ImageRecipe, results: dict, minutes: float) -> str:
     )  # fmt: skip
 
 
-def mar_card(recipe: MarRecipe, results: dict) -> str:
+def mar_card(recipe: MarRecipe, results: Results) -> str:
     """The text of README.md in the folder of a continuous image model."""
     vae, names = recipe.vae, classes.NAMES
     factor = 2 ** (len(vae.channels) - 1)
@@ -102,7 +105,7 @@ def mar_card(recipe: MarRecipe, results: dict) -> str:
     )  # fmt: skip
 
 
-def mar_draft_card(recipe: MarRecipe, results: dict, target: float) -> str:
+def mar_draft_card(recipe: MarRecipe, results: Results, target: float) -> str:
     """The text of README.md in the folder of what drafts for it; `target` is the loss of its target."""
     return filled("mar-draft", recipe=recipe, results=results, millions=_millions(results), target=target)
 
@@ -132,7 +135,7 @@ _ABOUT = {  # by the source of its prompts, what they are
 }
 
 
-def drafter_card(recipe: DrafterRecipe, report: dict[str, Any]) -> str:
+def drafter_card(recipe: DrafterRecipe, report: Results) -> str:
     """The text of README.md in a drafter's folder, from the report of its training."""
     how = report["recipe"]
     source, _, samples = recipe.data.partition(":")
@@ -151,7 +154,7 @@ def wall_minutes(work: Path) -> float:
     return sum(map(zoo_fit.seconds, work.glob("*.pt"))) / 60
 
 
-def _millions(results: dict) -> dict[str, float]:
+def _millions(results: Results) -> dict[str, float]:
     return {name: count / 1e6 for name, count in results["parameters"].items()}
 
 

@@ -9,29 +9,26 @@ from PIL import Image
 
 from benchmarks.zoo import language
 from benchmarks.zoo import lexicon as words
-from benchmarks.zoo.language import Exchange, pick
+from benchmarks.zoo.language import Exchange
+from benchmarks.zoo.prose import article, pick
 from mmspec.zoo import scenes
 from mmspec.zoo.scenes import CELL, Scene, Thing
 
 WAYS = {"right": (1, 0), "left": (-1, 0), "up": (0, -1), "down": (0, 1)}  # columns and rows of one step
+_DOES = {
+    "still": "stays",
+    "right": "moves to the right",
+    "left": "moves to the left",
+    "up": "moves up",
+    "down": "moves down",
+    "appears": "appears",
+    "vanishes": "vanishes",
+}
 TOLD = {  # kind of motion: how a caption tells it
-    "still": "{thing} stays {place}.",
-    "right": "{thing} {place} moves to the right.",
-    "left": "{thing} {place} moves to the left.",
-    "up": "{thing} {place} moves up.",
-    "down": "{thing} {place} moves down.",
-    "appears": "{thing} appears {place}.",
-    "vanishes": "{thing} {place} vanishes.",
+    kind: f"{{thing}} {does} {{place}}." if kind in ("still", "appears") else f"{{thing}} {{place}} {does}."
+    for kind, does in _DOES.items()
 }
-ANSWERS = {
-    "still": "It stays.",
-    "right": "It moves to the right.",
-    "left": "It moves to the left.",
-    "up": "It moves up.",
-    "down": "It moves down.",
-    "appears": "It appears.",
-    "vanishes": "It vanishes.",
-}
+ANSWERS = {kind: f"It {does}." for kind, does in _DOES.items()}
 HOLD = 0.15  # share of the clip in which nothing happens yet, and again at its end
 COUNT_WEIGHTS = np.array([0.25, 0.35, 0.25, 0.15])  # of one to four objects
 STILL = 0.35  # chance that an object stays where it is
@@ -88,12 +85,8 @@ def _motion(rng: np.random.Generator, cell: int, free: set[int]) -> Motion:
     if rng.random() < STILL:
         return Motion()
     when = float(rng.uniform(0.35, 0.65))
-    open_ways = [
-        Motion(kind, steps, when)
-        for kind in WAYS
-        for steps in (1, 2)
-        if (way := _way(cell, Motion(kind, steps))) and free.issuperset(way)
-    ]
+    every = [Motion(kind, steps, when) for kind in WAYS for steps in (1, 2)]
+    open_ways = [motion for motion in every if (way := _way(cell, motion)) and free.issuperset(way)]
     if open_ways and rng.random() < MOVES:
         kind = pick(rng, sorted({motion.kind for motion in open_ways}))
         return pick(rng, [motion for motion in open_ways if motion.kind == kind])
@@ -146,12 +139,10 @@ def held_out(count: int, seed: int = 2**31) -> list[Clip]:
 def caption(clip: Clip) -> str:
     """How many objects there are, the background, and what each object does, in reading order."""
     number = len(clip.motions)
-    told = [
-        f"The clip shows {words.NUMBERS[number]} object{'s' * (number > 1)} on "
-        f"{language.article(clip.scene.background)} background."
-    ]
+    background = f"{article(clip.scene.background)} background"
+    told = [f"The clip shows {words.NUMBERS[number]} object{'s' * (number > 1)} on {background}."]
     for thing, motion in clip.parts:
-        called = language.capital(language.article(language.full_name(thing)))
+        called = language.capital(article(language.full_name(thing)))
         told.append(TOLD[motion.kind].format(thing=called, place=words.PLACES[thing.cell]))
     return " ".join(told)
 
@@ -206,7 +197,7 @@ def _any(options: Iterable[str]) -> str:
     return "(" + "|".join(sorted(options, key=len, reverse=True)) + ")"
 
 
-def _forms(names: Sequence[str]) -> dict[str, re.Pattern]:
+def _forms(names: Sequence[str]) -> dict[str, re.Pattern[str]]:
     fields = " ".join(_any(options) for options in (scenes.SIZES, scenes.TEXTURES, scenes.COLOURS, scenes.SHAPES))
     thing, place = rf"\bAn? {fields}", _any(names)
     return {kind: re.compile(form[:-1].format(thing=thing, place=place) + r"\.") for kind, form in TOLD.items()}
@@ -220,15 +211,15 @@ def read(text: str) -> Facts:
     """A caption read back into facts; sentences of another form are passed over."""
     opening = _OPENING.search(text)
     told = [
-        (found.start(), Told(found[1], found[2], found[3], found[4], words.PLACES.index(found[5]), kind))
+        (
+            sentence.start(),
+            Told(sentence[1], sentence[2], sentence[3], sentence[4], words.PLACES.index(sentence[5]), kind),
+        )
         for kind, form in _FORMS.items()
-        for found in form.finditer(text)
+        for sentence in form.finditer(text)
     ]
-    return Facts(
-        words.NUMBERS.index(opening[1]) if opening else None,
-        opening[2] if opening else None,
-        tuple(one for _, one in sorted(told, key=lambda pair: pair[0])),
-    )
+    count, background = (words.NUMBERS.index(opening[1]), opening[2]) if opening else (None, None)
+    return Facts(count, background, tuple(one for _, one in sorted(told, key=lambda pair: pair[0])))
 
 
 def facts(clip: Clip) -> Facts:

@@ -4,9 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +15,10 @@ from benchmarks.zoo import image as zoo_image
 from benchmarks.zoo import mar as zoo_mar
 from benchmarks.zoo import vlm as zoo_vlm
 from benchmarks.zoo import watch as zoo_watch
-from benchmarks.zoo.recipes import DRAFTERS, IMAGES, MARS, RECIPES, DrafterRecipe, ImageRecipe, VlmRecipe
+from benchmarks.zoo.fit import Say
+from benchmarks.zoo.recipes.drafters import DRAFTERS, DrafterRecipe
+from benchmarks.zoo.recipes.pictures import IMAGES, MARS, ImageRecipe
+from benchmarks.zoo.recipes.vlm import RECIPES, VlmRecipe
 from mmspec import zoo
 from mmspec.app.train import train
 from mmspec.checkpoints.files import WEIGHTS
@@ -27,41 +28,35 @@ from mmspec.train import data
 from mmspec.train.recipes import RECIPES as HOW
 from mmspec.train.recipes import Recipe
 
+KNOWN = [*RECIPES, *IMAGES, *DRAFTERS, *MARS]
 WORK = Path("runs/zoo")  # where checkpoints and logs go
 data.DRAWN |= sources.DRAWN
 LOOK_EVERY = 200  # steps between two looks at held-out scenes
 TRACES = 2.0  # GB of memory for what a drafter learns from
 
 
-def journal(path: Path) -> Callable[[str], None]:
-    """A function that prints a line and appends it to the file, with the time of day."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def journal(work: Path, fresh: bool = False) -> Say:
+    """A function that prints a line and appends it to log.txt, with the time of day; `fresh`: the checkpoints of an
+    earlier run are deleted."""
+    work.mkdir(parents=True, exist_ok=True)
+    for checkpoint in work.glob("*.pt") if fresh else ():
+        checkpoint.unlink()
 
     def say(line: str) -> None:
         line = f"{time.strftime('%H:%M:%S')} {line}"
         print(line, flush=True)
-        with path.open("a") as out:
+        with (work / "log.txt").open("a") as out:
             out.write(line + "\n")
 
     return say
 
 
-def forget(work: Path) -> None:
-    """Delete the checkpoints of an earlier run."""
-    for checkpoint in work.glob("*.pt"):
-        checkpoint.unlink()
-
-
-def train_vlm(recipe: VlmRecipe, out_dir: Path, resume: bool = True, work: Path | None = None) -> None:
+def train_vlm(recipe: VlmRecipe, out_dir: Path, work: Path, fresh: bool = False) -> None:
     """Train from what the recipe starts with, or on from the checkpoints in `work`; then export to `out_dir`.
 
-    Every LOOK_EVERY steps the log gets a line of held-out scores and `work`/preview the model as it stands. Without
-    `resume`, checkpoints of an earlier run are deleted.
+    Every LOOK_EVERY steps the log gets a line of held-out scores and `work`/preview the model as it stands.
     """
-    work = work or WORK / recipe.name
-    if not resume:
-        forget(work)
-    say = journal(work / "log.txt")
+    say = journal(work, fresh)
     if recipe.start is not None:
         processor, model = evaluate.load(_begun(recipe.start, work.parent))
     else:
@@ -89,7 +84,7 @@ def _begun(name: str, work: Path) -> Path:
     """Folder of the model that another one starts from, trained first if it is not there yet."""
     folder = work / name / "model"
     if not (folder / "config.json").is_file():
-        train_vlm(RECIPES[name], folder, work=work / name)
+        train_vlm(RECIPES[name], folder, work / name)
     return folder
 
 
@@ -108,12 +103,9 @@ def train_head(recipe: VlmRecipe, how: Recipe, folder: Path, work: Path) -> None
     sheets.readable(folder)
 
 
-def train_image(recipe: ImageRecipe, out_dir: Path, resume: bool = True, work: Path | None = None) -> None:
+def train_image(recipe: ImageRecipe, out_dir: Path, work: Path, fresh: bool = False) -> None:
     """Train an image generator from scratch, or on from the checkpoints in `work`; then export it, with a card."""
-    work = work or WORK / recipe.name
-    if not resume:
-        forget(work)
-    say = journal(work / "log.txt")
+    say = journal(work, fresh)
     pipe = zoo_image.build_pipeline(recipe, zoo_image.train_vq(recipe, work, say))
 
     def watch(step: int) -> None:
@@ -123,8 +115,8 @@ def train_image(recipe: ImageRecipe, out_dir: Path, resume: bool = True, work: P
 
     meaning = zoo_image.train_reading(recipe, pipe, work, say)
     zoo_image.train_generator(recipe, pipe, meaning, work, say, watch)
-    results = {**zoo_image.score_vq(pipe.vqvae), **zoo_image.score_generator(pipe), "parameters": zoo_image.sizes(pipe)}
-    results["read"] = zoo_image.faithfulness(pipe)
+    results: card.Results = {**zoo_image.score_vq(pipe.vqvae), **zoo_image.score_generator(pipe)}
+    results |= {"parameters": sheets.parameters(pipe.components), "read": zoo_image.faithfulness(pipe)}
     out_dir.mkdir(parents=True, exist_ok=True)
     zoo_image.sheet(pipe).save(out_dir / "samples.webp", quality=80)
     zoo_image.export(pipe, out_dir)
@@ -158,12 +150,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks zoo`."""
     parser.description = "Train the embedded models from nothing, or on from where it was stopped; then score them."
     add = parser.add_argument
-    add(
-        "names",
-        nargs="*",
-        metavar="NAME",
-        help=f"which ({', '.join([*RECIPES, *IMAGES, *DRAFTERS, *MARS])}); default: all, in order",
-    )
+    add("names", nargs="*", metavar="NAME", help=f"which ({', '.join(KNOWN)}); default: all, in order")
     add("--out", type=Path, help="folder to export to, a subfolder each (default: inside the package)")
     add("--work", type=Path, default=WORK, help="folder of checkpoints and logs, a subfolder each (%(default)s)")
     add("--fresh", action="store_true", help="ignore checkpoints of an earlier run")
@@ -175,30 +162,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train and score each of the named models."""
     torch.set_num_threads(args.threads)
-    known = [*RECIPES, *IMAGES, *DRAFTERS, *MARS]
-    names = args.names or [name for name in known if name not in RECIPES or RECIPES[name].embedded]
-    unknown = [name for name in names if name not in known]
+    names = args.names or [name for name in KNOWN if name not in RECIPES or RECIPES[name].embedded]
+    unknown = [name for name in names if name not in KNOWN]
     if unknown:
-        print(f"zoo: unknown model {unknown[0]!r}; choose from {', '.join(known)}", file=sys.stderr)
+        print(f"zoo: unknown model {unknown[0]!r}; choose from {', '.join(KNOWN)}", file=sys.stderr)
         return 1
     for name in names:
         out, work = (args.out or zoo.weights()) / name, args.work / name
-        if name in DRAFTERS:
+        if name in MARS and args.eval_only:
+            zoo_mar.evaluate(MARS[name], out, journal(work, args.fresh))
+        elif name in MARS:
+            zoo_mar.train(MARS[name], out, work, journal(work, args.fresh))
+        elif name in DRAFTERS and not args.eval_only:
+            train_drafter(DRAFTERS[name], out, work)
+        elif name in IMAGES and not args.eval_only:
+            train_image(IMAGES[name], out, work, args.fresh)
+        elif name in RECIPES:
             if not args.eval_only:
-                train_drafter(DRAFTERS[name], out, work)
-            continue
-        if name in MARS:
-            if args.fresh:
-                forget(work)
-            (zoo_mar.evaluate if args.eval_only else partial(zoo_mar.train, work=work))(
-                MARS[name], out, say=journal(work / "log.txt")
-            )
-            continue
-        if name in IMAGES:
-            if not args.eval_only:
-                train_image(IMAGES[name], out, resume=not args.fresh, work=work)
-            continue
-        if not args.eval_only:
-            train_vlm(RECIPES[name], out, not args.fresh, work)
-        evaluate.evaluate(RECIPES[name], out, work, args.scenes)
+                train_vlm(RECIPES[name], out, work, args.fresh)
+            evaluate.evaluate(RECIPES[name], out, work, args.scenes)
     return 0

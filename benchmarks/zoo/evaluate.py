@@ -3,18 +3,21 @@
 import json
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
 
 from benchmarks.zoo import card, clips, language, score
-from benchmarks.zoo.recipes import VlmRecipe
+from benchmarks.zoo.card import Results, Score
+from benchmarks.zoo.recipes.vlm import VlmRecipe
+from benchmarks.zoo.vlm import ZooVlm
 from mmspec import zoo
 from mmspec.zoo import scenes
 from mmspec.zoo.scenes import Scene
@@ -30,7 +33,7 @@ def held_out(recipe: VlmRecipe, count: int, stream: int = 0) -> list[Scene]:
     return [scenes.draw(np.random.default_rng([recipe.seed, HELD_OUT, stream, i])) for i in range(count)]
 
 
-def load(folder: Path) -> tuple[Any, Any]:
+def load(folder: Path) -> tuple[ProcessorMixin, ZooVlm]:
     """The processor and, in float32, the model of a folder."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     return AutoProcessor.from_pretrained(folder), model
@@ -38,25 +41,15 @@ def load(folder: Path) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def answer(
-    model: Any,
-    processor: Any,
-    asked: list[tuple[list[Scene], str]],
-    batch: int = 30,
+    model: ZooVlm, processor: ProcessorMixin, asked: list[tuple[list[Scene], str]], batch: int = 30
 ) -> tuple[list[str], float]:
     """Greedy answers to (pictures, prompt) pairs, and the mean number of generated tokens."""
-    texts, tokens, writer = [], 0, cast(Any, model)
+    texts, tokens = [], 0
     for start in range(0, len(asked), batch):
-        part = asked[start : start + batch]
-        chats = [
-            [
-                {
-                    "role": "user",
-                    "content": [{"type": "image", "image": scenes.render(scene)} for scene in shown]
-                    + [{"type": "text", "text": prompt}],
-                }
-            ]
-            for shown, prompt in part
-        ]
+        chats = []
+        for shown, prompt in asked[start : start + batch]:
+            pictures = [{"type": "image", "image": scenes.render(scene)} for scene in shown]
+            chats.append([{"role": "user", "content": [*pictures, {"type": "text", "text": prompt}]}])
         inputs: Any = processor.apply_chat_template(
             chats,  # type: ignore[arg-type]  # a picture is no text
             add_generation_prompt=True,
@@ -66,29 +59,29 @@ def answer(
             processor_kwargs={"padding": True},
         )
         inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
-        out = writer.generate(**inputs, do_sample=False, max_new_tokens=320)[:, inputs["input_ids"].shape[1] :]
+        out = model.generate(**inputs, do_sample=False, max_new_tokens=320)[:, inputs["input_ids"].shape[1] :]
         tokens += int((out != model.generation_config.pad_token_id).sum())
         texts += processor.batch_decode(out, skip_special_tokens=True)
     return texts, tokens / max(1, len(asked))
 
 
-def score_style(model: Any, processor: Any, shown: list[Scene], style: str) -> dict:
-    """Shares of right facts (with how many there were) in the captions of one style, and examples."""
+def _facts(tallies: Iterable[score.Tally]) -> dict[str, Score]:
+    """How many facts are right, and how many there were."""
+    tally = sum(tallies, Counter[tuple[str, str]]())
+    return {fact: (tally[fact, "right"], tally[fact, "of"]) for fact, part in sorted(tally) if part == "of"}
+
+
+def score_style(model: ZooVlm, processor: ProcessorMixin, shown: list[Scene], style: str) -> Results:
+    """Right facts in the captions of one style, and examples."""
     texts, tokens = answer(model, processor, [([scene], zoo.PROMPTS[style]) for scene in shown])
-    tally = sum((score.score_caption(text, scene) for text, scene in zip(texts, shown, strict=True)), Counter())
-    facts = {fact: (tally[fact, "right"], tally[fact, "of"]) for fact, part in tally if part == "of"}
-    return {
-        "scenes": len(shown),
-        "tokens": tokens,
-        "facts": dict(sorted(facts.items())),
-        "examples": texts[:3],
-        "different words": len({word for text in texts for word in text.lower().split()}),
-    }
+    facts = _facts(map(score.score_caption, texts, shown))
+    words = len({word for text in texts for word in text.lower().split()})
+    return {"scenes": len(shown), "tokens": tokens, "facts": facts, "examples": texts[:3], "different words": words}
 
 
 def score_questions(
-    model: Any, processor: Any, recipe: VlmRecipe, shown: list[Scene], pairs: bool
-) -> dict[str, tuple[int, int]]:
+    model: ZooVlm, processor: ProcessorMixin, recipe: VlmRecipe, shown: list[Scene], pairs: bool
+) -> dict[str, Score]:
     """Exactly right answers by kind of question."""
     rng = np.random.default_rng([recipe.seed, HELD_OUT, 9, int(pairs)])
     asked, wanted = [], []
@@ -96,40 +89,31 @@ def score_questions(
     for first, second in zip(shown[::2], shown[1::2], strict=False):
         for _ in range(2):
             here = [first, second] if pairs else [first if rng.random() < 0.5 else second]
-            exchange = (
-                language.pair_question(rng, (first, second), mix) if pairs else language.any_question(rng, here[0], mix)
-            )
-            asked.append((here, exchange.prompt))
-            wanted.append(exchange)
+            pair = (first, second)
+            wanted.append(language.pair_question(rng, pair, mix) if pairs else language.any_question(rng, here[0], mix))
+            asked.append((here, wanted[-1].prompt))
     given, _ = answer(model, processor, asked)
-    scores: dict[str, tuple[int, int]] = {}
+    tally = score.Tally()
     for exchange, text in zip(wanted, given, strict=True):
-        right, of = scores.get(exchange.kind, (0, 0))
-        scores[exchange.kind] = (right + (text.strip() == exchange.answer), of + 1)
-    return dict(sorted(scores.items()))
+        tally.note(exchange.kind, text.strip() == exchange.answer)
+    return _facts([tally])
 
 
-def score_clips(model: Any, processor: Any, count: int, frames: int) -> dict:
-    """Shares of right facts in the captions of held-out clips of so many frames, and examples."""
+def score_clips(model: ZooVlm, processor: ProcessorMixin, count: int, frames: int) -> Results:
+    """Right facts in the captions of held-out clips of so many frames, and examples."""
     held = clips.held_out(count)
     asked = [([clips.at(clip, time) for time in clips.moments(frames)], clips.PROMPTS[0]) for clip in held]
     texts, tokens = answer(model, processor, asked)
-    tally = sum((score.score_clip(text, clip) for text, clip in zip(texts, held, strict=True)), Counter())
-    facts = {fact: (tally[fact, "right"], tally[fact, "of"]) for fact, part in tally if part == "of"}
-    return {
-        "clips": count,
-        "frames": frames,
-        "tokens": tokens,
-        "facts": dict(sorted(facts.items())),
-        "examples": list(zip(texts[:3], map(clips.caption, held[:3]), strict=True)),
-    }
+    examples = list(zip(texts[:3], map(clips.caption, held[:3]), strict=True))
+    facts = _facts(map(score.score_clip, texts, held))
+    return {"clips": count, "frames": frames, "tokens": tokens, "facts": facts, "examples": examples}
 
 
 def sees_clips(recipe: VlmRecipe) -> bool:
     return any(turn.kind == "clip" for stage in recipe.stages for turn in stage.turns)
 
 
-def glance(recipe: VlmRecipe, model: Any, processor: Any, count: int = 30) -> str:
+def glance(recipe: VlmRecipe, model: ZooVlm, processor: ProcessorMixin, count: int = 30) -> str:
     """One line on a few held-out scenes, for the log of a running training."""
     was_training = model.training
     model.eval()
@@ -143,13 +127,12 @@ def glance(recipe: VlmRecipe, model: Any, processor: Any, count: int = 30) -> st
     return " ".join(f"{fact.replace(' ', '-')} {right}/{of}" for fact, (right, of) in told.items())
 
 
-def evaluate(recipe: VlmRecipe, folder: Path, work: Path, count: int) -> dict:
+def evaluate(recipe: VlmRecipe, folder: Path, work: Path, count: int) -> Results:
     """Score the exported model in float32 on `count` held-out scenes; write results.json, README.md and the samples."""
     processor, model = load(folder)
     shown, begun = held_out(recipe, count), time.monotonic()
-    results = {
-        "short": score_style(model, processor, shown, "short"),
-        "long": score_style(model, processor, shown, "long"),
+    results: Results = {
+        **{style: score_style(model, processor, shown, style) for style in ("short", "long")},
         "questions": score_questions(model, processor, recipe, shown, False),
         "pairs": score_questions(model, processor, recipe, shown, True),
         "clips": [score_clips(model, processor, count, frames) for frames in FRAMES if sees_clips(recipe)],

@@ -8,12 +8,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.zoo.recipes import Schedule
+from benchmarks.zoo.recipes.schedule import Schedule
 from mmspec.train.muon import Muon
 
 CHECKPOINT_SECONDS = 300.0
 HIDDEN = (".layers.", "_blocks.", ".tower.blocks.")  # in the names of a hidden layer's weights
 Loss = Callable[[int], tuple[torch.Tensor, int]]  # step -> the loss and the number of tokens it cost
+Say = Callable[[str], None]
 
 
 def autocast() -> torch.autocast:
@@ -26,16 +27,14 @@ def optimizers(module: nn.Module, plan: Schedule) -> list[torch.optim.Optimizer]
 
     With `plan.kernels` Muon takes the kernels of convolutions, too.
     """
-    hidden: list[torch.nn.Parameter] = []
-    rest: list[torch.nn.Parameter] = []
+    hidden: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for name, weight in module.named_parameters():
         if weight.requires_grad:
             matrix = weight.ndim == 2 and any(mark in f".{name}" for mark in HIDDEN)
             (hidden if matrix or (plan.kernels and weight.ndim == 4) else rest).append(weight)
     adamw = torch.optim.AdamW(rest, lr=plan.lr, weight_decay=0.0, betas=(0.9, 0.95), fused=True)
-    if not hidden:
-        return [adamw]
-    return [Muon(hidden, plan.lr, plan.weight_decay, plan.newton_schulz), adamw]
+    return [*([Muon(hidden, plan.lr, plan.weight_decay, plan.newton_schulz)] if hidden else []), adamw]
 
 
 def rate(plan: Schedule, step: int) -> float:
@@ -49,7 +48,7 @@ def fit(
     plan: Schedule,
     loss_of: Loss,
     checkpoint: Path,
-    say: Callable[[str], None] = print,
+    say: Say = print,
     watch: Callable[[int], None] = lambda step: None,
     stop: int | None = None,
 ) -> None:
@@ -96,10 +95,8 @@ def seconds(checkpoint: Path) -> float:
 def _save(path: Path, module: nn.Module, tools: list[torch.optim.Optimizer], step: int, spent: float) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    torch.save(
-        {"module": module.state_dict(), "tools": [tool.state_dict() for tool in tools], "step": step, "seconds": spent},
-        partial,
-    )
+    state = {"module": module.state_dict(), "tools": [tool.state_dict() for tool in tools]}
+    torch.save({**state, "step": step, "seconds": spent}, partial)
     os.replace(partial, path)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,15 +17,15 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 from benchmarks.suites.faithful import PictureReader
 from benchmarks.zoo import lessons, sheets, squares
-from benchmarks.zoo.fit import fit
-from benchmarks.zoo.recipes import ImageRecipe
-from benchmarks.zoo.recipes import Tokenizer as VqRecipe
+from benchmarks.zoo.card import Results
+from benchmarks.zoo.fit import Say, fit
+from benchmarks.zoo.recipes.pictures import ImageRecipe
+from benchmarks.zoo.recipes.pictures import Tokenizer as VqRecipe
 from mmspec.models.llamagen import PREFIX, LlamaGenTransformer, visible
 from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 from mmspec.zoo import pictures
 
-Say = Callable[[str], None]
 # Which stage a random state belongs to.
 _VQ, _GENERATOR, _READING, _SETTLE, _MEANING = range(1, 6)
 SPECIAL = ("<pad>", "</s>", "<unk>")
@@ -92,7 +91,7 @@ def score_vq(vq: LlamaGenVQ, count: int = 64) -> dict[str, float]:
     share = torch.bincount(ids.flatten(), minlength=vq.config.codes).double()
     share = share[share > 0] / share.sum()
     return {
-        "psnr": float(10 * torch.log10(4 / F.mse_loss(made, seen))),
+        "psnr": sheets.psnr(made, seen),
         "codes": len(share),
         "bits": float(-(share * share.log2()).sum()),
     }
@@ -105,7 +104,7 @@ def build_tokenizer(prefix: int) -> PreTrainedTokenizerFast:
     core.normalizer = normalizers.Lowercase()
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     core.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    names = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    names = dict(zip(("pad_token", "eos_token", "unk_token"), SPECIAL, strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=core, **names, model_max_length=prefix, padding_side="right")
 
 
@@ -241,12 +240,6 @@ def score_generator(pipe: LlamaGenPipeline, count: int = 32) -> dict[str, float]
     return {name: float(loss_of(pipe, of, ids, torch.zeros(count, dtype=torch.bool))) for name, of in shown.items()}
 
 
-def sizes(pipe: LlamaGenPipeline) -> dict[str, int]:
-    """Parameters of each of its networks."""
-    networks = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
-    return {name: sum(weight.numel() for weight in part.parameters()) for name, part in networks.items()}
-
-
 def sheet(pipe: LlamaGenPipeline, count: int = 16) -> Image.Image:
     """Held-out prompts: above each picture of the generator the drawn scene, as its tokenizer gives it back."""
     drawn, prompts = zip(*pictures.held_out(count), strict=True)
@@ -257,7 +250,7 @@ def sheet(pipe: LlamaGenPipeline, count: int = 16) -> Image.Image:
     return sheets.paired(known, made)
 
 
-def faithfulness(pipe: LlamaGenPipeline, count: int = 96) -> dict[str, dict[str, Any]]:
+def faithfulness(pipe: LlamaGenPipeline, count: int = 96) -> dict[str, Results]:
     """What the embedded VLM reads in pictures of held-out prompts, under their own prompt and under the next one's."""
     drawn, prompts = zip(*pictures.held_out(count), strict=True)
     made, reader = sheets.drawn(pipe, prompts), PictureReader()

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.zoo import lexicon as words
-from benchmarks.zoo.prose import describe_at_length
-from benchmarks.zoo.recipes import Mix
+from benchmarks.zoo.prose import article, counted, describe_at_length, listing, pick
+from benchmarks.zoo.recipes.vlm import Mix
 from mmspec.zoo import PROMPTS, scenes
 from mmspec.zoo.scenes import Scene, Thing
 
@@ -26,6 +26,12 @@ LONG_PROMPTS = (
     "Describe the picture in a lively way.",
 )
 ORDINALS = ("first", "second")
+LOOKS = {
+    "shape": scenes.SHAPES,
+    "colour": tuple(scenes.COLOURS),
+    "texture": scenes.TEXTURES,
+    "size": tuple(scenes.SIZES),
+}
 
 
 @dataclass(frozen=True)
@@ -35,20 +41,6 @@ class Exchange:
     kind: str
     prompt: str
     answer: str
-
-
-def pick(rng: np.random.Generator, options: Sequence):
-    """One of the options, evenly."""
-    return options[int(rng.integers(len(options)))]
-
-
-def article(phrase: str) -> str:
-    return ("an " if phrase[0] in "aeiou" else "a ") + phrase
-
-
-def listing(parts: Sequence[str]) -> str:
-    """'x', 'x and y', 'x, y and z'."""
-    return " and ".join(p for p in (", ".join(parts[:-1]), parts[-1]) if p)
 
 
 def capital(sentence: str) -> str:
@@ -67,10 +59,6 @@ def name(thing: Thing, scene: Scene) -> str:
         if called.count(own) == 1:
             return own
     return f"{own} {words.PLACES[thing.cell]}"
-
-
-def counted(count: int, shape: str) -> str:
-    return f"{words.NUMBERS[count]} {shape if count == 1 else words.PLURALS[shape]}"
 
 
 def stated_relations(scene: Scene) -> list[tuple[Thing, str, Thing]]:
@@ -120,17 +108,11 @@ def ask_total(rng: np.random.Generator, scene: Scene) -> tuple[str, str]:
 
 def ask_count(rng: np.random.Generator, scene: Scene) -> tuple[str, str]:
     attribute = pick(rng, ("shape", "shape", "colour", "texture", "size"))
-    known = {
-        "shape": scenes.SHAPES,
-        "colour": tuple(scenes.COLOURS),
-        "texture": scenes.TEXTURES,
-        "size": tuple(scenes.SIZES),
-    }[attribute]
-    found = scenes.counts(scene, attribute)
-    value = pick(rng, list(found)) if rng.random() < 0.8 else pick(rng, known)
+    there = scenes.counts(scene, attribute)
+    value = pick(rng, list(there)) if rng.random() < 0.8 else pick(rng, LOOKS[attribute])
     called = words.PLURALS[value] if attribute == "shape" else f"{value} objects"
     prompt = pick(rng, ("How many {} are there?", "How many {} does the picture show?", "Count the {}.")).format(called)
-    return prompt, f"{words.NUMBERS[found.get(value, 0)].capitalize()}."
+    return prompt, f"{words.NUMBERS[there.get(value, 0)].capitalize()}."
 
 
 def ask_whether(rng: np.random.Generator, scene: Scene) -> tuple[str, str]:
@@ -138,10 +120,8 @@ def ask_whether(rng: np.random.Generator, scene: Scene) -> tuple[str, str]:
     if len(scene.things) < 2:
         return ask_presence(rng, scene)
     first, second = _two(rng, scene)
-    true = scenes.relations(first, second)
-    false = tuple(r for r in scenes.relations(second, first))
     holds = rng.random() < 0.5
-    relation = pick(rng, true if holds else false)
+    relation = pick(rng, scenes.relations(first, second) if holds else scenes.relations(second, first))
     return f"Is the {name(first, scene)} {relation} the {name(second, scene)}?", "Yes." if holds else "No."
 
 
@@ -189,9 +169,8 @@ def ask_place(rng: np.random.Generator, scene: Scene) -> tuple[str, str]:
 
 
 def ask_which(rng: np.random.Generator, scene: Scene) -> tuple[str, str]:
-    known = (("texture", scenes.TEXTURES), ("size", tuple(scenes.SIZES)), ("colour", tuple(scenes.COLOURS)))
-    field, values = pick(rng, known)
-    value = pick(rng, list(scenes.counts(scene, field))) if rng.random() < 0.8 else pick(rng, values)
+    field = pick(rng, ("texture", "size", "colour"))
+    value = pick(rng, list(scenes.counts(scene, field))) if rng.random() < 0.8 else pick(rng, LOOKS[field])
     prompt = pick(rng, ("Which objects are {}?", "Name the {} objects.")).format(value)
     return prompt, names([t for t in scene.things if getattr(t, field) == value], scene)
 
@@ -249,11 +228,8 @@ def pair_question(rng: np.random.Generator, pair: tuple[Scene, Scene], mix: Mix)
     which = int(rng.integers(2))
     scene, ordinal, form = pair[which], ORDINALS[which], rng.random()
     if form < 0.25:
-        return Exchange(
-            "pair-short",
-            pick(rng, ("Describe the {} picture.", "Describe the {} image.")).format(ordinal),
-            short_caption(scene, mix.shape_counts),
-        )
+        prompt = pick(rng, ("Describe the {} picture.", "Describe the {} image.")).format(ordinal)
+        return Exchange("pair-short", prompt, short_caption(scene, mix.shape_counts))
     if form < 0.4:
         prompt = pick(rng, ("What is in the {} picture?", "Name the objects in the {} picture.")).format(ordinal)
         return Exchange("pair-names", prompt, names(scene.things, scene))

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
-    PreTrainedTokenizerFast,
-)
+from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
 from benchmarks.zoo import pack
-from benchmarks.zoo.recipes import VlmRecipe
+from benchmarks.zoo.recipes.vlm import VlmRecipe
 from mmspec.zoo import scenes
 
-MODEL, PROCESSOR = LlavaForConditionalGeneration, LlavaProcessor
 FRAME = pack.Frame()
 CHAT_TEMPLATE = pack.chat_template("{{ '<image>' }}")
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,24 +15,29 @@ from torch.nn import functional as F
 
 from benchmarks.suites.faithful import PictureReader
 from benchmarks.zoo import card, classes, sheets, squares
-from benchmarks.zoo.fit import fit
-from benchmarks.zoo.recipes import MarRecipe, Trunk
+from benchmarks.zoo.card import Results, Score
+from benchmarks.zoo.fit import Say, fit
+from benchmarks.zoo.recipes.pictures import MarRecipe, Trunk
 from mmspec.continuous.denoising import Chain
 from mmspec.models.mar import MARTransformer2DModel
 from mmspec.models.mar_head import MARHead
 from mmspec.models.mar_scheduler import MARScheduler
-from mmspec.pipelines.mar.files import build_vae
+from mmspec.pipelines.mar.files import AutoencoderKL, build_vae
 from mmspec.pipelines.mar.pipeline import MARPipeline
 
-Say = Callable[[str], None]
+Encoded = tuple[Tensor, Tensor, Tensor]  # tokens [N, L, C], labels [N], and what the squares show [N, L, 5]
 _VAE, _TARGET, _DRAFT, _OBJECTS, _COLOURS, _FINISH = range(11, 17)  # which stage a random state belongs to
 
 
-def train_vae(recipe: MarRecipe, work: Path, say: Say) -> Any:
+def pixels(samples: list[classes.Sample]) -> Tensor:
+    return sheets.pixels([classes.render(sample) for sample in samples])
+
+
+def train_vae(recipe: MarRecipe, work: Path, say: Say) -> AutoencoderKL:
     """Train the autoencoder, or go on from its checkpoint in `work`; its latents are scaled to unit variance."""
     plan = recipe.vae
     torch.manual_seed(recipe.seed)
-    vae: Any = build_vae(plan.channels, plan.latent, plan.groups, classes.SIDE)
+    vae = build_vae(plan.channels, plan.latent, plan.groups, classes.SIDE)
 
     def given_back(seen: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         """What comes back of pictures through noisy latents, less the pictures; and the price of the latents."""
@@ -49,7 +53,7 @@ def train_vae(recipe: MarRecipe, work: Path, say: Say) -> Any:
         samples = [classes.draw(rng) for _ in range(batch)]
         touched = torch.from_numpy(np.stack([classes.covered(sample) for sample in samples]))[:, None]
         weight = torch.where(touched, emphasis, 1.0)
-        far, price = given_back(sheets.pixels([classes.render(sample) for sample in samples]), rng)
+        far, price = given_back(pixels(samples), rng)
         return (error(far) * (weight / weight.mean())).mean() + (price if priced else 0), len(samples)
 
     def alike(far: Tensor) -> Tensor:
@@ -70,8 +74,8 @@ def train_vae(recipe: MarRecipe, work: Path, say: Say) -> Any:
     fit(vae, plan.finish, partial(finely, error=partial(_coloured, chroma=plan.chroma)), work / "vae-finish.pt", say)
     vae.eval().requires_grad_(False)
     rng = np.random.default_rng((recipe.seed, _VAE))
-    latents = vae.encode(sheets.pixels([classes.render(classes.draw(rng)) for _ in range(64)])).latent_dist.mean
-    vae.register_to_config(scaling_factor=float(1 / latents.std()))
+    means = vae.encode(pixels([classes.draw(rng) for _ in range(64)])).latent_dist.mean
+    vae.register_to_config(scaling_factor=float(1 / means.std()))
     return vae
 
 
@@ -81,7 +85,7 @@ def _coloured(far: Tensor, chroma: float) -> Tensor:
     return bright**2 + chroma * (far - bright) ** 2
 
 
-def build_model(recipe: MarRecipe, trunk: Trunk) -> Any:
+def build_model(recipe: MarRecipe, trunk: Trunk) -> MARTransformer2DModel:
     """A MAR transformer of this shape, with random weights, but for its places: they start as waves.
 
     From noise it takes very long to find out which places are neighbours.
@@ -106,7 +110,7 @@ def _waves(grid: int, width: int) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], 1)
 
 
-def build_pipeline(recipe: MarRecipe, model: Any, vae: Any) -> MARPipeline:
+def build_pipeline(recipe: MarRecipe, model: MARTransformer2DModel, vae: AutoencoderKL) -> MARPipeline:
     defaults = {
         "guidance_scale": recipe.guidance, "temperature": recipe.temperature,
         "num_inference_steps": model.tokens, "num_diffusion_steps": recipe.diffusion_steps,
@@ -133,7 +137,7 @@ def denoising_loss(head: MARHead, clock: Chain, x: Tensor, z: Tensor, t: Tensor,
 
 
 def loss_of(
-    model: Any, clock: Chain, tokens: Tensor, labels: Tensor, rng: np.random.Generator, repeats: int,
+    model: MARTransformer2DModel, clock: Chain, tokens: Tensor, labels: Tensor, rng: np.random.Generator, repeats: int,
     lesson: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Mean denoising loss of the hidden tokens of pictures; all show the same number of tokens, often few.
@@ -152,17 +156,14 @@ def loss_of(
 
 
 @torch.no_grad()
-def latents(vae: Any, samples: list[classes.Sample]) -> Tensor:
+def latents(vae: AutoencoderKL, samples: list[classes.Sample]) -> Tensor:
     """Tokens [B, L, C] of pictures, of about unit variance."""
-    mean = (
-        vae.encode(sheets.pixels([classes.render(sample) for sample in samples])).latent_dist.mean
-        * vae.config.scaling_factor
-    )
+    mean: Tensor = vae.encode(pixels(samples)).latent_dist.mean * vae.config.scaling_factor
     return mean.flatten(2).transpose(1, 2)
 
 
-def encoded(recipe: MarRecipe, vae: Any, at_once: int = 64) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [N, L, C], labels [N] and what the squares show [N, L, 5] of the pictures to train on."""
+def encoded(recipe: MarRecipe, vae: AutoencoderKL, at_once: int = 64) -> Encoded:
+    """The pictures to train on."""
     rng = np.random.default_rng((recipe.seed, _TARGET))
     samples = [classes.draw(rng) for _ in range(recipe.pictures)]
     parts = [latents(vae, samples[i : i + at_once]) for i in range(0, len(samples), at_once)]
@@ -171,7 +172,7 @@ def encoded(recipe: MarRecipe, vae: Any, at_once: int = 64) -> tuple[Tensor, Ten
     return torch.cat(parts), torch.tensor([sample.label for sample in samples]), torch.from_numpy(told)
 
 
-def train_model(recipe: MarRecipe, stage: str, data: tuple[Tensor, Tensor, Tensor], work: Path, say: Say) -> Any:
+def train_model(recipe: MarRecipe, stage: str, data: Encoded, work: Path, say: Say) -> MARTransformer2DModel:
     """Train the "target" or the "draft" on `encoded` pictures, or on from the checkpoint in `work`."""
     trunk, number = {"target": (recipe.target_trunk, _TARGET), "draft": (recipe.draft_trunk, _DRAFT)}[stage]
     model, clock = build_model(recipe, trunk), MARScheduler().chain(1000)
@@ -195,14 +196,14 @@ def train_model(recipe: MarRecipe, stage: str, data: tuple[Tensor, Tensor, Tenso
 
 
 @torch.no_grad()
-def score_vae(vae: Any, count: int = 64) -> float:
+def score_vae(vae: AutoencoderKL, count: int = 64) -> float:
     """PSNR in dB on held-out pictures."""
-    seen = sheets.pixels([classes.render(sample) for sample in classes.held_out(count)])
-    return float(10 * torch.log10(4 / F.mse_loss(_given_back(vae, seen), seen)))
+    seen = pixels(classes.held_out(count))
+    return sheets.psnr(_given_back(vae, seen), seen)
 
 
 @torch.no_grad()
-def score_model(model: Any, vae: Any, count: int = 64) -> dict[str, float]:
+def score_model(model: MARTransformer2DModel, vae: AutoencoderKL, count: int = 64) -> Results:
     """The training loss on held-out pictures, under their own class and under that of the next picture."""
     samples, clock = classes.held_out(count), MARScheduler().chain(1000)
     tokens, labels = latents(vae, samples), torch.tensor([sample.label for sample in samples])
@@ -218,18 +219,17 @@ def sheet(pipe: MARPipeline, count: int = 16) -> Image.Image:
     """Held-out pictures as the autoencoder gives them back; below each the model's own of that class."""
     samples = classes.held_out(count)
     made = sheets.drawn(pipe, [sample.label for sample in samples])
-    known = pipe.image_processor.postprocess(
-        _given_back(pipe.vae, sheets.pixels([classes.render(sample) for sample in samples])), "pil"
-    )
+    known = pipe.image_processor.postprocess(_given_back(pipe.vae, pixels(samples)), "pil")
     return sheets.paired(known, made)
 
 
 @torch.no_grad()
-def _given_back(vae: Any, seen: Tensor) -> Tensor:
-    return vae.decode(vae.encode(seen).latent_dist.mean).sample.clamp(-1, 1)
+def _given_back(vae: AutoencoderKL, seen: Tensor) -> Tensor:
+    made: Tensor = vae.decode(vae.encode(seen).latent_dist.mean).sample.clamp(-1, 1)
+    return made
 
 
-def read(pipe: MARPipeline, count: int) -> dict[str, dict[str, tuple[int, int]]]:
+def read(pipe: MARPipeline, count: int) -> dict[str, dict[str, Score]]:
     """What the embedded VLM reads in pictures of held-out classes, under their own class and the next picture's."""
     samples = classes.held_out(count)
     made = sheets.drawn(pipe, [sample.label for sample in samples])
@@ -246,12 +246,10 @@ def evaluate(recipe: MarRecipe, out_dir: Path, say: Say, count: int = 64) -> Non
     pipe = MARPipeline.from_pretrained(out_dir, torch_dtype=torch.float32)
     vae, losses = pipe.vae, []
     for folder in (out_dir, out_dir.with_name(recipe.draft)):
-        model: Any = MARTransformer2DModel.from_pretrained(
-            folder, torch_dtype=torch.float32, subfolder="transformer" if folder == out_dir else None
-        )
-        results: dict[str, Any] = score_model(model.eval(), vae)
-        networks = {"transformer": model, "head": model.diffloss, "vae": vae}
-        results["parameters"] = {name: sum(w.numel() for w in net.parameters()) for name, net in networks.items()}
+        within = "transformer" if folder == out_dir else None
+        model = MARTransformer2DModel.from_pretrained(folder, torch_dtype=torch.float32, subfolder=within).eval()
+        results = score_model(model, vae)
+        results["parameters"] = sheets.parameters({"transformer": model, "head": model.diffloss, "vae": vae})
         losses.append(results["loss"])
         drawn = build_pipeline(recipe, model, vae)
         sheet(drawn).save(folder / "samples.webp", quality=80)

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
+from transformers import LlamaModel, Qwen3_5TextModel
 
 from benchmarks.zoo import clips, language
 from benchmarks.zoo.language import Exchange
-from benchmarks.zoo.recipes import DialogueTurn, Mix, VlmRecipe
+from benchmarks.zoo.recipes.vlm import DialogueTurn, Mix, VlmRecipe
 from mmspec.zoo import scenes
 from mmspec.zoo.scenes import Scene
 
@@ -19,6 +19,7 @@ IGNORED = -100
 PADDING = -1  # branch number of the padding; 0 is the image prefix
 SECOND_TURN = 0.15  # chance that a question is followed by a second one in the same branch
 Encode = Callable[[str], list[int]]
+Branch = tuple[list[int], list[bool]]  # token ids of a conversation, and which of them the assistant says
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Packed:
         return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -1e9)[:, None]
 
 
-def branch(exchanges: list[Exchange], encode: Encode) -> tuple[list[int], list[bool]]:
-    """Token ids of a conversation behind its image prefix, and which of them the assistant says."""
+def branch(exchanges: list[Exchange], encode: Encode) -> Branch:
+    """A conversation behind its image prefix."""
     ids: list[int] = []
     said: list[bool] = []
     for turn, exchange in enumerate(exchanges):
@@ -78,13 +79,7 @@ def branch(exchanges: list[Exchange], encode: Encode) -> tuple[list[int], list[b
     return ids, said
 
 
-def pack(
-    rows: list[list[tuple[list[int], list[bool]]]],
-    images: int,
-    tokens_per_image: int,
-    slots: int,
-    frame: Frame = Frame(),
-) -> Packed:
+def pack(rows: list[list[Branch]], images: int, tokens_per_image: int, slots: int, frame: Frame) -> Packed:
     """Rows of branches as tensors; branches that do not fit into `slots` any more are left out."""
     prefix = [BOS, USER] + [*frame.before, *[IMAGE] * tokens_per_image, *frame.after] * images
     start, shape = len(prefix), (len(rows), len(prefix) + slots)
@@ -104,7 +99,13 @@ def pack(
     return Packed(*(torch.from_numpy(a.astype(np.int64)) for a in (ids, labels, positions, branches)))
 
 
-def read(inner: Any, batch: Packed, visual: torch.Tensor, positions: torch.Tensor, **masks: Any) -> torch.Tensor:
+def read(
+    inner: LlamaModel | Qwen3_5TextModel,
+    batch: Packed,
+    visual: torch.Tensor,
+    positions: torch.Tensor,
+    **masks: tuple[torch.Tensor, ...],
+) -> torch.Tensor:
     """Last hidden states [B, S, width] of packed rows by a stock decoder that attends by their mask.
 
     Args:
@@ -115,8 +116,8 @@ def read(inner: Any, batch: Packed, visual: torch.Tensor, positions: torch.Tenso
     embedded = inner.embed_tokens(batch.ids)
     shown = (batch.ids == IMAGE)[..., None].expand_as(embedded)
     embedded = embedded.masked_scatter(shown, visual.to(embedded.dtype))
-    mask: Any = batch.mask(torch.bfloat16 if torch.is_autocast_enabled("cpu") else embedded.dtype)
-    mask = {"full_attention": mask, **masks} if masks else mask
+    own = batch.mask(torch.bfloat16 if torch.is_autocast_enabled("cpu") else embedded.dtype)
+    mask = {"full_attention": own, **masks} if masks else own
     out = inner(inputs_embeds=embedded, attention_mask=mask, position_ids=positions, use_cache=False)
     hidden: torch.Tensor = out.last_hidden_state
     return hidden
@@ -139,15 +140,11 @@ def draw_batch(
 
 def _row(
     rng: np.random.Generator, first: list[Exchange], ask: Callable[[], Exchange], room: int, encode: Encode
-) -> list[tuple[list[int], list[bool]]]:
+) -> list[Branch]:
     """Branches of the texts that must come first, then of questions as long as there is room."""
-    parts = []
-    refused = 0
+    parts, refused = [], 0
     while refused < 3:
-        if first:
-            exchanges = [first.pop(0)]
-        else:
-            exchanges = [ask() for _ in range(1 + (rng.random() < SECOND_TURN))]
+        exchanges = [first.pop(0)] if first else [ask() for _ in range(1 + (rng.random() < SECOND_TURN))]
         tokens, said = branch(exchanges, encode)
         if len(tokens) > room:
             refused += 1
@@ -177,8 +174,4 @@ def _clip(rng: np.random.Generator, turn: DialogueTurn, mix: Mix) -> Shown:
     return frames, [clips.describe(rng, clip)], lambda: clips.question(rng, clip)
 
 
-SHOWN: dict[str, Callable[[np.random.Generator, DialogueTurn, Mix], Shown]] = {
-    "picture": _picture,
-    "pair": _pair,
-    "clip": _clip,
-}
+SHOWN = {"picture": _picture, "pair": _pair, "clip": _clip}

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -82,11 +83,25 @@ _FANCY_TABLES: dict[str, Sequence[str]] = {
     "scent": words.SCENTS,
     "appears": APPEARS,
 }
+T = TypeVar("T")
 
 
-def pick(rng: np.random.Generator, options: Sequence):
+def pick(rng: np.random.Generator, options: Sequence[T]) -> T:
     """One of the options, evenly."""
     return options[int(rng.integers(len(options)))]
+
+
+def article(phrase: str) -> str:
+    return ("an " if phrase[0] in "aeiou" else "a ") + phrase
+
+
+def listing(parts: Sequence[str]) -> str:
+    """'x', 'x and y', 'x, y and z'."""
+    return " and ".join(p for p in (", ".join(parts[:-1]), parts[-1]) if p)
+
+
+def counted(count: int, shape: str) -> str:
+    return f"{words.NUMBERS[count]} {shape if count == 1 else words.PLURALS[shape]}"
 
 
 def describe_at_length(rng: np.random.Generator, scene: Scene, shape_counts: bool = False) -> str:
@@ -118,9 +133,8 @@ def _order(rng: np.random.Generator, count: int) -> list[int]:
 def _open(rng: np.random.Generator, scene: Scene) -> str:
     number = words.NUMBERS[len(scene.things)]
     things = pick(rng, ("object", "shape", "figure")) + "s" * (len(scene.things) > 1)
-    background = ("an " if scene.background[0] in "aeiou" else "a ") + scene.background + " background"
-    facts = _Drawn(rng, n=number, N=number.capitalize(), things=things, bg=background)
-    return _mend(pick(rng, OPENINGS).format_map(facts))
+    background = f"{article(scene.background)} background"
+    return _drawn(rng, OPENINGS, n=number, N=number.capitalize(), things=things, bg=background)
 
 
 def _tell(rng: np.random.Generator, thing: Thing) -> str:
@@ -131,8 +145,9 @@ def _tell(rng: np.random.Generator, thing: Thing) -> str:
     )
     place = words.PLACES[thing.cell] if rng.random() < 0.4 else pick(rng, words.LIVELY_PLACES[thing.cell])
     likened = pick(rng, ("as " + thing.colour + " as", "reminiscent of", "recalling"))
-    facts = _Drawn(
+    return _drawn(
         rng,
+        THING_FORMS,
         a="a " + called,
         A="A " + called,
         place=place,
@@ -140,17 +155,25 @@ def _tell(rng: np.random.Generator, thing: Thing) -> str:
         like_colour=f"{likened} {pick(rng, words.COLOUR_LIKE[thing.colour].split())}",
         like_shape=f"{pick(rng, LIKENESSES)} {pick(rng, words.SHAPE_LIKE[thing.shape].split())}",
     )
-    return _mend(pick(rng, THING_FORMS).format_map(facts))
 
 
 def _fancy(rng: np.random.Generator) -> str:
-    return _mend(pick(rng, FANCIES).format_map(_Drawn(rng)))
+    return _drawn(rng, FANCIES)
 
 
-class _Drawn(dict):
+def _drawn(rng: np.random.Generator, forms: Sequence[str], **facts: str) -> str:
+    """One of the forms with these facts in it; 'a' before a vowel becomes 'an'."""
+    parts = pick(rng, forms).format_map(_Drawn(rng, **facts)).split(" ")
+    for here, (word, following) in enumerate(pairwise(parts)):
+        if word in ("a", "A") and following[:1] in "aeiou":
+            parts[here] = word + "n"
+    return " ".join(parts)
+
+
+class _Drawn(dict[str, str]):
     """Fills the slots of a template with random words of their tables; mood, mood2 and mood3 are drawn apart."""
 
-    def __init__(self, rng: np.random.Generator, **facts: str):
+    def __init__(self, rng: np.random.Generator, **facts: str) -> None:
         super().__init__(facts)
         self.rng = rng
 
@@ -162,21 +185,11 @@ def _compare(rng: np.random.Generator, first: Thing, second: Thing, called: dict
     field, different, same = pick(rng, COMPARISONS)
     value, other = getattr(first, field), getattr(second, field)
     more = {"large": "larger", "small": "smaller"}[first.size]
-    form: str = different if value != other else same
+    form = different if value != other else same
     return form.format(first=called[first], second=called[second], more=more, value=value, same=value)
 
 
 def _count(rng: np.random.Generator, scene: Scene) -> str:
-    kinds = [(count, shape) for shape, count in scenes.counts(scene).items()]
-    parts = [f"{words.NUMBERS[count]} {shape if count == 1 else words.PLURALS[shape]}" for count, shape in kinds]
-    listed = " and ".join(p for p in (", ".join(parts[:-1]), parts[-1]) if p)
-    return pick(rng, COUNT_FORMS).format(are="is" if kinds[0][0] == 1 else "are", counts=listed)
-
-
-def _mend(sentence: str) -> str:
-    """'a' before a vowel becomes 'an'."""
-    parts = sentence.split(" ")
-    for here, (word, following) in enumerate(pairwise(parts)):
-        if word in ("a", "A") and following[:1] in "aeiou":
-            parts[here] = word + "n"
-    return " ".join(parts)
+    kinds = scenes.counts(scene)
+    listed = listing([counted(count, shape) for shape, count in kinds.items()])
+    return pick(rng, COUNT_FORMS).format(are="is" if next(iter(kinds.values())) == 1 else "are", counts=listed)

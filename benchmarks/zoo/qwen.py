@@ -12,17 +12,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3VLProcessor
+from transformers import PreTrainedTokenizerFast, Qwen3VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+from transformers.models.qwen3_5 import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, Qwen3_5VisionModel
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from benchmarks.zoo import pack
-from benchmarks.zoo.recipes import Hybrid, VlmRecipe
+from benchmarks.zoo.recipes.vlm import Hybrid, VlmRecipe
 from mmspec.kernels import reference_recurrent as ops
 from mmspec.zoo import scenes
 
-MODEL, PROCESSOR = Qwen3_5ForConditionalGeneration, Qwen3VLProcessor
 START, END, VIDEO = range(len(pack.SPECIAL), len(pack.SPECIAL) + 3)
 FRAME = pack.Frame((START,), (END,), ("<vision_start>", "<vision_end>", "<video>"))
 CHAT_TEMPLATE = pack.chat_template("{{ '<vision_start><image><vision_end>' }}")
@@ -37,17 +37,11 @@ def build_processor(recipe: VlmRecipe, tokenizer: PreTrainedTokenizerFast) -> Qw
         "patch_size": patch, "merge_size": MERGE, "temporal_patch_size": 2,
         "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
     }  # fmt: skip
-    for role, token in (
-        ("image_token", "<image>"), ("video_token", "<video>"),
-        ("vision_start_token", "<vision_start>"), ("vision_end_token", "<vision_end>"),
-    ):  # fmt: skip
-        tokenizer._set_model_specific_special_tokens({role: token})
-    return Qwen3VLProcessor(
-        Qwen2VLImageProcessorPil(size=size, **given),
-        tokenizer,
-        Qwen3VLVideoProcessor(size={"shortest_edge": area, "longest_edge": 16 * area}, **given),
-        chat_template=CHAT_TEMPLATE,
-    )
+    for role in ("image", "video", "vision_start", "vision_end"):
+        tokenizer._set_model_specific_special_tokens({f"{role}_token": f"<{role}>"})
+    images = Qwen2VLImageProcessorPil(size=size, **given)
+    videos = Qwen3VLVideoProcessor(size=size | {"longest_edge": 16 * area}, **given)
+    return Qwen3VLProcessor(images, tokenizer, videos, chat_template=CHAT_TEMPLATE)
 
 
 def _config(recipe: VlmRecipe) -> Qwen3_5Config:
@@ -122,7 +116,7 @@ def packed_hidden(model: Qwen3_5ForConditionalGeneration, batch: pack.Packed, pi
     """Last hidden states [B, S, width] of packed rows, by the stock decoder; see `branching`."""
     with torch.no_grad():
         visual = see(model.model.visual, pixels)
-    tree = _tree(batch, model.config.text_config)
+    tree = _tree(batch, model.model.language_model.config)
     return pack.read(model.model.language_model, batch, visual, _positions(model, batch), linear_attention=tree)
 
 
@@ -138,7 +132,7 @@ def _positions(model: Qwen3_5ForConditionalGeneration, batch: pack.Packed) -> Te
     return positions
 
 
-def _tree(batch: pack.Packed, config: Any) -> tuple[Tensor, Tensor]:
+def _tree(batch: pack.Packed, config: Qwen3_5TextConfig) -> tuple[Tensor, Tensor]:
     """Which positions each one follows, bool [B, S, S], and where the inputs of its convolution stand [B, S, k]."""
     length = batch.ids.shape[1]
     prefix = int((batch.branches[0] == 0).sum())
@@ -158,7 +152,7 @@ def branching(model: Qwen3_5ForConditionalGeneration, on: bool) -> None:
 
 
 def _read_tree(
-    self: Any, hidden_states: Tensor, cache_params: None = None, attention_mask: Any = None, **_: Any
+    self: Qwen3_5GatedDeltaNet, hidden_states: Tensor, *, attention_mask: tuple[Tensor, Tensor], **_: object
 ) -> Tensor:
     """Stock's gated delta layer over a tree, from nothing: `attention_mask` is what `_tree` gives."""
     ancestors, windows = attention_mask

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from benchmarks.zoo import clips
@@ -12,7 +12,7 @@ from mmspec.zoo import scenes
 from mmspec.zoo.scenes import Scene, Thing
 
 
-def _any(options) -> str:
+def _any(options: Iterable[str]) -> str:
     return "(?:" + "|".join(sorted(options, key=len, reverse=True)) + ")"
 
 
@@ -25,14 +25,10 @@ _CELLS = {place: cell for cell, place in enumerate(words.PLACES)}
 _CELLS |= {place: cell for cell, places in enumerate(words.LIVELY_PLACES) for place in places}
 _COLOUR, _SHAPE = _any(scenes.COLOURS), _any(scenes.SHAPES)
 _PLACES = re.compile(rf"\b{_any(_CELLS)}\b")
-_THING = re.compile(
-    rf"\b[Aa]n? ({_any(_SIZES)}) ({_any(_TEXTURES)}) (?:{_any(words.SHADES)} )?"
-    rf"({_COLOUR}) ({_SHAPE})\b"
-)
-_NAME = (
-    rf"(?:({_any(scenes.SIZES)}) )?(?:({_any(scenes.TEXTURES)}) )?({_COLOUR}) ({_SHAPE})"
-    rf"(?: ({_any(words.PLACES)}))?"
-)
+_LOOKS = rf"({_any(_SIZES)}) ({_any(_TEXTURES)}) (?:{_any(words.SHADES)} )?({_COLOUR}) ({_SHAPE})"
+_THING = re.compile(rf"\b[Aa]n? {_LOOKS}\b")
+_PLACED = rf"({_COLOUR}) ({_SHAPE})(?: ({_any(words.PLACES)}))?"
+_NAME = rf"(?:({_any(scenes.SIZES)}) )?(?:({_any(scenes.TEXTURES)}) )?{_PLACED}"
 _RELATION = re.compile(rf"[Tt]he {_NAME} (?:is|lies|stands) ({_any(scenes.RELATIONS)}) the {_NAME}")
 _LIST = re.compile(r"(?:, | and )(?=an? (?:small|large) )")
 _NUMBER = _any(words.NUMBERS)
@@ -52,26 +48,29 @@ class Stated:
     cell: int | None
 
 
+class Tally(Counter[tuple[str, str]]):
+    """Counts, as 'fact right' and 'fact of'."""
+
+    def note(self, fact: str, right: bool) -> None:
+        self[fact, "right"] += right
+        self[fact, "of"] += 1
+
+
 def stated_things(text: str) -> list[Stated]:
     """The fully named objects of a text, each with the one place its sentence or list item gives."""
-    found = []
+    things = []
     for sentence in re.split(r"(?<=[.;])\s", text):
         for part in _LIST.split(sentence) if "background:" in sentence else [sentence]:
-            named = _THING.search(part)
-            if named:
+            if named := _THING.search(part):
                 longest = max(_PLACES.findall(part.lower()), key=len, default="")
-                found.append(Stated(_SIZES[named[1]], _TEXTURES[named[2]], named[3], named[4], _CELLS.get(longest)))
-    return found
+                things.append(Stated(_SIZES[named[1]], _TEXTURES[named[2]], named[3], named[4], _CELLS.get(longest)))
+    return things
 
 
-def score_caption(text: str, scene: Scene) -> Counter:
-    """Counts, as 'fact right' and 'fact of', over the objects, relations and counts that a text states."""
-    tally: Counter = Counter()
-
-    def note(fact: str, right: bool) -> None:
-        tally[fact, "right"] += right
-        tally[fact, "of"] += 1
-
+def score_caption(text: str, scene: Scene) -> Tally:
+    """Over the objects, relations and counts that a text states."""
+    tally = Tally()
+    note = tally.note
     here = {thing.cell: thing for thing in scene.things}
     stated = stated_things(text)
     for claim in stated:
@@ -83,12 +82,11 @@ def score_caption(text: str, scene: Scene) -> Counter:
     claims = {(claim.cell, claim.shape, claim.colour) for claim in stated}
     for thing in scene.things:
         note("object recall", (thing.cell, thing.shape, thing.colour) in claims)
-    for found in _RELATION.finditer(text):
-        note("relations", _relation_holds(found.groups(), scene))
+    for stated_relation in _RELATION.finditer(text):
+        note("relations", _relation_holds(stated_relation.groups(), scene))
     for number, shape in _COUNT.findall(text):
         note("counts", scenes.counts(scene).get(_SINGULAR.get(shape, shape), 0) == words.NUMBERS.index(number))
-    total = _TOTAL.search(text)
-    if total:
+    if total := _TOTAL.search(text):
         note("counts", words.NUMBERS.index(total[1].lower()) == len(scene.things))
     return tally
 
@@ -108,18 +106,14 @@ def _answers(thing: Thing, called: tuple[str | None, ...]) -> bool:
     return all(said is None or said == true for said, true in zip(called, own, strict=True))
 
 
-def score_clip(text: str, clip: Clip) -> Counter:
-    """Counts, as 'fact right' and 'fact of', of what a caption says of a clip.
+def score_clip(text: str, clip: Clip) -> Tally:
+    """Of what a caption says of a clip.
 
     An object is right when shape and colour are right at the place where it is first seen, once each. Motion counts the
     objects whose motion is told rightly, `moving` only those that do not stay, `all` the captions without any error.
     """
-    tally: Counter = Counter()
-
-    def note(fact: str, right: bool) -> None:
-        tally[fact, "right"] += right
-        tally[fact, "of"] += 1
-
+    tally = Tally()
+    note = tally.note
     told, true = clips.read(text), clips.facts(clip)
     claims = {_seen(one): one for one in told.told}
     there = {_seen(one) for one in true.told}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from torch.nn import functional as F
 
 BATCH = 16
 
@@ -26,7 +27,18 @@ def readable(folder: Path) -> None:
             file.chmod(0o644)
 
 
-def drawn(pipe: Any, asked: Sequence[Any]) -> list[Image.Image]:
+def psnr(made: torch.Tensor, seen: torch.Tensor) -> float:
+    """Of pictures in [−1, 1], in dB."""
+    return float(10 * torch.log10(4 / F.mse_loss(made, seen)))
+
+
+def parameters(networks: Mapping[str, object]) -> dict[str, int]:
+    """How many each network among these has."""
+    modules = {name: part for name, part in networks.items() if isinstance(part, torch.nn.Module)}
+    return {name: sum(weight.numel() for weight in part.parameters()) for name, part in modules.items()}
+
+
+def drawn(pipe: Any, asked: Sequence[object]) -> list[Image.Image]:
     """A picture for each thing asked, the same ones every time."""
     pipe.set_progress_bar_config(disable=True)
     made: list[Image.Image] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.zoo import clips, language
-from benchmarks.zoo.recipes import Mix
+from benchmarks.zoo.recipes.vlm import Mix
 from mmspec.train import data
 from mmspec.train.data import TrainingSample
 from mmspec.zoo import scenes

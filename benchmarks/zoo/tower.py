@@ -1,22 +1,18 @@
 """First stage of a zoo VLM: the vision tower alone learns what stands in every cell of the grid, by auxiliary heads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.zoo import fit, sheets
+from benchmarks.zoo.fit import Say
+from benchmarks.zoo.language import LOOKS
 from mmspec.zoo import scenes
 from mmspec.zoo.scenes import Scene
 
-FIELDS = {
-    "shape": ("none", *scenes.SHAPES),
-    "colour": tuple(scenes.COLOURS),
-    "texture": scenes.TEXTURES,
-    "size": tuple(scenes.SIZES),
-}
+FIELDS = LOOKS | {"shape": ("none", *scenes.SHAPES)}
 IGNORED = -100
 See = Callable[[nn.Module, torch.Tensor], torch.Tensor]  # a tower and pictures [N, 3, S, S] to [N, tokens, width]
 
@@ -44,24 +40,35 @@ def cell_of_patch(patch: int) -> torch.Tensor:
     return (middle[:, None] * 3 + middle[None]).flatten()
 
 
-class CellReader(nn.Module):
-    """The tower with one linear classifier per field on every patch; thrown away after the stage."""
+class PatchReader(nn.Module):
+    """A network with a linear classifier per field on every patch; these are thrown away after the stage."""
 
     cells: torch.Tensor  # of each patch
 
-    def __init__(self, tower: nn.Module, see: See, width: int, patch: int):
-        super().__init__()
-        self.tower, self.see = tower, see
-        self.classes = [len(values) for values in FIELDS.values()] + [len(scenes.BACKGROUNDS)]
-        self.norm = nn.LayerNorm(width)
-        self.heads = nn.Linear(width, sum(self.classes))
+    def read(self, width: int, patch: int, classes: list[int]) -> None:
+        """Put the classifiers behind what is there already."""
+        self.classes, self.norm = classes, nn.LayerNorm(width)
+        self.heads = nn.Linear(width, sum(classes))
         self.register_buffer("cells", cell_of_patch(patch), persistent=False)
 
+    def told(self, seen: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Logits [B, patches, classes] of what is seen on the patches, one tensor per field."""
+        fields: tuple[torch.Tensor, ...] = self.heads(self.norm(seen.float())).split(self.classes, -1)
+        return fields
+
+
+class CellReader(PatchReader):
+    """The tower with its classifiers."""
+
+    def __init__(self, tower: nn.Module, see: See, width: int, patch: int) -> None:
+        super().__init__()
+        self.tower, self.see = tower, see
+        self.read(width, patch, [*map(len, FIELDS.values()), len(scenes.BACKGROUNDS)])
+
     def forward(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Logits [B, patches, classes], one tensor per field."""
         with fit.autocast():
             seen = self.see(self.tower, pixel_values)
-        return self.heads(self.norm(seen.float())).split(self.classes, -1)
+        return self.told(seen)
 
     def loss(self, shown: list[Scene]) -> tuple[torch.Tensor, list[float]]:
         """Mean cross entropy over the fields, and each field's share of right patches."""
@@ -80,7 +87,12 @@ def graded(told: tuple[torch.Tensor, ...], labels: torch.Tensor) -> tuple[torch.
     return total / len(told), right
 
 
-def draw_scenes(seed: list[int], count: int) -> list[Scene]:
-    """`count` scenes of the stream `seed`."""
-    rng = np.random.default_rng(seed)
-    return [scenes.draw(rng) for _ in range(count)]
+def telling(fields: Iterable[str], right: list[float], every: int, say: Say) -> Callable[[int], None]:
+    """Says every so many steps what is `right` then: each field's share."""
+
+    def watch(step: int) -> None:
+        if step % every == 0:
+            shares = zip(fields, right, strict=True)
+            say("cells right: " + " ".join(f"{field} {share:.3f}" for field, share in shares))
+
+    return watch

@@ -3,30 +3,30 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, ProcessorMixin
 
 from benchmarks.zoo import fit as zoo_fit
 from benchmarks.zoo import language, lexicon, llava, pack, qwen, sheets, tower
-from benchmarks.zoo.recipes import Hybrid, Mix, VlmRecipe, ZooStage
+from benchmarks.zoo.fit import Say
+from benchmarks.zoo.recipes.vlm import Hybrid, Mix, VlmRecipe, ZooStage
 from mmspec.zoo import scenes
 
 # streams of random numbers: [recipe.seed, stream, step]
 TOWER, TEXTS = 1, 2
-KINDS: tuple[Any, ...] = (llava, qwen)  # modules of the same functions
+ZooVlm = llava.LlavaForConditionalGeneration | qwen.Qwen3_5ForConditionalGeneration
 
 
-def kind(of: VlmRecipe | Any) -> Any:
-    """The module that knows the classes of a recipe, or of a model."""
-    if isinstance(of, VlmRecipe):
-        return qwen if isinstance(of.language, Hybrid) else llava
-    return next(module for module in KINDS if isinstance(of, module.MODEL))
+def kind(of: VlmRecipe | ZooVlm) -> ModuleType:
+    """The module, of two with the same functions, that knows the classes of a recipe, or of a model."""
+    shape = of.language if isinstance(of, VlmRecipe) else of
+    return qwen if isinstance(shape, Hybrid | qwen.Qwen3_5ForConditionalGeneration) else llava
 
 
 def build_tokenizer(recipe: VlmRecipe) -> PreTrainedTokenizerFast:
@@ -35,22 +35,20 @@ def build_tokenizer(recipe: VlmRecipe) -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    core.train_from_iterator(
-        _sample_texts(recipe),
-        trainers.BpeTrainer(
-            vocab_size=recipe.language.vocabulary,
-            special_tokens=special,
-            show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
+    trainer = trainers.BpeTrainer(
+        vocab_size=recipe.language.vocabulary,
+        special_tokens=special,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
+    core.train_from_iterator(_sample_texts(recipe), trainer)
     names = dict(zip(("pad_token", "bos_token", "eos_token"), pack.SPECIAL, strict=False))
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         **names,
         extra_special_tokens=special[3:],
-        model_max_length=recipe.language.positions,
         padding_side="left",
+        model_max_length=recipe.language.positions,
     )
 
 
@@ -66,22 +64,23 @@ def _sample_texts(recipe: VlmRecipe) -> list[str]:
     return texts
 
 
-def build_processor(recipe: VlmRecipe, tokenizer: PreTrainedTokenizerFast) -> Any:
+def build_processor(recipe: VlmRecipe, tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
     """The stock processor of the recipe's kind."""
-    return kind(recipe).build_processor(recipe, tokenizer)
+    made: ProcessorMixin = kind(recipe).build_processor(recipe, tokenizer)
+    return made
 
 
-def build_model(recipe: VlmRecipe) -> Any:
+def build_model(recipe: VlmRecipe) -> ZooVlm:
     """The untrained model in float32, initialised from the recipe's seed."""
     torch.manual_seed(recipe.seed)
-    model = kind(recipe).build_model(recipe)
+    model: ZooVlm = kind(recipe).build_model(recipe)
     model.generation_config.update(
         bos_token_id=pack.BOS, eos_token_id=pack.EOS, pad_token_id=pack.PAD, max_new_tokens=320
     )
     return model
 
 
-def train_tower(recipe: VlmRecipe, folder: Path, say: Callable[[str], None], stop: int | None = None) -> nn.Module:
+def train_tower(recipe: VlmRecipe, folder: Path, say: Say, stop: int | None = None) -> nn.Module:
     """First stage; ends with the share of right cells by field in the log."""
     torch.manual_seed(recipe.seed)
     untrained, width = kind(recipe).build_tower(recipe)
@@ -89,26 +88,17 @@ def train_tower(recipe: VlmRecipe, folder: Path, say: Callable[[str], None], sto
     right: list[float] = []
 
     def loss_of(step: int) -> tuple[torch.Tensor, int]:
-        shown = tower.draw_scenes([recipe.seed, TOWER, step], recipe.tower.batch)
-        loss, right[:] = reader.loss(shown)
+        rng = np.random.default_rng([recipe.seed, TOWER, step])
+        loss, right[:] = reader.loss([scenes.draw(rng) for _ in range(recipe.tower.batch)])
         return loss, recipe.tower.batch * len(reader.cells)
 
-    def watch(step: int) -> None:
-        if step % 50 == 0:
-            shares = zip((*tower.FIELDS, "background"), right, strict=True)
-            say("cells right: " + " ".join(f"{field} {share:.3f}" for field, share in shares))
-
+    watch = tower.telling((*tower.FIELDS, "background"), right, 50, say)
     zoo_fit.fit(reader, recipe.tower, loss_of, folder / "tower.pt", say, watch, stop)
     return reader.tower
 
 
-def packed_loss(
-    model: Any,
-    batch: pack.Packed,
-    pixel_values: torch.Tensor,
-    weights: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Mean cross entropy of everything the assistant says, weighted by token id if `weights` [V] are given."""
+def packed_loss(model: ZooVlm, batch: pack.Packed, pixel_values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy of everything the assistant says, weighted by token id, `weights` [V]."""
     with zoo_fit.autocast():
         hidden = kind(model).packed_hidden(model, batch, pixel_values)
         said = batch.labels != pack.IGNORED
@@ -131,7 +121,7 @@ def emphasis(tokenizer: PreTrainedTokenizerFast, mix: Mix) -> torch.Tensor:
 
 
 @contextmanager
-def on_packed_rows(model: Any, compiled: bool) -> Iterator[None]:
+def on_packed_rows(model: ZooVlm, compiled: bool) -> Iterator[None]:
     """Within, the decoder reads packed rows, and the tower does not learn.
 
     Compiled layer by layer and with the plain attention a step is faster on a CPU.
@@ -153,10 +143,10 @@ def on_packed_rows(model: Any, compiled: bool) -> Iterator[None]:
 
 def train_decoder(
     recipe: VlmRecipe,
-    model: Any,
+    model: ZooVlm,
     tokenizer: PreTrainedTokenizerFast,
     folder: Path,
-    say: Callable[[str], None],
+    say: Say,
     watch: Callable[[int], None] = lambda step: None,
     stop: int | None = None,
     compiled: bool = True,
@@ -190,10 +180,11 @@ def train_decoder(
             break
 
 
-def export(model: Any, processor: Any, folder: Path) -> None:
+def export(model: ZooVlm, processor: ProcessorMixin, folder: Path) -> None:
     """Weights in bfloat16 safetensors, processor, chat template and generation config."""
     state = {name: weight.to(torch.bfloat16) for name, weight in model.state_dict().items()}
-    twin = type(model)(model.config)
+    made: Callable[..., ZooVlm] = type(model)
+    twin = made(model.config)
     twin.generation_config = model.generation_config
     twin.load_state_dict(state)
     twin.bfloat16().save_pretrained(folder)

@@ -1,8 +1,6 @@
 """Before a decoder tells what moves, its lower layers learn, by auxiliary heads, what happened in every cell."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,8 +8,9 @@ from torch import Tensor, nn
 
 from benchmarks.zoo import clips, fit, pack, tower
 from benchmarks.zoo.clips import Clip
-from benchmarks.zoo.recipes import VlmRecipe, Watching
-from benchmarks.zoo.vlm import kind, on_packed_rows
+from benchmarks.zoo.fit import Say
+from benchmarks.zoo.recipes.vlm import VlmRecipe, Watching
+from benchmarks.zoo.vlm import ZooVlm, kind, on_packed_rows
 from mmspec.zoo import scenes
 
 STREAM = 8  # of random numbers
@@ -40,24 +39,19 @@ def cell_labels(shown: list[Clip]) -> Tensor:
     return labels
 
 
-class ClipReader(nn.Module):
-    """A model that ends with its lower layers, and a linear classifier per field on every patch of the last picture.
+class ClipReader(tower.PatchReader):
+    """A model that ends with its lower layers, and classifiers on the patches of the last picture.
 
-    The classifiers are thrown away after the stage; `whole` gives the model its upper layers back.
+    `whole` gives the model its upper layers back.
     """
 
-    cells: Tensor  # of each patch
-
-    def __init__(self, model: Any, recipe: VlmRecipe, plan: Watching) -> None:
+    def __init__(self, model: ZooVlm, recipe: VlmRecipe, plan: Watching) -> None:
         super().__init__()
         self.model, self.kind = model, kind(model)
         decoder = model.model.language_model
         self.upper, self.last = decoder.layers[plan.layers :], decoder.norm
         decoder.layers, decoder.norm = decoder.layers[: plan.layers], nn.Identity()
-        self.classes = [len(values) for values in FIELDS.values()]
-        self.norm = nn.LayerNorm(recipe.language.width)
-        self.heads = nn.Linear(recipe.language.width, sum(self.classes))
-        self.register_buffer("cells", tower.cell_of_patch(recipe.vision.patch), persistent=False)
+        self.read(recipe.language.width, recipe.vision.patch, [*map(len, FIELDS.values())])
 
     def whole(self) -> None:
         """Put the upper layers back."""
@@ -65,20 +59,20 @@ class ClipReader(nn.Module):
         decoder.layers, decoder.norm = decoder.layers.extend(self.upper), self.last
 
     def forward(self, pixels: Tensor, pictures: int) -> tuple[Tensor, ...]:
-        """Logits [B, patches, classes], one tensor per field, from `pictures` pictures for each of B clips."""
+        """As `told`, from `pictures` pictures for each of B clips."""
         patches, rows = len(self.cells), len(pixels) // pictures
         shown = pack.pack([[]] * rows, pictures, patches, 0, self.kind.FRAME)
         with fit.autocast():
             hidden = self.kind.packed_hidden(self.model, shown, pixels)
         visual = hidden[shown.ids == pack.IMAGE].unflatten(0, (rows, -1))
-        return self.heads(self.norm(visual[:, -patches:].float())).split(self.classes, -1)
+        return self.told(visual[:, -patches:])
 
     def loss(self, shown: list[Clip], pixels: Tensor, pictures: int) -> tuple[Tensor, list[float]]:
         """Mean cross entropy over the fields, and each field's share of right patches."""
         return tower.graded(self(pixels, pictures), cell_labels(shown)[:, self.cells])
 
 
-def train(recipe: VlmRecipe, model: Any, folder: Path, say: Callable[[str], None], compiled: bool = True) -> None:
+def train(recipe: VlmRecipe, model: ZooVlm, folder: Path, say: Say, compiled: bool = True) -> None:
     """The stage, or on from its checkpoint in `folder`; ends with the share of right cells by field in the log."""
     plan = recipe.watching
     assert plan is not None
@@ -94,10 +88,6 @@ def train(recipe: VlmRecipe, model: Any, folder: Path, say: Callable[[str], None
         loss, right[:] = reader.loss(shown, tower.pixels(frames), pictures)
         return loss, len(frames) * len(reader.cells)
 
-    def watch(step: int) -> None:
-        if step % 25 == 0:
-            say("cells right: " + " ".join(f"{field} {share:.3f}" for field, share in zip(FIELDS, right, strict=True)))
-
     with on_packed_rows(model, compiled):
-        fit.fit(reader, plan.plan, loss_of, folder / "watching.pt", say, watch)
+        fit.fit(reader, plan.plan, loss_of, folder / "watching.pt", say, tower.telling(FIELDS, right, 25, say))
     reader.whole()

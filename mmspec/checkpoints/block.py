@@ -41,12 +41,10 @@ def _denoiser(q: str = "q_norm", fc: str = "fc", norm: str = "hidden_norm") -> K
         f"{at}.k_norm.weight": (f"{at}.self_attn.{'key_layernorm' if q.startswith('query') else 'k_norm'}.weight",),
         **{key: (key,) for key in mixed},
         "out_norm.weight": ("norm.weight",),
-        "markov.w1.weight": (f"{head}.markov_w1.weight",),
-        "markov.w2.weight": (f"{head}.markov_w2.weight",),
+        **{f"markov.{w}.weight": (f"{head}.markov_{w}.weight",) for w in ("w1", "w2")},
         **{f"markov.{x}_proj.{y}": (f"{head}.{x}_proj.{y}",) for x in ("gate", "joint") for y in ("weight", "bias")},
         **{f"confidence.proj.{y}": (f"confidence_head.proj.{y}",) for y in ("weight", "bias")},
-        "selector.predecessor": (f"{choice}.predecessor_codebook",),
-        "selector.successor": (f"{choice}.successor_codebook",),
+        **{f"selector.{end}": (f"{choice}.{end}_codebook",) for end in ("predecessor", "successor")},
         "selector.hidden.weight": (f"{choice}.hidden_projection.weight",),
     }
 
@@ -88,8 +86,8 @@ def _read(
     """
     if files.flat.get("vocab_size") is None and "t2d" not in files.shapes:
         files = replace(files, flat={**files.flat, "vocab_size": files.target("vocab")})
-    said, found = _nested(files), llama.read(layout, files)
-    H, shapes, features = found["hidden"], files.shapes, said.get(listed)
+    said, values = _nested(files), llama.read(layout, files)
+    H, shapes, features = values["hidden"], files.shapes, said.get(listed)
     if not is_list(features, 1):
         raise ValueError(f"{listed} in config.json must list up to {MANY} whole numbers ≥ 0; it is {briefly(features)}")
     wide, layers = shapes[layout.fc][1], _whole(files.flat, "num_hidden_layers")
@@ -97,14 +95,20 @@ def _read(
         raise ValueError(f"fc.weight reads {wide} columns, which are no {len(features)} features of one width")
     own_head = "head.weight" in layout.optional and layout.present(files, "head.weight")
     made = {
-        **found, "layers": layers, "features": tuple(i + ahead for i in features),
+        **values,
+        "layers": layers,
+        "features": tuple(i + ahead for i in features),
         "target_hidden": 0 if wide == len(features) * H else wide // len(features),
-        "block": _whole(said, "block_size", 16), "mask_token": _whole(said, "mask_token_id", least=0),
-        "bias": "layers.0.self_attn.q_proj.bias" in shapes, "logit_scale": said.get("output_multiplier") or 1.0,
+        "block": _whole(said, "block_size", 16),
+        "mask_token": _whole(said, "mask_token_id", least=0),
+        "bias": "layers.0.self_attn.q_proj.bias" in shapes,
+        "logit_scale": said.get("output_multiplier") or 1.0,
         "softcap": said.get("final_logit_softcapping") or NO_CAP,
-        "draft_vocab": shapes["lm_head.weight"][0] if own_head else 0, **_heads(said, files, H),
-        **_windows(said, layers, extra, causal), **rotary.read(files.flat, False),
-    }  # fmt: skip
+        "draft_vocab": shapes["lm_head.weight"][0] if own_head else 0,
+        **_heads(said, files, H),
+        **_windows(said, layers, extra, causal),
+        **rotary.read(files.flat, False),
+    }
     kind = said.get("speculators_model_type") or ("dspark" if made["markov_rank"] else "dflash")
     anchored = said.get("sample_from_anchor")
     return {**made, "anchored": kind == "dspark" if anchored is None else bool(anchored)}
@@ -126,15 +130,12 @@ def _heads(said: Json, files: Published, hidden: int) -> Settings:
     projection = shapes.get("layers.0.attention_conv.kernel_projection.weight", (0,))[0]
     group = hidden * 2 * taps // projection if projection else said.get("conv_group_size") or 1
     return {
-        "markov_rank": rank,
-        "markov": said.get("markov_head_type") or "vanilla",
+        "markov_rank": rank, "markov": said.get("markov_head_type") or "vanilla", "taps": taps, "group": group,
         "confidence": conf is not None or bool(said.get("enable_confidence_head") and "markov_rank" in said),
         "confidence_markov": conf[-1] > hidden if conf is not None else bool(said.get("confidence_head_with_markov")),
-        "taps": taps,
-        "group": group,
         "selector_rank": shapes[_CODEBOOK][-1] if _CODEBOOK in shapes else said.get("selector_rank") or 0,
         "selector_top": said.get("selector_top_k") or 16,
-    }
+    }  # fmt: skip
 
 
 def _windows(said: Json, layers: int, extra: int, causal: Causal) -> Settings:
@@ -170,8 +171,8 @@ def _read_speculators(layout: Layout, files: Published) -> Settings:
     def causal(said: Json, sliding: list[bool]) -> list[bool]:
         return [one and not said.get("sliding_window_non_causal", False) for one in sliding]
 
-    found = _read(layout, files, "aux_hidden_state_layer_ids", 0, causal=causal)
-    return {**found, "from_anchor": any(found["windows"])}
+    values = _read(layout, files, "aux_hidden_state_layer_ids", 0, causal=causal)
+    return {**values, "from_anchor": any(values["windows"])}
 
 
 # -- and back ----------------------------------------------------------------------------------------------------------

@@ -45,13 +45,13 @@ _WINDOW = "It recommends a window of {c.window} positions, used where `enable` i
 def card(name: str, method: str, c: TrainedConfig | HeadsConfig) -> str:
     """README.md of a drafter in a layout."""
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", c.target) is not None and not c.target.startswith(".")
+    rows = getattr(c, "draft_vocab", 0) or "no"
     return _CARD.format(
         base=f"base_model: {json.dumps(c.target)}\n" if on_hub else "",
         method=method,
         target=c.target or "a target that was not recorded",
         revision=f" (revision {c.target_revision})" if c.target_revision else "",
         layout=f"{name} ({layout_named(name).about})",
-        shapes=f"Hidden size {c.hidden}, vocabulary {c.vocab}, {getattr(c, 'draft_vocab', 0) or 'no'} rows of an own "
-        "output head.",
+        shapes=f"Hidden size {c.hidden}, vocabulary {c.vocab}, {rows} rows of an own output head.",
         drafts=_WINDOW.format(c=c) if isinstance(c, HeadsConfig) else _TREE.format(c=c.shape),
     )

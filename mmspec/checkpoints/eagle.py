@@ -50,9 +50,9 @@ def switches(layout: Layout, files: Published) -> dict[str, bool]:
 
 def read(layout: Layout, files: Published) -> Settings:
     """The settings of a layer that continues the target's final feature."""
-    found = {**switches(layout, files), **llama.read(layout, files), **rotary.read(files.flat, False)}
-    wide = files.shapes[layout.fc][1] - found["hidden"]
-    return {**found, "target_hidden": 0 if wide == found["hidden"] else max(wide, 0)}
+    values = {**switches(layout, files), **llama.read(layout, files), **rotary.read(files.flat, False)}
+    wide = files.shapes[layout.fc][1] - values["hidden"]
+    return {**values, "target_hidden": 0 if wide == values["hidden"] else max(wide, 0)}
 
 
 def layer(c: EagleConfig) -> Settings:
@@ -74,12 +74,12 @@ def nemo(architecture: str, c: EagleConfig) -> Settings:
 
 def alike(files: Published, keys: dict[str, str] | None = None) -> list[str]:
     """What no layer of EAGLE's kind here computes, and what the parts `keys` of tensors' names mean."""
-    found = llama.needs(files, ("eagle3", "peagle"))
+    reasons = llama.needs(files, ("eagle3", "peagle"))
     wanted = {**_QWEN_KEYS, **(keys or {})}
-    found += [f"{why} ({part}*)" for part, why in wanted.items() if any(part in key for key in files.shapes)]
+    reasons += [f"{why} ({part}*)" for part, why in wanted.items() if any(part in key for key in files.shapes)]
     kinds = files.flat.get("layer_types")
     sliding = isinstance(kinds, list) and llama.SLIDING in kinds
-    return [*found, "attention within a sliding window"] if sliding else found
+    return [*reasons, "attention within a sliding window"] if sliding else reasons
 
 
 def needs(layout: Layout, files: Published) -> list[str]:
@@ -87,13 +87,13 @@ def needs(layout: Layout, files: Published) -> list[str]:
 
 
 def _needs(layout: Layout, files: Published) -> list[str]:
-    found, lantern = needs(layout, files), [key for key in _LANTERN if key in files.config]
+    reasons, lantern = needs(layout, files), [key for key in _LANTERN if key in files.config]
     if lantern:
-        found.append(
+        reasons.append(
             f"the network of LANTERN's drafters for LlamaGen ({', '.join(lantern)}): positions by row and column in "
             "interleaved pairs, and its own embeddings, one and the same before the picture"
         )
-    return found
+    return reasons
 
 
 BY_NEMO = Layout(

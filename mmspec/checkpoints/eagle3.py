@@ -38,19 +38,19 @@ _LISTED = "eagle_aux_hidden_state_layer_ids"
 
 def _read(layout: Layout, files: Published) -> Settings:
     flat = files.flat
-    found = {**eagle.switches(layout, files), **llama.read(layout, files), **rotary.read(flat, True)}
+    values = {**eagle.switches(layout, files), **llama.read(layout, files), **rotary.read(flat, True)}
     for name in ("fc_norm", "norm_before_fc"):  # a tensor that config.json tells of and the file lacks is missing
-        found[name] = found.get(name) or bool(flat.get(name))
-    found |= {"layers": llama.layers(flat), "norm_output": bool(flat.get("norm_output"))}
-    found["draft_vocab"] = (*files.shapes["lm_head.weight"], 0)[0]
-    found["norm_residual"] = bool(flat.get("norm_before_residual"))
-    if found.get("parallel") or flat.get("speculators_model_type") == "peagle":
-        found |= {"parallel": True, "mask_token": flat.get("mask_token_id", flat.get("ptd_token_id"))}
+        values[name] = values.get(name) or bool(flat.get(name))
+    values |= {"layers": llama.layers(flat), "norm_output": bool(flat.get("norm_output"))}
+    values["draft_vocab"] = (*files.shapes["lm_head.weight"], 0)[0]
+    values["norm_residual"] = bool(flat.get("norm_before_residual"))
+    if values.get("parallel") or flat.get("speculators_model_type") == "peagle":
+        values |= {"parallel": True, "mask_token": flat.get("mask_token_id", flat.get("ptd_token_id"))}
     features = _listed(files.config) or _default(files.target("layers"))
     if len(features) < 2:
         raise ValueError(f"an EAGLE-3 drafter reads two layers or more of its target; it lists {features}")
     wide = files.shapes[layout.fc][1] // len(features)
-    return {**found, "features": features, "target_hidden": 0 if wide == found["hidden"] else wide}
+    return {**values, "features": features, "target_hidden": 0 if wide == values["hidden"] else wide}
 
 
 def _listed(config: Json) -> tuple[int, ...]:
@@ -80,9 +80,13 @@ def _default(layers: int | None) -> tuple[int, ...]:
 
 
 def _needs(layout: Layout, files: Published) -> list[str]:
-    found, layers = eagle.alike(files), llama.layers(files.flat)
+    reasons, layers = eagle.alike(files), llama.layers(files.flat)
     several = layout.layer == "midlayer" and layers > 1
-    return [*found, f"more than one layer under the name midlayer (num_hidden_layers = {layers})"] if several else found
+    return (
+        [*reasons, f"more than one layer under the name midlayer (num_hidden_layers = {layers})"]
+        if several
+        else reasons
+    )
 
 
 def _later(c: EagleConfig) -> Settings:

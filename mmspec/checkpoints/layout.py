@@ -114,9 +114,10 @@ def made_by(name: str) -> Seen:
 def verified(c: TrainedConfig, algorithm: str, tokens: int) -> Settings:
     """What speculators' config.json says of how a drafter is to be used."""
     greedy = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    verifier: Settings = {"name_or_path": c.target or None, "architectures": []}
     return {
         "algorithm": algorithm,
         "default_proposal_method": "greedy",
         "proposal_methods": [greedy],
-        "verifier": {"name_or_path": c.target or None, "architectures": []},
+        "verifier": verifier,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from reprlib import repr as briefly
-from typing import Any
 
 from mmspec.checkpoints import rotary
 from mmspec.checkpoints.files import Json, Settings
@@ -14,7 +13,7 @@ from mmspec.drafters.trained import TrainedConfig
 
 NO_LIMIT = 131072  # max_position_embeddings: rotary tables are made as needed, so that only the target sets a limit
 SLIDING = "sliding_attention"
-Needs = dict[str, tuple[tuple[Any, ...], str]]  # setting: (values that our network computes, what any other means)
+Needs = dict[str, tuple[tuple[object, ...], str]]  # setting: (values that our network computes, what any other means)
 _NEEDS: Needs = {
     "hidden_act": ((None, "silu"), "another activation than silu"),
     "embed_requires_grad": ((None, False), "embeddings of its own, which drift from the target's"),
@@ -23,10 +22,8 @@ _NEEDS: Needs = {
 
 def block(at: str) -> Keys:
     """The decoder layer's tensors, behind a prefix."""
-    qkv = [f"{at}.self_attn.{x}_proj" for x in "qkv"]
     return {
-        "block.qkv.weight": tuple(f"{name}.weight" for name in qkv),
-        "block.qkv.bias": tuple(f"{name}.bias" for name in qkv),
+        **{f"block.qkv.{part}": tuple(f"{at}.self_attn.{x}_proj.{part}" for x in "qkv") for part in ("weight", "bias")},
         "block.out.weight": (f"{at}.self_attn.o_proj.weight",),
         "block.mlp_norm.weight": (f"{at}.post_attention_layernorm.weight",),
         "block.gate_up.weight": (f"{at}.mlp.gate_proj.weight", f"{at}.mlp.up_proj.weight"),
@@ -56,13 +53,11 @@ def needed(said: Json, wanted: Needs) -> list[str]:
 def needs(files: Published, kinds: tuple[str, ...]) -> list[str]:
     """The reasons that any layout has; `kinds`: the methods of speculators that it holds."""
     kind, quantised = files.config.get("speculators_model_type"), "_proj.weight_scale"
-    found = (
-        [] if kind in (None, *kinds) else [f"the method {kind!r} of speculators (this layout has {', '.join(kinds)})"]
-    )
-    found += needed(files.flat, _NEEDS)
-    found += [f"quantised weights ({quantised}*)"] if any(quantised in key for key in files.shapes) else []
+    known = f"the method {kind!r} of speculators (this layout has {', '.join(kinds)})"
+    reasons = [*([] if kind in (None, *kinds) else [known]), *needed(files.flat, _NEEDS)]
+    reasons += [f"quantised weights ({quantised}*)"] if any(quantised in key for key in files.shapes) else []
     rope = rotary.kind_of(rotary.scaling(files.flat))
-    return found if rope in ROPE_KINDS else [*found, f"rotary positions scaled by {rope!r}"]
+    return reasons if rope in ROPE_KINDS else [*reasons, f"rotary positions scaled by {rope!r}"]
 
 
 def read(layout: Layout, files: Published) -> Settings:
@@ -92,13 +87,13 @@ def read(layout: Layout, files: Published) -> Settings:
         )
     hidden = shapes[fc][0]
     theta = flat.get("rope_theta") or part(flat, "rope_parameters").get("rope_theta")
-    found = {
+    values = {
         "hidden": hidden, "intermediate": shapes[f"{layer}.mlp.gate_proj.weight"][0], "heads": heads,
         "kv_heads": k // head_dim, "head_dim": 0 if head_dim * heads == hidden else head_dim, "vocab": _vocab(files),
         "rope_theta": theta or TrainedConfig.rope_theta,
         "norm_eps": flat.get("rms_norm_eps") or TrainedConfig.norm_eps,
     }  # fmt: skip
-    return checked(TrainedConfig, found)
+    return checked(TrainedConfig, values)
 
 
 def _vocab(files: Published) -> int:

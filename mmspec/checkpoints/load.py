@@ -51,13 +51,13 @@ def drafter_of(
         table = layout_named(name)
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         info = target if callable(target) else partial(_of, target)
-        found = Published(config, settings.opened(config), shapes, info)
+        contents = Published(config, settings.opened(config), shapes, info)
         if table.keys:  # not our own names
-            settings.refuse(name, found)
-            table = table.over(llama.layers(found.flat))
+            settings.refuse(name, contents)
+            table = table.over(llama.layers(contents.flat))
             weights.check_keys(table, tensors)
         made = drafter_class(settings.method_of(name, config))
-        drafter = weights.build(table, tensors, made, settings.read(name, found, made.Config))
+        drafter = weights.build(table, tensors, made, settings.read(name, contents, made.Config))
     except (TypeError, ArithmeticError, AttributeError, LookupError, RuntimeError, MemoryError) as error:
         # what a setting or a tensor that nobody thought of does to the arithmetic of shapes
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from reprlib import repr as briefly
-from typing import Any
 
 from mmspec.checkpoints.files import Json, Settings
 from mmspec.drafters.blocks import ROPE_KINDS, Rope
@@ -29,7 +28,7 @@ def scaling(flat: Json) -> Json:
     return {}
 
 
-def kind_of(said: Json) -> Any:
+def kind_of(said: Json) -> object:
     """How frequencies are scaled; M-RoPE, which only says what they turn with, scales nothing."""
     kind = said.get("rope_type") or said.get("type") or "default"
     return "default" if kind == "mrope" else kind
@@ -43,25 +42,25 @@ def read(flat: Json, axes: bool) -> Settings:
     """
     said = scaling(flat)
     kind = kind_of(said)
-    found: Settings = {"rope_kind": kind} if kind in ROPE_KINDS and kind != "default" else {}
+    values: Settings = {"rope_kind": kind} if kind in ROPE_KINDS and kind != "default" else {}
     share = said.get("partial_rotary_factor", flat.get("partial_rotary_factor"))
     if share not in (None, 1):
-        found["rope_share"] = share
+        values["rope_share"] = share
     if axes and "mrope_section" in said:
-        found["mrope"] = said["mrope_section"]
-        if isinstance(found["mrope"], list):
-            found["mrope"] = tuple(found["mrope"])
-        found["mrope_interleaved"] = bool(said.get("mrope_interleaved"))
-    if not found.get("rope_kind"):
-        return found
-    found |= {ours: said[theirs] for ours, theirs in _SAID.items() if said.get(theirs) is not None}
+        values["mrope"] = said["mrope_section"]
+        if isinstance(values["mrope"], list):
+            values["mrope"] = tuple(values["mrope"])
+        values["mrope_interleaved"] = bool(said.get("mrope_interleaved"))
+    if not values.get("rope_kind"):
+        return values
+    values |= {ours: said[theirs] for ours, theirs in _SAID.items() if said.get(theirs) is not None}
     if kind in _BOUNDS:
         low, high, *usual = _BOUNDS[kind]
-        found |= {"rope_low": said.get(low) or usual[0], "rope_high": said.get(high) or usual[1]}
-        found.setdefault("rope_trained", flat.get("max_position_embeddings") or 0)
+        values |= {"rope_low": said.get(low) or usual[0], "rope_high": said.get(high) or usual[1]}
+        values.setdefault("rope_trained", flat.get("max_position_embeddings") or 0)
     if kind == "yarn":
-        found |= {"rope_gain": _gain(said), "rope_truncate": bool(said.get("truncate", True))}
-    return found
+        values |= {"rope_gain": _gain(said), "rope_truncate": bool(said.get("truncate", True))}
+    return values
 
 
 def _gain(said: Json) -> float:

@@ -82,12 +82,9 @@ def push_drafter(
         save_drafter(drafter, folder, layout)
         address = api.create_repo(repo_id, private=private, exist_ok=True)
         has_card = api.file_exists(repo_id, CARD, revision=revision)
+        kept = [CARD] if has_card else None
         api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            revision=revision,
-            commit_message=message,
-            ignore_patterns=[CARD] if has_card else None,
+            repo_id=repo_id, folder_path=folder, revision=revision, commit_message=message, ignore_patterns=kept
         )
     return str(address)
 
@@ -100,12 +97,11 @@ def _check(name: str, said: Settings, shapes: dict[str, tuple[int, ...]], config
     """
     known = {"vocab": config.vocab}
     try:
-        found = settings.read(name, Published(said, settings.opened(said), shapes, known.get), type(config))
+        config_read = settings.read(name, Published(said, settings.opened(said), shapes, known.get), type(config))
     except ValueError as error:
         raise ValueError(f"the layout {name!r} cannot hold this drafter: {error}. Use layout 'mmspec'") from error
     plain = {"head_dim": (0, config.hidden // config.heads), "target_hidden": (0, config.hidden)}  # 0: this very one
-    lost = []
-    back = found.to_dict()
+    lost, back = [], config_read.to_dict()
     for key, value in config.to_dict().items():
         read = back[key]
         alike = key in plain and {read, value} <= {*plain[key]}

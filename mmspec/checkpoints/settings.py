@@ -65,11 +65,11 @@ def read(name: str, files: Published, kind: type[values.Made]) -> values.Made:
         ValueError: a setting that is missing or makes no sense.
     """
     layout = layout_named(name)
-    found = {**layout.usual, **layout.fixed, **layout.read(layout, files)}
+    settings_read = {**layout.usual, **layout.fixed, **layout.read(layout, files)}
     verifier = part(part(files.config, "speculators_config"), "verifier").get("name_or_path")
     recorded, known = {"target": verifier, **part(files.config, "mmspec")}, kind.usual()
     noted = {key: recorded[key] for key in RECORDED if recorded.get(key) is not None and key in known}
-    return values.made(kind, {**found, **noted})
+    return values.made(kind, {**settings_read, **noted})
 
 
 def describe(name: str, method: str, config: FileConfig) -> Settings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import MISSING
 from reprlib import repr as briefly
-from typing import Any, TypeGuard, TypeVar
+from typing import TypeGuard, TypeVar
 
 from mmspec.checkpoints.files import Json, Settings
 from mmspec.config import option_names
@@ -30,9 +30,9 @@ def made(kind: type[Made], values: Json) -> Made:
     wrong = [f"{name} = {briefly(values.get(name))}" for name in needed if not is_count(values.get(name))]
     if wrong:
         raise ValueError(f"config.json must give whole numbers from 1 to {LARGEST}; it gives {', '.join(wrong)}")
-    found = checked(kind, values)
+    settings = checked(kind, values)
     try:
-        return kind.of(found)
+        return kind.of(settings)
     except ValueError as error:
         raise ValueError(f"config.json: {error}") from error
 
@@ -57,10 +57,10 @@ def checked(kind: type[FileConfig], values: Json) -> Settings:
 
 def part(config: Json, key: str) -> Json:
     """An object inside config.json, empty where it is absent."""
-    found = config.get(key)
-    if found is not None and not isinstance(found, Mapping):
-        raise ValueError(f"{key} in config.json must be an object; it is {briefly(found)}")
-    return found or {}
+    inner = config.get(key)
+    if inner is not None and not isinstance(inner, Mapping):
+        raise ValueError(f"{key} in config.json must be an object; it is {briefly(inner)}")
+    return inner or {}
 
 
 def is_count(value: object) -> TypeGuard[int]:
@@ -74,22 +74,22 @@ def is_list(value: object, least: int = 0) -> TypeGuard[list[int]]:
     return all(_like(one, 0) and one >= 0 for one in value)
 
 
-def _expected(name: str, value: Any, usual: Any) -> str:
+def _expected(name: str, value: object, usual: object) -> str:
     """What should stand in the place of a value that may not; empty: it may."""
     if isinstance(usual, tuple):
         least, some = (FINAL, "1 to") if name == "features" else (0, "at most")  # a layer's number, or FINAL
         kind, most = (*usual, 0)[0], ENTRIES.get(name, MANY)
-        right = isinstance(value, list | tuple) and (name == "features") <= len(value) <= most
-        if right and all(_like(one, kind) and (type(one) is not int or one >= least) for one in value):
+        listed = value if isinstance(value, list | tuple) and (name == "features") <= len(value) <= most else None
+        if listed is not None and all(_like(one, kind) and (type(one) is not int or one >= least) for one in listed):
             return ""
         return f"a list of {some} {most} " + (f"whole numbers from {least}" if type(kind) is int else "texts")
     most = MOST.get(name, LARGEST)
-    if _like(value, usual) and (type(usual) is not int or 0 <= value <= most):
+    if _like(value, usual) and not (type(value) is int and type(usual) is int and not 0 <= value <= most):
         return ""
     return _KINDS.get(type(usual), f"a whole number from 0 to {most}")
 
 
-def _like(value: Any, usual: Any) -> bool:
+def _like(value: object, usual: object) -> bool:
     if type(usual) is float:
-        return type(value) in (int, float) and 0 < value < LARGEST**2
-    return type(value) is type(usual) and (type(value) is not int or abs(value) <= LARGEST)
+        return isinstance(value, int | float) and type(value) is not bool and 0 < value < LARGEST**2
+    return type(value) is type(usual) and not (type(value) is int and abs(value) > LARGEST)

@@ -15,11 +15,9 @@ _WHOLE = {"summaries": True, "global_vector": True, "head_dim": 0}  # without ab
 def _adaptor(at: str, queries: str) -> Keys:
     """The vision adaptor, and the layer that mixes its last vector in."""
     return {
-        "img_fc.weight": ("img_fc.weight",),
-        "img_fc.bias": ("img_fc.bias",),
+        **{f"img_fc.{part}": (f"img_fc.{part}",) for part in ("weight", "bias")},
         "adaptor.q": (f"{at}.{queries}",),
-        "adaptor.kv.weight": (f"{at}.k_proj.weight", f"{at}.v_proj.weight"),
-        "adaptor.kv.bias": (f"{at}.k_proj.bias", f"{at}.v_proj.bias"),
+        **{f"adaptor.kv.{part}": (f"{at}.k_proj.{part}", f"{at}.v_proj.{part}") for part in ("weight", "bias")},
         "adaptor.out.weight": (f"{at}.o_proj.weight",),
     }
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.eagle import EagleConfig
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.drafters.heads import HeadsDrafter
+from mmspec.drafters.trained import FileConfig, TrainedConfig
 
 TrainedDrafter = FeatureDrafter | BlockDrafter | HeadsDrafter
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # in which a drafter can run
@@ -69,15 +69,15 @@ def build(layout: Layout, tensors: dict[str, Tensor], cls: type[FeatureDrafter],
 
 def _zeros(layout: Layout, came: Mapping[str, Tensor], config: EagleConfig) -> dict[str, Tensor]:
     """What a file may lack because it would hold nothing but zeros."""
-    found = {}
+    zeros = {}
     if "head.ids" in layout.optional and config.draft_vocab == config.vocab:  # the head has every row, in order
-        found["d2t"] = torch.zeros(config.vocab, dtype=torch.long)
+        zeros["d2t"] = torch.zeros(config.vocab, dtype=torch.long)
     if _one_bias_switch(layout, config):
-        found["img_fc.bias"] = torch.zeros(config.hidden, dtype=came["img_fc.weight"].dtype)
-    return found
+        zeros["img_fc.bias"] = torch.zeros(config.hidden, dtype=came["img_fc.weight"].dtype)
+    return zeros
 
 
-def _one_bias_switch(layout: Layout, config: EagleConfig) -> bool:
+def _one_bias_switch(layout: Layout, config: FileConfig) -> bool:
     """Whether ViSpec's `img_fc` has no bias in a layout because `fc` has none; ours always has one."""
     return "img_fc.bias" in layout.optional and not getattr(config, "fc_bias", True)
 
@@ -89,10 +89,12 @@ def split(layout: Layout, drafter: TrainedDrafter) -> dict[str, Tensor]:
         ValueError: the layout has no place for one of them.
     """
     tensors: dict[str, Tensor] = {}
-    config: Any = drafter.config  # EAGLE's where tensors are fused
+    config = drafter.config
     for ours, tensor in drafter.state_dict().items():
         theirs = layout.theirs(ours)
-        parts = tensor.split(_rows(config, ours)) if len(theirs) > 1 else [tensor]
+        parts: Sequence[Tensor] = [tensor]
+        if isinstance(config, TrainedConfig) and len(theirs) > 1:
+            parts = tensor.split(_rows(config, ours))
         tensors.update(zip(theirs, parts, strict=True))
     if "d2t" in tensors:
         ids = tensors["d2t"].cpu()
@@ -103,7 +105,7 @@ def split(layout: Layout, drafter: TrainedDrafter) -> dict[str, Tensor]:
     return {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
 
 
-def _rows(c: EagleConfig, ours: str) -> list[int]:
+def _rows(c: TrainedConfig, ours: str) -> list[int]:
     """Rows of each part of one of our fused tensors."""
     width = c.head_dim or c.hidden // c.heads
     return {

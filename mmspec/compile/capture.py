@@ -45,7 +45,9 @@ class Cut(TorchFunctionMode):
     def __init__(self, appended: Any, masked: bool) -> None:
         self.appended, self.masked = appended, masked
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
         if func is F.scaled_dot_product_attention and self.appended.fresh is not None:
             return self._attend(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -65,7 +67,7 @@ def _alone(make: Callable[..., None]) -> Callable[..., None]:
     """One thread at a time: torch traces and compiles by patching what all threads share."""
 
     @wraps(make)
-    def waits(*args: Any, **kwargs: Any) -> None:
+    def waits(*args: object, **kwargs: object) -> None:
         with _making:
             make(*args, **kwargs)
 

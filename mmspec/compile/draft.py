@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class _Within:
     pending: Tensor
     emitted: Tensor
     seeds: Tensor
-    memory: Any  # one that is passing, see FeatureMemory
+    memory: FeatureMemory  # one that is passing, see there
     rows: Sequence[Row] = ()
 
     @property
@@ -66,9 +66,7 @@ class CapturedDraft:
 
     def start(self, session: SessionView[FeatureMemory], target: Target, prompt: Prompt) -> FeatureMemory:
         self.held.check(self.drafter)
-        if (
-            self.drafter.head.vocab is not None
-        ):  # the head's rows are cut out, or renewed, as it is asked; not by a replay
+        if self.drafter.head.vocab is not None:  # its rows are cut out, or renewed, as it is asked; not by a replay
             assert prompt.embeds is not None
             self.drafter.logits(prompt.embeds[:1, :1], target)
         return self.drafter.start(session, target, prompt)
@@ -102,8 +100,8 @@ class CapturedDraft:
         memory.lengths, memory.positions = after, memory.positions + count
         return draft
 
-    def _draft(self, found: Sequence[Tensor]) -> Draft:
-        tokens, parents, depth, ancestors, *distribution = found
+    def _draft(self, tensors: Sequence[Tensor]) -> Draft:
+        tokens, parents, depth, ancestors, *distribution = tensors
         o = self.drafter.options
         if o.tree == static_trees.DYNAMIC:
             families: tuple[int, ...] | None = bounds(parents.shape[1], o.width, o.depth)
@@ -122,7 +120,8 @@ class CapturedDraft:
             pending, emitted, seeds, *rest = state
             path = Decided(hidden, follow, count, (self.rows,) * len(count))
             with memory.passing(rest) as empty:
-                draft = drafter.draft(_Within(pending, emitted, seeds, empty), target, path, drawn)
+                within = _Within(pending, emitted, seeds, cast(FeatureMemory, empty))
+                draft = drafter.draft(within, target, path, drawn)
             tree = draft.tree
             return [draft.tokens, tree.parents, tree.depth, tree.ancestors, *_tensors(draft.q and draft.q.logits)]
 
@@ -164,7 +163,7 @@ def _same(a: Tree, b: Tree) -> bool:
     return torch.equal(a.depth, b.depth) and torch.equal(a.ancestors, b.ancestors)
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _tensors(value: object) -> list[Tensor]:
     """All tensors inside frozen values."""
     if isinstance(value, Tensor):
         return [value]

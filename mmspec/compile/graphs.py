@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import count
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -41,10 +40,10 @@ def wish() -> str:
     Raises:
         ValueError: it says anything else.
     """
-    found = os.environ.get(VARIABLE) or "auto"
-    if found not in ("auto", "off"):
-        raise ValueError(f"{VARIABLE}={found!r} is not known; choose auto or off, or leave it unset")
-    return found
+    word = os.environ.get(VARIABLE) or "auto"
+    if word not in ("auto", "off"):
+        raise ValueError(f"{VARIABLE}={word!r} is not known; choose auto or off, or leave it unset")
+    return word
 
 
 def wanted(tensors: Iterable[Tensor]) -> bool:
@@ -78,7 +77,7 @@ class Graphs:
         self._numbers = count()
         self._at: list[int] | None = None  # addresses of the weights at the recording
         self._held: dict[int, Function | None] = {}  # by number; None: it cannot be recorded
-        self._recorder: Any = None
+        self._recorder: Recorder | None = None
 
     def place(self, piece: fx.GraphModule, function: Function) -> Function:
         """What stands for `function`, which computes `piece`, where it is called: other places have other weights.
@@ -99,6 +98,7 @@ class Graphs:
                 self._at = None
                 self._record(whole, weights)
                 self._at = at
+            assert self._recorder is not None
             self._recorder.follow()
             for place, t in zip(self._places, inputs, strict=True):
                 place.copy_(t)
@@ -119,6 +119,7 @@ class Graphs:
         return (self._held[number] or function)(*given)
 
     def _recorded(self, function: Function, given: Sequence[Tensor]) -> Function | None:
+        assert self._recorder is not None
         try:
             inputs = [t if _base(t) in self._stay else t.new_empty_strided(t.shape, t.stride()).copy_(t) for t in given]
             outputs, replay = self._recorder(function, inputs)
@@ -266,15 +267,15 @@ def _wrong(device: torch.device, recorder: type[Recorder]) -> str:
     torch.cuda.synchronize(device)
     del passes
     overwritten = [torch.full((2**22,), torch.nan, device=device) for _ in range(8)]
-    found, streams = [], [torch.cuda.Stream(device) for _ in range(2)]
+    results, streams = [], [torch.cuda.Stream(device) for _ in range(2)]
     for _ in range(4):
         for stream, play in zip(streams, (stays, elsewhere), strict=True):
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
-                found.append(play(x))
+                results.append(play(x))
     torch.cuda.synchronize(device)
     del overwritten
-    for one in found:
+    for one in results:
         for got, want in zip(one, wanted, strict=True):
             if not torch.allclose(got.float(), want.float(), rtol=2e-2, atol=1.0):  # sums of 4096 terms in bfloat16
                 return "what they compute changes once other graphs are let go"

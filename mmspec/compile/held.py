@@ -49,9 +49,10 @@ class Held:
         """What is captured of a module, which outlives every call, checked for this one; None without `compile`."""
         if not compile:
             return None
-        found = _OF.setdefault(module, cls(type(module).__name__))
-        found.check(module)
-        return found
+        captures = _OF.setdefault(module, cls(type(module).__name__))
+        assert isinstance(captures, cls)
+        captures.check(module)
+        return captures
 
     def beside(self, weights: nn.Module, name: str) -> Held:
         """What is captured of a drafter with these weights, which reads this module's, too."""
@@ -134,7 +135,7 @@ class Held:
         return None
 
 
-_OF: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_OF: WeakKeyDictionary[nn.Module, Held] = WeakKeyDictionary()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -33,10 +33,10 @@ class Part(NamedTuple):
     views: tuple[tuple[OpOverload, tuple[int, ...]], ...]
 
     def matrix(self) -> Tensor:
-        found = self.weight
+        matrix = self.weight
         for view, args in self.views:
-            found = view(found, *args)
-        return found
+            matrix = view(matrix, *args)
+        return matrix
 
 
 class Joined:
@@ -76,9 +76,8 @@ class Joined:
 
 _NUMBERS = count()
 _PACKED: WeakValueDictionary[int, Joined] = WeakValueDictionary()
-_HELD: WeakValueDictionary[Hashable, Joined] = (
-    WeakValueDictionary()
-)  # by the weights, which it keeps; functions share them
+# By the weights, which it keeps; functions share them.
+_HELD: WeakValueDictionary[Hashable, Joined] = WeakValueDictionary()
 
 
 @torch.library.custom_op("mmspec::times_packed", mutates_args=())
@@ -94,13 +93,13 @@ def _(rows: Tensor, handle: Tensor, width: int) -> Tensor:
 
 def _pack(weight: Tensor) -> Tensor:
     """A weight [N, K] in the form in which oneDNN reads it."""
-    found: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
-    return found
+    form: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
+    return form
 
 
 def _times(rows: Tensor, weight: Tensor) -> Tensor:
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(rows.contiguous(), weight, None, "none", [], "")
-    return found
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows.contiguous(), weight, None, "none", [], "")
+    return product
 
 
 @lru_cache(maxsize=8)
@@ -134,11 +133,11 @@ def _key(parts: Sequence[Part], packed: bool) -> Hashable:
 
 
 def _of(parts: Sequence[Part], packed: bool) -> Joined:
-    if (found := _HELD.get(_key(parts, packed))) is None:
-        found = _HELD[_key(parts, packed)] = Joined(parts, packed)
+    if (copy := _HELD.get(_key(parts, packed))) is None:
+        copy = _HELD[_key(parts, packed)] = Joined(parts, packed)
     else:
-        found.renew()  # who has it looks for writes at the next call only
-    return found
+        copy.renew()  # who has it looks for writes at the next call only
+    return copy
 
 
 def _form(parts: Sequence[Part], rows: int) -> bool | None:
@@ -162,7 +161,7 @@ def join(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> dict[fx.Node, Joine
         weights: by the placeholders that stand for them.
     """
     parts, written = _parts(graph, weights), _Written(graph)
-    groups: dict[Hashable, list[fx.Node]] = {}
+    groups: dict[object, list[fx.Node]] = {}
     for target in (_MM, _ADDMM):
         for node in graph.find_nodes(op="call_function", target=target):
             if node.args[-1] in parts and not node.kwargs and not written.into(node, node.args[-2]):
@@ -234,16 +233,16 @@ class _Written:
         return any(self._of(node) in self._bases for node in nodes)
 
 
-def _rows(node: Any) -> Hashable:
+def _rows(node: Argument) -> object:
     """What tells the same rows from others: every `nn.Linear` takes a view of its own of what it is given."""
-    if node.target is torch.ops.aten.view.default:
-        return (node.args[0], tuple(node.args[1]))
+    if isinstance(node, fx.Node) and node.target is torch.ops.aten.view.default:
+        return node.args[0], str(node.args[1])
     return node
 
 
 def _parts(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> dict[Argument, Part]:
     """The matrices that are views of weights, by node."""
-    found: dict[Argument, Part] = {
+    parts: dict[Argument, Part] = {
         node: Part(weight, ())
         for node, weight in weights.items()
         if isinstance(weight, Parameter) and weight.device.type == "cpu" and weight.dtype in _DTYPES
@@ -251,7 +250,7 @@ def _parts(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> dict[Argument, Pa
     for node in graph.nodes:
         if node.op == "call_function" and getattr(node.target, "overloadpacket", None) in _VIEWS:
             above, *args = node.args
-            if above in found and not node.kwargs:
-                part = found[above]
-                found[node] = Part(part.weight, (*part.views, (node.target, tuple(args))))
-    return found
+            if above in parts and not node.kwargs:
+                part = parts[above]
+                parts[node] = Part(part.weight, (*part.views, (node.target, tuple(args))))
+    return parts

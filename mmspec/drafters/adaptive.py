@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from mmspec.drafters.shape import TreeOptions
 from mmspec.protocols import Drafter, SessionView, Target, reported
 from mmspec.types import NO_TOKEN, Draft, Prompt
 
@@ -21,13 +22,22 @@ def lengths(depth: int) -> list[int]:
     return sorted({max(1, depth >> i) for i in range(LENGTHS)})
 
 
-def variants(drafter: Any) -> dict[int, Any]:
+class Chained(Protocol):
+    """A drafter whose chains can have another length."""
+
+    options: TreeOptions
+
+
+Adapted = TypeVar("Adapted", bound=Chained)
+
+
+def variants(drafter: Adapted) -> dict[int, Adapted]:
     """The drafter at each length, with the same weights."""
-    found = {}
+    by_depth = {}
     for depth in lengths(drafter.options.depth):
-        found[depth] = copy(drafter)
-        found[depth].options = replace(drafter.options, depth=depth, size=depth + 1)
-    return found
+        by_depth[depth] = copy(drafter)
+        by_depth[depth].options = replace(drafter.options, depth=depth, size=depth + 1)
+    return by_depth
 
 
 @dataclass
@@ -42,9 +52,8 @@ class _Lengths:
         return reported(self.inner)
 
     def select(self, rows: Tensor) -> _Lengths:
-        return _Lengths(
-            None if self.inner is None else self.inner.select(rows), [self.depths[i] for i in rows.tolist()]
-        )
+        inner = None if self.inner is None else self.inner.select(rows)
+        return _Lengths(inner, [self.depths[i] for i in rows.tolist()])
 
     def join(self, other: _Lengths) -> _Lengths:
         return _Lengths(None if self.inner is None else self.inner.join(other.inner), self.depths + other.depths)

@@ -58,13 +58,13 @@ class SuffixAutomaton:
 
     def _whole(self, before: int, token: int) -> int:
         """The state after `token` whose longest string is that of `before` and the token; split off where need be."""
-        found = self.onward[before][token]
-        if self.length[found] == self.length[before] + 1:
-            return found
-        apart = self._state(dict(self.onward[found]), self.link[found], self.length[before] + 1, self.count[found])
-        self.link[found] = apart
+        there = self.onward[before][token]
+        if self.length[there] == self.length[before] + 1:
+            return there
+        apart = self._state(dict(self.onward[there]), self.link[there], self.length[before] + 1, self.count[there])
+        self.link[there] = apart
         at = before
-        while at >= 0 and self.onward[at].get(token) == found:
+        while at >= 0 and self.onward[at].get(token) == there:
             self.onward[at][token] = apart
             at = self.link[at]
         return apart
@@ -87,5 +87,5 @@ class SuffixAutomaton:
     def after(self, state: int, most: int) -> list[tuple[int, int, int]]:
         """What followed a state's strings most often, at most so many: counts, tokens and the states after these."""
         onward, count = self.onward[state], self.count
-        found = [(count[there], token, there) for token, there in onward.items()]
-        return found if len(found) == 1 else nlargest(most, found)
+        followers = [(count[there], token, there) for token, there in onward.items()]
+        return followers if len(followers) == 1 else nlargest(most, followers)

@@ -50,8 +50,8 @@ class BlockNetwork(nn.Module):
     def logits(self, hidden: Tensor, target: Target) -> Tensor:
         """Logits [..., V_d] of every row by itself."""
         c = self.config
-        found = self.head.logits(hidden, target).float() * c.logit_scale
-        return found if c.softcap >= NO_CAP else (found / c.softcap).tanh() * c.softcap
+        logits = self.head.logits(hidden, target).float() * c.logit_scale
+        return logits if c.softcap >= NO_CAP else (logits / c.softcap).tanh() * c.softcap
 
     def after(
         self, logits: Tensor, hidden: Tensor, before: Tensor, state: Tensor | None = None
@@ -106,8 +106,8 @@ class BlockNetwork(nn.Module):
         context = self.hidden_norm(self.fc(features))
         for i, layer in enumerate(self.layers):
             x = layer(x, by, self._among(layer.keys_values(context, whole), go, valid, n, i), m)
-        found = self.out_norm(x).unflatten(1, (m, n))[:, :, n - steps :]
-        return [at_source(z, source, T) for z in found.unbind(2)]
+        rows_out = self.out_norm(x).unflatten(1, (m, n))[:, :, n - steps :]
+        return [at_source(z, source, T) for z in rows_out.unbind(2)]
 
     def _among(self, held: tuple[Tensor, Tensor], go: Tensor, valid: Tensor, n: int, i: int) -> Attend:
         """Attention of blocks side by side, each over the features up to its anchor's row and over itself."""
@@ -115,11 +115,8 @@ class BlockNetwork(nn.Module):
         window, causal = self._each(c.windows)[i], self._each(c.causal)[i]
         row = torch.arange(n, device=go.device)
         there = (torch.arange(T, device=go.device) - go[:, :, None] - 1)[:, :, None]  # [B, m, 1, T], from the anchor
-        past = (
-            (there < 0)
-            & valid[:, None, None]
-            & (within(window, there, row[:, None], c.from_anchor) if window else True)
-        )
+        near = within(window, there, row[:, None], c.from_anchor) if window else True
+        past = (there < 0) & valid[:, None, None] & near
         inside = torch.ones(n, n, dtype=torch.bool, device=go.device)
         inside = inside.tril() if causal else inside
         own = torch.block_diag(*[inside] * m).expand(B, m * n, m * n)

@@ -84,9 +84,5 @@ class DraftVocab:
 def _plain(head: nn.Module) -> bool:
     """Whether it is a Linear and no more: not quantized, without hooks or adapters."""
     own, hooks = vars(head), (head._forward_hooks, head._forward_pre_hooks)
-    return (
-        stock_class(type(head)) in (nn.Linear, Linear)
-        and type(head.weight) is nn.Parameter
-        and "forward" not in own
-        and not any(hooks)
-    )
+    linear_one = stock_class(type(head)) in (nn.Linear, Linear) and type(head.weight) is nn.Parameter
+    return linear_one and "forward" not in own and not any(hooks)

@@ -183,13 +183,8 @@ def prompt_stats(visual: Tensor, valid: Tensor, kept: Tensor, size: int) -> dict
     """What reading the prompts came to; `size` are the bytes that a row takes in the memory."""
     before = torch.stack([((visual > 0) & valid).sum(), valid.sum(), kept.sum()])
     seen, rows, after = before.tolist()
-    return {
-        "prompts": len(valid),
-        "rows": after,
-        "visual rows before": seen,
-        "visual rows": seen - (rows - after),
-        "memory bytes": after * size,
-    }
+    visual_rows = {"visual rows before": seen, "visual rows": seen - (rows - after)}
+    return {"prompts": len(valid), "rows": after, **visual_rows, "memory bytes": after * size}
 
 
 def _embed(target: Target, ids: Tensor) -> Tensor:
@@ -221,13 +216,9 @@ class FeatureMemory:
         order = rows.tolist()
         for slots in self._buffers():
             slots.select(rows, order, self.lengths.longest)
-        return replace(
-            self,
-            lengths=self.lengths.select(rows, order),
-            positions=self.positions[rows],
-            open_slots=self.open_slots[rows],
-            context=None if self.context is None else self.context[rows],
-        )
+        lengths, context = self.lengths.select(rows, order), None if self.context is None else self.context[rows]
+        positions, open_slots = self.positions[rows], self.open_slots[rows]
+        return replace(self, lengths=lengths, positions=positions, open_slots=open_slots, context=context)
 
     def join(self, other: FeatureMemory) -> FeatureMemory:
         for mine, others in zip(self._buffers(), other._buffers(), strict=True):

@@ -126,8 +126,8 @@ class PublishedHeads(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """[…, K, H] of h […, H]."""
-        found: Tensor = self.up(F.silu(self.down(h))).unflatten(-1, (-1, h.shape[-1]))
-        return found
+        ahead: Tensor = self.up(F.silu(self.down(h))).unflatten(-1, (-1, h.shape[-1]))
+        return ahead
 
 
 class FlashDrafter(EagleDrafter):

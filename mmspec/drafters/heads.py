@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +80,13 @@ class HeadsMemory(WindowMemory):
         super().append(last)
 
 
+class Captured(Protocol):
+    """What is captured of them, a mmspec.compile.held.Held."""
+
+    def check(self, module: nn.Module) -> None: ...
+    def forward(self, module: nn.Module, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]] | None: ...
+
+
 class HeadsDrafter(nn.Module):
     """A Jacobi window in which heads guess where the target has not spoken yet, or has read another token to the left.
 
@@ -100,7 +107,7 @@ class HeadsDrafter(nn.Module):
         super().__init__()
         self.config, c = config, config
         self.jacobi = JacobiDrafter(features=c.features)
-        self.held: Any = None  # what is captured of them (mmspec.compile.held.Held); None: they run as they are
+        self.held: Captured | None = None  # None: they run as they are
         wide = c.streams * c.hidden
         self.norms = nn.ModuleList(nn.RMSNorm(wide, 1e-6) for _ in range(4))
         self.embed_norm = nn.RMSNorm(c.hidden, 1e-6)
@@ -140,11 +147,11 @@ class HeadsDrafter(nn.Module):
         fitted.jacobi = replace(self.jacobi, vocab=target.vocab, options=options)
         return fitted
 
-    def captured(self, held: Any) -> HeadsDrafter:
+    def captured(self, held: Captured) -> HeadsDrafter:
         """The same, with its forward captured and compiled, a function for each shape."""
-        found = copy.copy(self)
-        found.held = held
-        return found
+        twin = copy.copy(self)
+        twin.held = held
+        return twin
 
     def start(self, session: SessionView[HeadsMemory], target: Target, prompt: Prompt) -> HeadsMemory:
         """What these rows carry.
@@ -208,8 +215,8 @@ class HeadsDrafter(nn.Module):
 
     def _foretold(self, view: View, target: Target) -> Tensor:
         inputs = [t.contiguous() for t in self.inputs(view, target.embed)]
-        function = self.held and self.held.forward(self, inputs)
-        return function(_none, *inputs)[0] if function else self(*inputs)
+        function = None if self.held is None else self.held.forward(self, inputs)
+        return self(*inputs) if function is None else function(_none, *inputs)[0]
 
     def forward(self, features: Tensor, known: Tensor, around: Tensor, fed: Tensor, place: Tensor) -> Tensor:
         """Final features [B, C, R·H] at the C positions; of what `View` has, embeddings in the place of tokens."""
@@ -220,10 +227,8 @@ class HeadsDrafter(nn.Module):
         words = self.embed_norm(around)
         near = (words[:, G - 1 : -1], self.embed_norm(fed), words[:, :C], words[:, 1 : C + 1])
         column = self.column.weight[:C].expand(len(known), -1, -1)
-        x = torch.cat(
-            [*(n(f) for n, f in zip(self.norms, seen, strict=True)), *near, column, self.place(place), on], -1
-        )
-        x = F.silu(self.enter(x))
+        read = [n(f) for n, f in zip(self.norms, seen, strict=True)]
+        x = F.silu(self.enter(torch.cat([*read, *near, column, self.place(place), on], -1)))
         x = x + F.silu(self.inner(x))
         own, over = self.gate(x).sigmoid().split(1, -1)
         return said * own + above * (1 - on * own) * over + self.leave(x)

@@ -199,9 +199,8 @@ def _branched(token: Tensor, log_q: Tensor, noise: Tensor, shape: WindowLayout) 
     R, K, V = shape.levels, shape.ranks, log_q.shape[-1]
     first, distribution = token[:, :R, None], log_q[:, :R]
     best, tokens = (distribution + noise).scatter(2, first.clamp(min=0), math.inf).topk(min(K, V), -1)
-    tokens = pad(
-        torch.where((best == -math.inf) | (first == NO_TOKEN), NO_TOKEN, tokens), (0, K - min(K, V)), value=NO_TOKEN
-    )
+    tokens = torch.where((best == -math.inf) | (first == NO_TOKEN), NO_TOKEN, tokens)
+    tokens = pad(tokens, (0, K - min(K, V)), value=NO_TOKEN)
     distributions = [distribution]
     for rank in range(K - 1):
         distributions.append(distributions[-1].scatter(2, tokens[..., rank, None].clamp(min=0), -math.inf))

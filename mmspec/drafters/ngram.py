@@ -75,13 +75,13 @@ class NgramDrafter:
 
     def propose(self, session: SessionView[PerRow[Index]], target: Target) -> Draft:
         price = None if self.prices is None else self.prices.of(len(session.rows), session.pending.device.type)
-        found = [
+        copies = [
             self._continuation(index, row.tokens, price)
             for index, row in zip(session.memory.values, session.rows, strict=True)
         ]
-        depth = max(map(len, found))
+        depth = max(map(len, copies))
         chains = [
-            [row.tokens[-1], *f, *[NO_TOKEN] * (depth - len(f))] for row, f in zip(session.rows, found, strict=True)
+            [row.tokens[-1], *f, *[NO_TOKEN] * (depth - len(f))] for row, f in zip(session.rows, copies, strict=True)
         ]
         tokens = torch.tensor(chains, device=session.pending.device)
         return Draft(tokens, chain(depth + 1, tokens.device).expand(len(chains)))

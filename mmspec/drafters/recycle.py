@@ -95,9 +95,8 @@ class Successors:
         self.table = torch.full((vocab + 1, min(RANKS, vocab)), NO_TOKEN, dtype=torch.int32, device=device)
         # by how often the likeliest token came in a row before, and by rank: how often its token came, and was drafted
         self.rates = Rates(_DOUBT, _LATEST)
-        self._shapes: dict[
-            tuple[RecycleOptions, float, int], tuple[int, tuple[Path, ...]]
-        ] = {}  # with the rounds that it has been in use
+        # with the rounds that it has been in use
+        self._shapes: dict[tuple[RecycleOptions, float, int], tuple[int, tuple[Path, ...]]] = {}
 
     def learn(self, tokens: Tensor, ranked: Tensor) -> None:
         """Remember the likeliest tokens [B, N, RANKS] after the tokens [B, N] of scored nodes.
@@ -166,8 +165,8 @@ class Successors:
                 return [(rate, (*path, rank)) for rate, rank in rates[min(first, _STREAKS - 1)]]
 
             root: Path = ()
-            found = likeliest(root, after, options.depth, options.size, least, price)
-            used, paths = 0, tuple(path for path, _ in found)
+            nodes = likeliest(root, after, options.depth, options.size, least, price)
+            used, paths = 0, tuple(path for path, _ in nodes)
         drafted = {path[-1] for path in paths}
         for rank in {*range(len(_FIRST))} - drafted:
             test = self.rates.tests[streak, rank]
@@ -251,9 +250,7 @@ class RecycleDrafter:
         """The last round's tokens and tests; of each row, how often the likeliest token came in a row."""
         assert last.scores.likeliest is not None
         tokens, before = last.draft.tokens, None
-        if (
-            self.prices is not None and tokens.device.type == "cpu"
-        ):  # what was known before, which a GPU has to wait for
+        if self.prices is not None and tokens.device.type == "cpu":  # known before; a GPU would have to be waited for
             ends = torch.tensor([path[-1] for path in last.path])
             before = known.table[tokens.gather(1, ends[:, None])[:, 0]].tolist()
         known.learn(tokens, last.scores.likeliest)

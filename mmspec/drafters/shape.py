@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from reprlib import repr as briefly
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from mmspec.config import Options, chosen, is_whole, option_names
 from mmspec.drafters.static_trees import CHAIN, DYNAMIC, SHAPES, Paths, own_paths, paths_of
@@ -84,13 +84,13 @@ class Shape:
         tree = said.get("tree", DYNAMIC if sizes else self.tree)
         draws = said.get("draws", self.draws and tree != DYNAMIC)
         if tree in (DYNAMIC, CHAIN):
-            found = self._sizes({**said, "width": 1} if tree == CHAIN else said)
-            tree = CHAIN if found["width"] == 1 else tree
+            values = {**self._sizes({**said, "width": 1} if tree == CHAIN else said)}
+            tree = CHAIN if values["width"] == 1 else tree
         elif sizes:
             raise ValueError(f"the tree {briefly(tree)} has a shape of its own; leave out {', '.join(sizes)}")
         else:
             paths = paths_of(tree)
-            found = {"depth": max(map(len, paths)), "width": self.width, "size": 1 + len(paths)}
+            values = {"depth": max(map(len, paths)), "width": self.width, "size": 1 + len(paths)}
         if draws and tree == DYNAMIC:
             raise ValueError(
                 "draws=True needs a static tree: what a dynamic tree keeps depends on what was drawn. Choose tree from "
@@ -99,10 +99,10 @@ class Shape:
         adaptive = said.get("adaptive", self.adaptive and tree == CHAIN and not sizes)
         if adaptive and tree != CHAIN:
             raise ValueError(f"adaptive=True drafts chains; leave it out, or tree={briefly(tree)}, or ask for width=1")
-        found |= {"tree": tree, "draws": draws, "adaptive": adaptive}
-        return replace(options, **{name: found[name] for name in option_names(self) if name in found})
+        values |= {"tree": tree, "draws": draws, "adaptive": adaptive}
+        return replace(options, **{name: values[name] for name in option_names(self) if name in values})
 
-    def _sizes(self, said: Mapping[str, Any]) -> dict[str, Any]:
+    def _sizes(self, said: Options) -> Options:
         """Depth, width and size of a dynamic tree or a chain."""
         width, size = said.get("width", self.width), said.get("size")
         if width > 1:
@@ -151,12 +151,12 @@ class TreeOptions(Shape):
         object.__setattr__(self, "draft_vocab", _vocabulary(self.draft_vocab))
 
 
-def _vocabulary(given: Any) -> int | tuple[int, ...] | Literal["all"]:
+def _vocabulary(given: object) -> int | tuple[int, ...] | Literal["all"]:
     """ALL, a number of tokens, or their ids, sorted and each once."""
-    found = given.tolist() if hasattr(given, "tolist") else given  # a tensor, an array
-    if is_whole(found, 1) or (isinstance(found, str) and found == ALL):
-        return found  # type: ignore[no-any-return]
-    ids = list(found) if isinstance(found, Iterable) else []
+    vocabulary = given.tolist() if hasattr(given, "tolist") else given  # a tensor, an array
+    if is_whole(vocabulary, 1) or (isinstance(vocabulary, str) and vocabulary == ALL):
+        return vocabulary  # type: ignore[no-any-return]
+    ids = list(vocabulary) if isinstance(vocabulary, Iterable) else []
     if not ids or not all(is_whole(i, 0) for i in ids):
         raise ValueError(
             "draft_vocab must be a number of tokens ≥ 1, a list of token ids ≥ 0, or 'all' for the whole vocabulary; "

@@ -22,11 +22,11 @@ def runs(visual: Tensor, merge: bool = False) -> list[Span]:
     """
     visual = visual.cpu()
     kind = (visual > 0).to(visual.dtype) if merge else visual
-    found = []
+    spans = []
     for b, line in enumerate(F.pad(kind, (1, 1)).diff(dim=1).ne(0)):
         at = line.nonzero()[:, 0].tolist()
-        found += [(b, i, j) for i, j in pairwise(at) if kind[b, i]]
-    return found
+        spans += [(b, i, j) for i, j in pairwise(at) if kind[b, i]]
+    return spans
 
 
 def spans_of(x: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:

@@ -113,9 +113,9 @@ class Resampler(nn.Module):
         k, v = self.kv(self.norm(rows)).chunk(2, -1)
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=there[:, None, None])
-        found = self.queries + self.out(o.transpose(1, 2).flatten(2))
+        summaries = self.queries + self.out(o.transpose(1, 2).flatten(2))
         place = (there.sum(1) - count)[:, None] + torch.arange(int(count.max()), device=rows.device)
-        return found[:, : place.shape[1]], place.minimum(there.sum(1)[:, None] - 1)
+        return summaries[:, : place.shape[1]], place.minimum(there.sum(1)[:, None] - 1)
 
 
 class Gate(nn.Module):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from reprlib import repr as briefly
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +66,7 @@ class TreePlan:
         return len(self.levels)
 
 
-def own_paths(given: Any) -> Paths:
+def own_paths(given: Paths) -> Paths:
     """The nodes below the root of a tree that is given as a list of paths, in order; prefixes may be left out.
 
     Raises:
@@ -78,13 +77,13 @@ def own_paths(given: Any) -> Paths:
         raise ValueError(
             f"tree must be a name or a list of paths of ranks ≥ 0, such as {EXAMPLE}; got {briefly(given)}"
         )
-    found = tuple(in_order(given)[1:])
-    lack = [[*path[:-1], path[-1] - 1] for path in found if path[-1] and (*path[:-1], path[-1] - 1) not in {*found}]
+    paths = tuple(in_order(given)[1:])
+    lack = [[*path[:-1], path[-1] - 1] for path in paths if path[-1] and (*path[:-1], path[-1] - 1) not in {*paths}]
     if lack:
         raise ValueError(f"the tree lacks {lack[0]}: children have the ranks 0, 1, … without a gap; add it")
-    if len(found) >= MOST:
-        raise ValueError(f"the tree has {len(found)} paths; give fewer than {MOST}")
-    return found
+    if len(paths) >= MOST:
+        raise ValueError(f"the tree has {len(paths)} paths; give fewer than {MOST}")
+    return paths
 
 
 def nodes(shape: Children) -> list[tuple[int, ...]]:
@@ -118,15 +117,9 @@ def plan(name: str | Paths, depth: int, device: torch.device) -> TreePlan:
     for level in range(1, max(at) + 1):
         here = [n for n in range(len(at)) if at[n] == level]
         inner = [n for n in here if n in parent[1:]]
-        rank = ranks[0, here]
-        levels.append(
-            Level(
-                torch.tensor([expanded.index(parent[n]) for n in here], device=device),
-                rank,
-                int(rank.max()) + 1,
-                torch.tensor([here.index(n) for n in inner], dtype=torch.long, device=device),
-            )
-        )
+        parents = torch.tensor([expanded.index(parent[n]) for n in here], device=device)
+        places = torch.tensor([here.index(n) for n in inner], dtype=torch.long, device=device)
+        levels.append(Level(parents, ranks[0, here], int(ranks[0, here].max()) + 1, places))
         expanded = inner
     return TreePlan(tree, tuple(levels))
 
@@ -155,12 +148,12 @@ def fill(
     for depth, level in enumerate(shape.levels):
         score = log_p if noise is None else log_p + noise(depth)
         best, ids = score.topk(level.branches, -1)
-        found = torch.where(best > -torch.inf, ids, NO_TOKEN)[:, level.parents, level.ranks]  # [B, m]
-        tokens.append(found)
+        below = torch.where(best > -torch.inf, ids, NO_TOKEN)[:, level.parents, level.ranks]  # [B, m]
+        tokens.append(below)
         if noise is not None:
-            distributions.append(_remaining(log_p, ids, level, found == NO_TOKEN))
+            distributions.append(_remaining(log_p, ids, level, below == NO_TOKEN))
         if depth + 1 < shape.depth:
-            log_p = expand(found[:, level.inner].clamp(min=0), level.parents[level.inner].expand(len(found), -1))
+            log_p = expand(below[:, level.inner].clamp(min=0), level.parents[level.inner].expand(len(below), -1))
     return torch.cat(tokens, 1), torch.cat(distributions, 1) if noise is not None else None
 
 

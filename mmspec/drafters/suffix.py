@@ -116,7 +116,7 @@ class Phrases:
 
     def _guesses(self, automaton: SuffixAutomaton, state: int, length: int, most: int = _USUAL.width) -> list[_Guess]:
         """What may follow a match, each token once: by the match, then by its suffixes."""
-        found: dict[int, _Guess] = {}
+        guesses: dict[int, _Guess] = {}
         state = automaton.place(state, length)
         for suffix in range(_SUFFIXES):
             if state <= 0:
@@ -124,13 +124,13 @@ class Phrases:
             n = automaton.count[state] or 1
             reach = min(length, 6) if length < 9 else 7 + (length >= 14)
             for rank, (count, token, there) in enumerate(automaton.after(state, most)):
-                if token not in found:
+                if token not in guesses:
                     sure = 0 if n == 1 else 1 if count == n else 2 if 2 * count >= n else 3
                     cell = (suffix, reach, sure, rank)
-                    found[token] = _Guess(token, there, length + 1, cell, count / (n + 1))
+                    guesses[token] = _Guess(token, there, length + 1, cell, count / (n + 1))
             state = automaton.link[state]
             length = automaton.length[state]
-        return list(found.values())
+        return list(guesses.values())
 
     def drafted(
         self, matches: list[_Match], options: SuffixOptions, least: float, price: Price | None = None
@@ -141,8 +141,8 @@ class Phrases:
 
         def after(guess: _Guess) -> list[tuple[float, _Guess]]:
             guesses = self._guesses(automaton, guess.state, guess.length)
-            found = [(self.rates.of(one.cell, one.share), one) for one in guesses]
-            return heapq.nlargest(options.width, found, key=itemgetter(0))
+            chances = [(self.rates.of(one.cell, one.share), one) for one in guesses]
+            return heapq.nlargest(options.width, chances, key=itemgetter(0))
 
         root = _Guess(NO_TOKEN, state, length, (), 1.0)
         nodes = likeliest(root, after, options.depth, options.size, least, price)
@@ -200,30 +200,30 @@ class SuffixDrafter:
         """Read the prompts' text tokens; those of pictures are left out."""
         words = torch.where((prompt.visual == 0) & prompt.valid, prompt.ids, NO_TOKEN).tolist()
         with self.phrases.lock:
-            found = [
+            cursors = [
                 _Cursor(row.start, self.phrases.opened(list(_pieces(line))))
                 for row, line in zip(session.rows, words, strict=True)
             ]
-        return PerRow(found)
+        return PerRow(cursors)
 
     def propose(self, session: SessionView[PerRow[_Cursor]], target: Target) -> Draft:
         price = None if self.prices is None else self.prices.of(len(session.rows), session.pending.device.type)
         least = worth(len(session.rows)) if price is None else LEAST
         with self.phrases.lock:
-            found = [
+            drafts = [
                 self._line(row.tokens, cursor, least, price)
                 for row, cursor in zip(session.rows, session.memory.values, strict=True)
             ]
-        longest = max(map(len, found))
+        longest = max(map(len, drafts))
         if not longest:
             return lone(session.pending[:, None])
         chained = self.options.width == 1
         size = longest if chained else min(filled(longest + 1), self.options.size) - 1
-        lines = [line + [(NO_TOKEN, 0)] * (size - len(line)) for line in found]
+        lines = [line + [(NO_TOKEN, 0)] * (size - len(line)) for line in drafts]
         below = torch.tensor(lines, device=session.pending.device)  # [B, N − 1, 2], tokens and parents
         tokens = torch.cat([session.pending[:, None], below[..., 0]], 1)
         if chained:
-            return Draft(tokens, chain(size + 1, tokens.device).expand(len(found)))
+            return Draft(tokens, chain(size + 1, tokens.device).expand(len(drafts)))
         root = torch.zeros_like(session.pending)[:, None]
         return Draft(tokens, from_parents(torch.cat([root, below[..., 1]], 1), self.options.depth))
 

@@ -155,7 +155,7 @@ def beside(drafter: Network, target: TargetInfo) -> Network:
         same = copy.copy(drafter)
         same.training = False
         return same
-    memo: dict[int, Any] = {id(head): head} if isinstance(head := getattr(drafter, "head", None), TargetHead) else {}
+    memo: dict[int, object] = {id(head): head} if isinstance(head := getattr(drafter, "head", None), TargetHead) else {}
     for t in own:  # aliases, whose data can go elsewhere
         alias = t.detach()
         memo[id(t)] = nn.Parameter(alias, t.requires_grad) if isinstance(t, nn.Parameter) else alias

@@ -109,9 +109,8 @@ class ViSpecDrafter(EagleDrafter):
         ends = positions[[b for b, *_ in spans], [stop - 1 for *_, stop in spans]]
         ends = ends[:, None] + torch.arange(1 - count, 1, device=ends.device)  # [R, num_q − 1]
         places = spliced(positions, ends.flatten(), index)
-        return EncodedPrompt(
-            self.input_norm(residual), residual, places, real, source, context, contexts[latest[:, L:]]
-        )
+        x, onward = self.input_norm(residual), contexts[latest[:, L:]]
+        return EncodedPrompt(x, residual, places, real, source, context, onward)
 
     def _added(self, seen: Tensor) -> Tensor:
         """What img_fc adds to a feature: before the first image, then after each of R, from g [R, H]; [1 + R, H]."""

@@ -64,9 +64,7 @@ class WindowMemory:
     decided: Tensor  # [B, G], the tokens decided last, NO_TOKEN where there are fewer; G: width of the grid
     ends: Tensor  # [B], tokens after the prompt at which the row ends
     init: str
-    q: Tensor | None = (
-        None  # [B, C, V], log q of the guesses on the main line; None: none were drawn from a distribution
-    )
+    q: Tensor | None = None  # [B, C, V], log q of the guesses on the main line; None: none were drawn from it
 
     def append(self, last: Round) -> None:
         """Take in what a round decided: the accepted tokens, then the drawn one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from diffusers import ConfigMixin, ModelMixin
@@ -101,9 +100,7 @@ class MARTransformer2DModel(ModelMixin, ConfigMixin):
         """
         S, counts = self.config["buffer"], known.sum(1).tolist() if counts is None else counts
         most = max(counts)
-        places = (
-            known.logical_not().int().argsort(stable=True, dim=1)[:, :most]
-        )  # the known ones first, in natural order
+        places = (~known).int().argsort(stable=True, dim=1)[:, :most]  # the known ones first, in natural order
         real = known.gather(1, places)
         x = self._encode(tokens, labels, places, real if min(counts) < most else None)
         rows = self.decoder_embed(x)
@@ -122,13 +119,7 @@ class MARTransformer2DModel(ModelMixin, ConfigMixin):
         classes = torch.cat([self.class_emb.weight, self.fake_latent])[labels]
         seen = tokens.gather(1, places[..., None].expand(-1, -1, tokens.shape[-1]))
         position = self.encoder_pos_embed_learned[0]
-        x = torch.cat(
-            [
-                classes[:, None] + position[:S],
-                self.z_proj(seen.to(classes.dtype)) + position[S:][places],
-            ],
-            1,
-        )
+        x = torch.cat([classes[:, None] + position[:S], self.z_proj(seen.to(classes.dtype)) + position[S:][places]], 1)
         mask = None if real is None else F.pad(real, (S, 0), value=True)[:, None, None]
         x = self.z_proj_ln(x)
         for block in self.encoder_blocks:
@@ -136,7 +127,7 @@ class MARTransformer2DModel(ModelMixin, ConfigMixin):
         return self.encoder_norm(x)
 
 
-def mar(size: str, **other: Any) -> MARTransformer2DModel:
+def mar(size: str, **other: object) -> MARTransformer2DModel:
     """A model of a published size, "base", "large" or "huge", with random weights."""
     if size not in SHAPES:
         raise ValueError(f"unknown size {size!r}; choose from {', '.join(SHAPES)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,10 @@ class _Network(nn.Module):
         self.res_blocks = nn.ModuleList(_HeadBlock(width) for _ in range(layers))
         self.final_layer = _Last(width, 2 * channels)
 
+    @property
+    def blocks(self) -> list[_HeadBlock]:
+        return cast("list[_HeadBlock]", [*self.res_blocks])
+
 
 class MARHead(nn.Module):
     """The denoising MLP of MAR (Li et al. 2024, arXiv 2406.11838, §3.2); parameter names are the authors'."""
@@ -73,12 +77,10 @@ class MARHead(nn.Module):
     def __init__(self, channels: int, dim: int, width: int, layers: int) -> None:
         super().__init__()
         self.net = _Network(channels, dim, width, layers)
-        net: Any = self.net
-        for part in (*net.res_blocks, net.final_layer):
-            for weight in part.adaLN_modulation.parameters():
+        last = self.net.final_layer
+        for part in (*(b.adaLN_modulation for b in self.net.blocks), last.adaLN_modulation, last.linear):
+            for weight in part.parameters():
                 nn.init.zeros_(weight)
-        for weight in net.final_layer.linear.parameters():
-            nn.init.zeros_(weight)
 
     def forward(self, x: Tensor, t: Tensor, z: Tensor) -> Tensor:
         """fp32 [..., 2·C]: ε, then v, of states x [..., C] at training times t [...] under conditioning z [..., D]."""
@@ -91,11 +93,11 @@ class MARHead(nn.Module):
 
     def modulated(self, x: Tensor, table: Tensor) -> Tensor:
         """The same of states x [..., C] by the modulation [..., parts·w] that `Bound` makes of t and z."""
-        net: Any = self.net
+        net = self.net
         h = net.input_proj(x.to(table.dtype))
         width = h.shape[-1:]
         *parts, by, on = table.chunk(3 * len(net.res_blocks) + 2, -1)
-        for block, scale, shift, gate in zip(net.res_blocks, parts[::3], parts[1::3], parts[2::3], strict=True):
+        for block, scale, shift, gate in zip(net.blocks, parts[::3], parts[1::3], parts[2::3], strict=True):
             u = torch.addcmul(shift, F.layer_norm(h, width, eps=EPS), scale)
             h = torch.addcmul(h, gate, block.mlp[2](F.silu(block.mlp[0](u))))
         h = torch.addcmul(on.float(), F.layer_norm(h.float(), width, eps=EPS), by.float())
@@ -105,22 +107,19 @@ class MARHead(nn.Module):
     @torch.no_grad()
     def bind(self, chain: Chain) -> Bound:
         """What the head's answers at the steps of a chain have in common, for any token."""
-        net: Any = self.net
+        net = self.net
         rows, biases = [], []
-        for block in net.res_blocks:
+        for block in net.blocks:
             weight, bias = (t.float() for t in block.adaLN_modulation[1].parameters())
             (w_shift, w_scale, w_gate), (b_shift, b_scale, b_gate) = weight.chunk(3), bias.chunk(3)
             by, on = block.in_ln.weight.float(), block.in_ln.bias.float()
             rows += [by[:, None] * w_scale, w_shift + on[:, None] * w_scale, w_gate]
             biases += [by * (1 + b_scale), b_shift + on * (1 + b_scale), b_gate]
-        last = net.final_layer.adaLN_modulation[1]
-        rows += [*last.weight.float().chunk(2)[::-1]]
-        shift, scale = last.bias.float().chunk(2)
-        biases += [1 + scale, shift]
-        dtype = last.weight.dtype
-        return Bound(
-            self, chain, net.time_embed(chain.timesteps), torch.cat(rows).to(dtype), torch.cat(biases).to(dtype)
-        )
+        weight, bias = net.final_layer.adaLN_modulation[1].parameters()
+        rows += [*weight.float().chunk(2)[::-1]]
+        shift, scale = bias.float().chunk(2)
+        times, table = net.time_embed(chain.timesteps), torch.cat(rows).to(weight.dtype)
+        return Bound(self, chain, times, table, torch.cat([*biases, 1 + scale, shift]).to(weight.dtype))
 
 
 class PlainHead:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from PIL import Image
@@ -104,13 +104,13 @@ def _open(*paths: Path) -> Callable[[], list[Image.Image]]:
     return lambda: [_shown(partial(media.read, path), str(path)) for path in paths]
 
 
-def _open_cells(cells: Sequence[Any], folders: list[Path], where: str) -> Callable[[], list[Image.Image]]:
+def _open_cells(cells: Sequence[object], folders: list[Path], where: str) -> Callable[[], list[Image.Image]]:
     """The pictures that a row holds, or names below these folders."""
     named = [(cell, f"{where} ({cell[:200]})" if isinstance(cell, str) else where) for cell in cells]
     return lambda: [_shown(partial(media.cell, cell, folders, name), name) for cell, name in named]
 
 
-def _open_clip(held: Any, folders: list[Path], where: str, clips: Clips) -> Callable[[], list[Image.Image]]:
+def _open_clip(held: object, folders: list[Path], where: str, clips: Clips) -> Callable[[], list[Image.Image]]:
     """The frames of the video that a row holds, or names below these folders."""
 
     def frames() -> list[Image.Image]:
@@ -123,8 +123,8 @@ def _open_clip(held: Any, folders: list[Path], where: str, clips: Clips) -> Call
 
 
 def _folder(folder: Path) -> list[TrainingSample]:
-    found = (p for p in folder.rglob("*") if p.suffix.lower() in _SUFFIXES)
-    paths = sorted(p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts))
+    pictures = (p for p in folder.rglob("*") if p.suffix.lower() in _SUFFIXES)
+    paths = sorted(p for p in pictures if not any(part.startswith(".") for part in p.relative_to(folder).parts))
     return [TrainingSample(_open(path), _PROMPTS[i % len(_PROMPTS)]) for i, path in enumerate(paths)]
 
 
@@ -153,16 +153,16 @@ def _lines(path: Path, clips: Clips | None) -> Iterator[TrainingSample]:
             yield TrainingSample(_open_cells(images, [path.parent], where), prompt, len(images))
 
 
-def video_of(row: dict[str, Any], allowed: bool) -> Any:
+def video_of(row: Mapping[str, object], allowed: bool) -> object:
     """The video that a row shows: a path or what a column of videos holds; None: it shows none.
 
     Raises:
         VideoError: it shows one, and none is `allowed`; it shows several, or pictures beside it.
     """
-    found = {name: row[name] for name in VIDEOS if row.get(name)}
-    if not found:
+    videos = {name: row[name] for name in VIDEOS if row.get(name)}
+    if not videos:
         return None
-    (name, held), *others = found.items()
+    (name, held), *others = videos.items()
     if not allowed:
         raise VideoError(
             f"{name!r} holds a video, and only pictures are read here; give its frames as 'images', or leave it out"
@@ -196,8 +196,8 @@ def _dataset(name: str, clips: Clips | None) -> list[TrainingSample]:
     folders = media.dataset_folders(repo)
 
     def load(index: int, column: str) -> list[Image.Image]:
-        found = bare[index][column][0].as_py()
-        return _open_cells(found if isinstance(found, list) else [found], folders, f"hf:{name}, row {index + 1}")()
+        cell = bare[index][column][0].as_py()
+        return _open_cells(cell if isinstance(cell, list) else [cell], folders, f"hf:{name}, row {index + 1}")()
 
     def frames(index: int) -> list[Image.Image]:
         assert clips is not None

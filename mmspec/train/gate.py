@@ -47,13 +47,13 @@ def learn(drafter: SpecVlmDrafter, teacher: Teaches, traces: Iterable[Trace], re
         fixed = copy.copy(drafter)  # the same weights
         fixed.config = replace(drafter.config, gate=name)
         branches.append(fixed)
-    found, costs = [], []
+    asked, costs = [], []
     with torch.no_grad():
         for trace in traces:
             prompt = trace.valid[:, :-1] & ~trace.answered[:, 1:]
-            found.append(drafter.gate.question_of(trace.features[:, :-1], trace.visual[:, 1:], prompt))
+            asked.append(drafter.gate.question_of(trace.features[:, :-1], trace.visual[:, 1:], prompt))
             costs.append(torch.stack([_cost(fixed, teacher, trace, plain) for fixed in branches]))
-    questions, table = torch.cat(found), torch.stack(costs)  # [N, F], [N, branches]
+    questions, table = torch.cat(asked), torch.stack(costs)  # [N, F], [N, branches]
     optimizer = torch.optim.AdamW(drafter.gate.parameters(), lr=1e-3, weight_decay=0.1)
     for _ in range(recipe.gate_steps):
         loss = (drafter.gate(questions).softmax(-1) * table).sum(-1).mean()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmspec.drafters.dflash import BlockDrafter
+from mmspec.drafters.feature import FeatureDrafter
+from mmspec.protocols import Target
 from mmspec.train.recipes import Recipe
-from mmspec.train.trace import Learns, Teaches, Trace
+from mmspec.train.trace import Teaches, Trace
+
+Learner = FeatureDrafter | BlockDrafter
 
 
 def cross_entropy(logits: Tensor, p: Tensor) -> Tensor:
@@ -33,7 +38,7 @@ def list_mle(logits: Tensor, p: Tensor, ranked: int) -> Tensor:
 
 
 def losses(
-    drafter: Learns, network: nn.Module, teacher: Teaches, trace: Trace, recipe: Recipe
+    drafter: Learner, network: nn.Module, teacher: Teaches, trace: Trace, recipe: Recipe
 ) -> tuple[Tensor, Tensor]:
     """The weighted loss of all unrolled steps and rollouts, and the chance that each step's token is the target's.
 
@@ -88,7 +93,7 @@ def _own(features: Tensor, predicted: Tensor) -> Tensor:
 
 
 def _compared(
-    drafter: Any, teacher: Teaches, trace: Trace, outputs: list[Tensor], recipe: Recipe, asked: Tensor | None = None
+    drafter: Learner, teacher: Teaches, trace: Trace, outputs: list[Tensor], recipe: Recipe, asked: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Loss and agreement of the predictions of one pass, at the rows that were asked for."""
     wanted = trace.final[:, 1:]
@@ -125,17 +130,18 @@ def _compared(
     return total, torch.stack(agree)
 
 
-def _foretold(drafter: Any, teacher: Teaches, z: Tensor, before: Tensor) -> Tensor:
+def _foretold(drafter: Learner, teacher: Teaches, z: Tensor, before: Tensor) -> Tensor:
     """Logits [rows, V_d]; of a drafter whose rows depend on the token before, behind the target's own."""
-    logits = drafter.logits(z, teacher).float()
-    if not getattr(getattr(drafter, "config", None), "sequential", False):
+    logits = drafter.logits(z, cast(Target, teacher)).float()  # of which it asks for the head alone
+    if not (isinstance(drafter, BlockDrafter) and drafter.config.sequential):
         return logits
-    return drafter.after(logits[:, None], z[:, None], before[:, None])[0][:, 0]  # type: ignore[no-any-return]
+    return drafter.after(logits[:, None], z[:, None], before[:, None])[0][:, 0]
 
 
-def _doubt(drafter: Any, z: Tensor, before: Tensor, p: Tensor, logits: Tensor) -> Tensor:
+def _doubt(drafter: Learner, z: Tensor, before: Tensor, p: Tensor, logits: Tensor) -> Tensor:
     """Cross-entropy [rows] of the confidence head with how likely a draft is to stand, Σ min(p, q) (DSpark)."""
     stands = torch.minimum(p, logits.detach().softmax(-1)).sum(-1).clamp(0, 1)
+    assert isinstance(drafter, BlockDrafter), "it has a confidence head"
     return F.binary_cross_entropy(drafter.trust(z, before).float(), stands, reduction="none")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -28,14 +28,14 @@ class Trace:
 
     def rows(self) -> list[Trace]:
         """Every row by itself, without the padding behind it."""
-        found = []
+        lines = []
         for b, valid in enumerate(self.valid):
             length = int(valid.nonzero()[-1]) + 1
             cut = {name: getattr(self, name)[b : b + 1, :length].clone() for name in _TENSORS}
             if self.features is self.final:
                 cut["features"] = cut["final"]
-            found.append(replace(self, **cut))
-        return found
+            lines.append(replace(self, **cut))
+        return lines
 
     @classmethod
     def of(cls, rows: Sequence[Trace]) -> Trace:
@@ -50,20 +50,6 @@ class Trace:
 
 
 _TENSORS = tuple(f.name for f in fields(Trace) if f.name != "start")
-
-
-class Learns(Protocol):
-    """What the objective asks of a trained drafter before it runs its network.
-
-    Attributes:
-        config: with `mask_token`, where it is masked.
-        masked: its network wants the embedding of the mask token.
-        positioned: its network wants the target's own position ids.
-    """
-
-    config: Any
-    masked: bool
-    positioned: bool
 
 
 class Teaches(Protocol):

@@ -15,13 +15,9 @@ class EmbeddedDrafter(NamedTuple):
     method: str
 
 
-DRAFTERS = {
-    "scenes-llamagen-heads": EmbeddedDrafter("scenes-llamagen", "heads"),
-    **{
-        f"scenes-video-{method}": EmbeddedDrafter("scenes-video", method)
-        for method in ("eagle", "msd", "vispec", "flash", "specvlm", "block")
-    },
-}
+_METHODS = ("eagle", "msd", "vispec", "flash", "specvlm", "block")
+DRAFTERS = {"scenes-llamagen-heads": EmbeddedDrafter("scenes-llamagen", "heads")}
+DRAFTERS |= {f"scenes-video-{method}": EmbeddedDrafter("scenes-video", method) for method in _METHODS}
 
 
 def weights() -> Path:

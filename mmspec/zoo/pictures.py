@@ -66,16 +66,8 @@ def caption(picture: Picture, rng: np.random.Generator | None = None) -> str:
 
 def vocabulary() -> list[str]:
     """Every word that a prompt can hold."""
-    kinds = (
-        scenes.SIZES,
-        scenes.COLOURS,
-        scenes.TEXTURES,
-        scenes.SHAPES,
-        BACKGROUNDS,
-        NEIGHBOURS,
-        ("a on background",),
-    )
-    return sorted({word for kind in kinds for phrase in kind for word in phrase.split()})
+    looks = (*scenes.SIZES, *scenes.COLOURS, *scenes.TEXTURES, *scenes.SHAPES)
+    return sorted({*" ".join((*looks, *BACKGROUNDS, *NEIGHBOURS, "a on background")).split()})
 
 
 def held_out(count: int, seed: int = 2**31) -> list[tuple[Picture, str]]:

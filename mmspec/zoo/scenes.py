@@ -84,16 +84,8 @@ def draw_thing(rng: np.random.Generator, cell: int) -> Thing:
     """A random object in one cell of the grid."""
     size = str(rng.choice(list(SIZES)))
     x, y = (CELL * np.array([cell % 3 + 0.5, cell // 3 + 0.5]) + rng.uniform(-JITTER, JITTER, 2)).tolist()
-    return Thing(
-        str(rng.choice(SHAPES)),
-        str(rng.choice(list(COLOURS))),
-        str(rng.choice(TEXTURES)),
-        size,
-        cell,
-        x,
-        y,
-        float(rng.uniform(*SIZES[size])),
-    )
+    shape, colour, texture = (str(rng.choice(list(some))) for some in (SHAPES, COLOURS, TEXTURES))
+    return Thing(shape, colour, texture, size, cell, x, y, float(rng.uniform(*SIZES[size])))
 
 
 def relations(first: Thing, second: Thing) -> tuple[str, ...]:

@@ -14,14 +14,14 @@ from PIL import Image
 from benchmarks.zoo import clips, evaluate, language, pack, qwen, score, tower, watch
 from benchmarks.zoo import fit as zoo_fit
 from benchmarks.zoo import vlm as zoo_vlm
-from benchmarks.zoo.recipes import (
+from benchmarks.zoo.recipes.schedule import Schedule
+from benchmarks.zoo.recipes.vlm import (
     SCENES_VIDEO,
     SCENES_VLM,
     DialogueTurn,
     Hybrid,
     Language,
     Mix,
-    Schedule,
     Vision,
     VlmRecipe,
     Watching,

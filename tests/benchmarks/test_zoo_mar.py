@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.zoo import classes
 from benchmarks.zoo import mar as zoo_mar
-from benchmarks.zoo.recipes import SCENES_MAR, MarRecipe
+from benchmarks.zoo.recipes.pictures import SCENES_MAR, MarRecipe
 from mmspec.models.mar import MARTransformer2DModel
 from mmspec.models.mar_scheduler import MARScheduler
 from mmspec.pipelines.mar.pipeline import MARPipeline

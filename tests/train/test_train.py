@@ -682,7 +682,7 @@ def test_batches_hold_what_is_alike_and_every_sample_comes() -> None:
 
 @pytest.mark.parametrize("method", ["eagle", "vispec", "msd", "flash", "specvlm"])
 def test_the_embedded_drafters_are_within_their_size(method: str) -> None:
-    from benchmarks.zoo.recipes import DRAFTERS as ZOO
+    from benchmarks.zoo.recipes.drafters import DRAFTERS as ZOO
 
     recipe = ZOO[f"scenes-video-{method}"]
     assert recipe.recipe in RECIPES and recipe.method == method

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 import mmspec
-from benchmarks.zoo.recipes import DRAFTERS
+from benchmarks.zoo.recipes.drafters import DRAFTERS
 from mmspec.app import train_block
 from mmspec.app.train import train
 from mmspec.app.train_block import build, layers_read

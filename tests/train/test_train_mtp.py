@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import mmspec
 from benchmarks.zoo import vlm
-from benchmarks.zoo.recipes import SCENES_HYBRID, Hybrid, Vision
+from benchmarks.zoo.recipes.vlm import SCENES_HYBRID, Hybrid, Vision
 from mmspec.app.train import train
 from mmspec.pipelines.drafters.mtp import MtpDrafter
 from mmspec.train.recipes import RECIPES

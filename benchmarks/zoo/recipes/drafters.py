@@ -1,9 +1,9 @@
 """Recipes of the drafters: for which model, from which prompts, in which shape."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from mmspec.drafters.shape import Shape
+from mmspec.drafters.trained import Values
 
 _CHAIN = Shape.chain(8)
 
@@ -19,7 +19,7 @@ class DrafterRecipe:
     target: str
     data: str
     method: str = "eagle"
-    shape: dict[str, Any] = field(default_factory=dict)  # of its config, where it is not the method's own
+    shape: Values = field(default_factory=dict)  # of its config, where it is not the method's own
     intermediate: int = 512
     drafts: Shape = _CHAIN
     recipe: str = "scenes-eagle"  # in mmspec.train.recipes
@@ -29,10 +29,8 @@ SCENES_LLAMAGEN_HEADS = DrafterRecipe(
     "scenes-llamagen-heads", target="scenes-llamagen", data="pictures:1024", method="heads", intermediate=192,
     recipe="heads-image",
 )  # fmt: skip
-_VIDEO: dict[str, dict[str, Any]] = {
-    "eagle": {},
-    "msd": {},
-    "vispec": {},
+_VIDEO: dict[str, Values] = {
+    **{method: {} for method in ("eagle", "msd", "vispec")},
     "flash": {"tokens": 6},
     "specvlm": {"gate_width": 32, "resampler_width": 64},
     "block": {"layers": 2, "features": (12, 22, -1), "block": 8, "anchored": True, "markov_rank": 32},

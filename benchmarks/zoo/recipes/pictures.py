@@ -1,8 +1,11 @@
 """Recipes of the models that draw: LlamaGen over codes, MAR over continuous tokens."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from benchmarks.zoo.recipes.schedule import Schedule
+
+_convolutions = partial(Schedule, batch=4, lr=4e-3, weight_decay=0.0, kernels=True)
 
 
 @dataclass(frozen=True)
@@ -25,9 +28,7 @@ class Tokenizer:
     reseed: int = 1200
     reseed_every: int = 50
     reseed_pictures: int = 24
-    plan: Schedule = field(
-        default_factory=lambda: Schedule(steps=2000, batch=4, lr=4e-3, decay=0.6, weight_decay=0.0, kernels=True)
-    )
+    plan: Schedule = field(default_factory=partial(_convolutions, 2000))
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,9 @@ class Generator:
     emphasis: float = 6.0
     tell_after: tuple[int, ...] = (3, 5)
     tell: float = 0.3
-    reading: Schedule = field(default_factory=lambda: Schedule(steps=700, batch=64, lr=2e-3, warmup=0.05, decay=0.5))
-    plan: Schedule = field(
-        default_factory=lambda: Schedule(steps=4000, batch=8, lr=2.5e-3, warmup=0.02, decay=0.7, newton_schulz=3)
-    )
-    settle: Schedule = field(default_factory=lambda: Schedule(steps=350, batch=8, lr=1e-3, decay=0.9, newton_schulz=3))
+    reading: Schedule = field(default_factory=partial(Schedule, 700, 64, 2e-3, warmup=0.05, decay=0.5))
+    plan: Schedule = field(default_factory=partial(Schedule, 4000, 8, 2.5e-3, 0.02, 0.7, newton_schulz=3))
+    settle: Schedule = field(default_factory=partial(Schedule, 350, 8, 1e-3, decay=0.9, newton_schulz=3))
 
 
 @dataclass(frozen=True)
@@ -68,12 +67,11 @@ class ImageRecipe:
 
     name: str
     seed: int = 0
-    tokenizer: Tokenizer = field(default_factory=Tokenizer)
-    generator: Generator = field(default_factory=Generator)
+    tokenizer: Tokenizer = Tokenizer()
+    generator: Generator = Generator()
 
 
-SCENES_LLAMAGEN = ImageRecipe("scenes-llamagen")
-IMAGES = {recipe.name: recipe for recipe in (SCENES_LLAMAGEN,)}
+IMAGES = {"scenes-llamagen": ImageRecipe("scenes-llamagen")}
 
 
 @dataclass(frozen=True)
@@ -91,18 +89,10 @@ class Autoencoder:
     kl: float = 1e-4
     emphasis: float = 8.0
     chroma: float = 4.0
-    plan: Schedule = field(
-        default_factory=lambda: Schedule(steps=1600, batch=4, lr=4e-3, decay=0.6, weight_decay=0.0, kernels=True)
-    )
-    objects: Schedule = field(
-        default_factory=lambda: Schedule(steps=600, batch=4, lr=4e-3, decay=0.8, weight_decay=0.0, kernels=True)
-    )
-    colours: Schedule = field(
-        default_factory=lambda: Schedule(steps=700, batch=4, lr=4e-3, decay=0.7, weight_decay=0.0, kernels=True)
-    )
-    finish: Schedule = field(
-        default_factory=lambda: Schedule(steps=500, batch=4, lr=3e-3, decay=0.9, weight_decay=0.0, kernels=True)
-    )
+    plan: Schedule = field(default_factory=partial(_convolutions, 1600))
+    objects: Schedule = field(default_factory=partial(_convolutions, 600, decay=0.8))
+    colours: Schedule = field(default_factory=partial(_convolutions, 700, decay=0.7))
+    finish: Schedule = field(default_factory=partial(_convolutions, 500, lr=3e-3, decay=0.9))
 
 
 @dataclass(frozen=True)
@@ -136,7 +126,7 @@ class MarRecipe:
     draft: str
     target_trunk: Trunk
     draft_trunk: Trunk
-    vae: Autoencoder = field(default_factory=Autoencoder)
+    vae: Autoencoder = Autoencoder()
     seed: int = 0
     pictures: int = 6144
     tell: float = 0.1
@@ -152,4 +142,4 @@ SCENES_MAR = MarRecipe(
     Trunk(128, 3, 4, 3, 192, Schedule(steps=3000, batch=16, lr=3e-3, warmup=0.03, decay=0.7, newton_schulz=3)),
     Trunk(64, 2, 2, 2, 128, Schedule(steps=2000, batch=16, lr=4e-3, warmup=0.03, decay=0.7, newton_schulz=3)),
 )
-MARS = {recipe.name: recipe for recipe in (SCENES_MAR,)}
+MARS = {SCENES_MAR.name: SCENES_MAR}

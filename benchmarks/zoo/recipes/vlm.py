@@ -1,6 +1,6 @@
 """Recipes of the vision-language models: their shapes, and what rows of texts each stage reads."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from benchmarks.zoo.recipes.schedule import Schedule
 
@@ -150,10 +150,10 @@ class VlmRecipe:
     head_depth: int = 8  # tokens that it is best to draft with it
     watching: Watching | None = None
     seed: int = 0
-    vision: Vision = field(default_factory=Vision)
-    language: Language = field(default_factory=Language)
+    vision: Vision = Vision()
+    language: Language = Language()
     tower: Schedule = field(default_factory=lambda: Schedule(steps=1000, batch=48, lr=2e-3, decay=0.4))
-    texts: Mix = field(default_factory=Mix)  # that the tokenizer is trained on
+    texts: Mix = Mix()  # that the tokenizer is trained on
     tokenizer_scenes: int = 3000
 
 
@@ -215,21 +215,9 @@ SCENES_HYBRID_BASE = VlmRecipe(
     language=_WIDER,
     tower=Schedule(steps=900, batch=32, lr=2e-3, decay=0.5),
 )  # fmt: skip
-SCENES_HYBRID_VIDEO = VlmRecipe(
-    "scenes-hybrid-video",
-    (
-        ZooStage(
-            "clips", 11, Schedule(steps=750, batch=4, lr=1.2e-3, decay=0.9, newton_schulz=3),
-            Mix(0.3, 3.0, False, _SETTLED, _DOES), _CLIPS,
-        ),
-    ),
-    embedded=False,
-    start="scenes-hybrid-base",
-    watching=Watching(),
-    vision=_SEES,
-    language=_WIDER,
-    tower=Schedule(steps=900, batch=32, lr=2e-3, decay=0.5),
+SCENES_HYBRID_VIDEO = replace(
+    SCENES_HYBRID_BASE, name="scenes-hybrid-video", start="scenes-hybrid-base", watching=Watching(),
+    stages=(replace(SCENES_VIDEO.stages[0], stream=11),),
 )  # fmt: skip
-RECIPES = {
-    recipe.name: recipe for recipe in (SCENES_VLM, SCENES_VIDEO, SCENES_HYBRID, SCENES_HYBRID_BASE, SCENES_HYBRID_VIDEO)
-}
+_ALL = (SCENES_VLM, SCENES_VIDEO, SCENES_HYBRID, SCENES_HYBRID_BASE, SCENES_HYBRID_VIDEO)
+RECIPES = {recipe.name: recipe for recipe in _ALL}

@@ -1,0 +1,58 @@
+"""What suites of one model share: the model and its drafter on the command line, loaded and written down; devices."""
+
+import argparse
+
+import torch
+
+import mmspec
+from mmspec.app import embedded
+from mmspec.app.bench.answers import VlmBench
+from mmspec.app.bench.command import BenchError, Outcome
+from mmspec.app.devices import EngineError, find_device
+from mmspec.app.engine import Engine, load
+from mmspec.app.options import count, where
+from mmspec.app.provenance import provenance
+from mmspec.protocols import Drafter
+
+
+def configure(parser: argparse.ArgumentParser, tokens: int) -> None:
+    add = parser.add_argument
+    add("--model", default=embedded.MODEL, help="folder, name on the Hub, or an embedded one: %(default)s, "
+        "scenes-hybrid")  # fmt: skip
+    add("--drafter", help="name or folder; default: what fits")
+    add("--max-new-tokens", type=count, default=tokens)
+    where(parser)
+
+
+def named(args: argparse.Namespace) -> str:
+    """The drafter that is asked for, or what fits the model."""
+    return embedded.fitting(args.drafter or embedded.drafter(args.model), args.model)
+
+
+def loaded(args: argparse.Namespace, outcome: Outcome, enabled: str, **facts: object) -> Engine:
+    """The model, with a drafter enabled or `embedded.STOCK`, and where the run is written down."""
+    engine = load(args.model, enabled, args.device, args.dtype, args.max_new_tokens, 0)
+    outcome.provenance = provenance(engine.model.device, engine.model.dtype) | {"model": args.model} | facts
+    return engine
+
+
+def timed(args: argparse.Namespace, outcome: Outcome, **facts: object) -> VlmBench:
+    """The model, to be timed with one drafter and another."""
+    engine = loaded(args, outcome, embedded.STOCK, **facts)
+    return VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
+
+
+def fitted(bench: VlmBench, drafter: str, **options: object) -> Drafter:
+    """A drafter of that name for a model."""
+    name = None if drafter == embedded.SHIPPED else embedded.resolve(drafter)
+    with mmspec.enable(bench.model, drafter=name, **options) as handle:
+        made: Drafter = handle.drafter
+    return made
+
+
+def device(name: str) -> torch.device:
+    """The device of that name; a BenchError where it is not there."""
+    try:
+        return find_device(name)
+    except EngineError as error:
+        raise BenchError(str(error)) from error
