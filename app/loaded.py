@@ -26,8 +26,12 @@ class Processor(Protocol):
 class LoadedModel(Protocol):
     config: Any
     generation_config: Any
-    device: torch.device
-    dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     def generate(self, **arguments: object) -> Any: ...
 

@@ -6,11 +6,10 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from torch import nn
-
 from mmspec.app.bench import vlm_methods
 from mmspec.app.bench.command import say
 from mmspec.app.bench.vlm_methods import VlmMethod
+from mmspec.app.loaded import LoadedModel
 from mmspec.config import Options
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.specvlm import BRANCHES
@@ -55,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "a time, when it drafts; nothing is trained again")  # fmt: skip
 
 
-def methods(model: nn.Module, args: argparse.Namespace) -> list[VlmMethod]:
+def methods(model: LoadedModel, args: argparse.Namespace) -> list[VlmMethod]:
     """Those of the vlm suite, with their variants where they are wanted."""
     return vlm_methods.methods(model, args, variants if args.ablate else lambda whole: ())
 

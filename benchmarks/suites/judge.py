@@ -22,7 +22,7 @@ from mmspec.zoo.pictures import Picture
 class ImagePrompts:
     """What is to be drawn: prompts or classes, and where they are known, the scenes that they describe."""
 
-    prompts: Sequence[object]
+    prompts: Sequence[str | int]
     scenes: Sequence[Picture] = ()
     real: Sequence[Image.Image] = ()
 
