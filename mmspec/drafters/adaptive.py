@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.protocols import Drafter, SessionView, Target, reported
+from mmspec.protocols import Proposer, Target, reported
+from mmspec.session import Session
 from mmspec.types import NO_TOKEN, Draft, Prompt
 
 LENGTHS = 3  # that a chain of adaptive length may have: the longest, half of it and a quarter of it
@@ -62,17 +63,17 @@ class Adaptive:
         by_depth: the same drafter at each length, with a memory that knows nothing of lengths.
     """
 
-    def __init__(self, by_depth: Mapping[int, Drafter]) -> None:
+    def __init__(self, by_depth: Mapping[int, Proposer]) -> None:
         self.by_depth = dict(sorted(by_depth.items()))
         self.drafter = self.by_depth[max(by_depth)]
         self.features, self.nodes = self.drafter.features, self.drafter.nodes
 
-    def start(self, session: SessionView[_Lengths], target: Target, prompt: Prompt) -> _Lengths:
+    def start(self, session: Session, target: Target, prompt: Prompt) -> _Lengths:
         usual = list(self.by_depth)[len(self.by_depth) // 2]
         return _Lengths(self.drafter.start(session, target, prompt), [usual] * len(session.rows))
 
-    def propose(self, session: SessionView[_Lengths], target: Target) -> Draft:
-        memory = session.memory
+    def propose(self, session: Session, target: Target) -> Draft:
+        memory: _Lengths = session.memory
         last = session.last
         memory.depths = [
             self._next(depth, count - 1, proposed)
