@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from mmspec.accept import along_path
-from mmspec.protocols import Drafter, Target, reported
+from mmspec.protocols import Proposer, Target, reported
 from mmspec.session import Row, Session
 from mmspec.tree import lone
 from mmspec.types import Round
 
 
-def start(target: Target, drafter: Drafter[Any], rows: list[Row], inputs: Any) -> tuple[Session, Round]:
+def start(target: Target, drafter: Proposer, rows: list[Row], inputs: Any) -> tuple[Session, Round]:
     """A session of these rows once their prompts are read, and the round of that: an empty draft under the last token.
 
     Args:
@@ -29,7 +29,7 @@ def start(target: Target, drafter: Drafter[Any], rows: list[Row], inputs: Any) -
     return session, round_
 
 
-def decode(session: Session, target: Target, drafter: Drafter[Any]) -> Iterator[Round]:
+def decode(session: Session, target: Target, drafter: Proposer) -> Iterator[Round]:
     """Rounds until every row has ended. Rows may be admitted between two rounds; ended rows are dropped."""
     session.retire()
     while session.rows:

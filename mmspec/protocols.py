@@ -218,3 +218,19 @@ class Drafter(Protocol[Memory]):
         What is verified may be another draft: nothing but the root, or one whose first nodes are these, with the same
         parents, some of their tokens taken out or replaced, and nodes of others behind them.
         """
+
+
+class Proposer(Protocol):
+    """What the loop asks for drafts: a drafter, one whose drafts are captured, or one that is off for a while."""
+
+    @property
+    def features(self) -> tuple[int, ...]: ...
+
+    @property
+    def nodes(self) -> int: ...
+
+    def start(self, session: Session, target: Target, prompt: Prompt) -> object:
+        """As `Drafter.start`."""
+
+    def propose(self, session: Session, target: Target) -> Draft:
+        """As `Drafter.propose`."""

@@ -14,7 +14,7 @@ from statistics import median
 
 from torch import Tensor
 
-from mmspec.protocols import Drafter, Rows, Target, reported
+from mmspec.protocols import Proposer, Rows, Target, reported
 from mmspec.session import Session
 from mmspec.statistics import Stats
 from mmspec.tree import lone
@@ -173,7 +173,7 @@ class Switch:
         known: of this drafter on this target, from earlier calls.
     """
 
-    def __init__(self, drafter: Drafter[Rows], known: Known) -> None:
+    def __init__(self, drafter: Proposer, known: Known) -> None:
         self.weighs = hasattr(drafter, "prices")
         self.drafter = replace(drafter, prices=known.prices) if self.weighs else drafter  # type: ignore[type-var]
         self.known = known

@@ -16,6 +16,7 @@ from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 from mmspec.pipelines.patch import enable
 from mmspec.pipelines.target.llamagen import LlamaGenTarget
 from mmspec.pipelines.target.state import each_stream
+from mmspec.protocols import Drafter
 from mmspec.train.data import TrainingSample
 from mmspec.train.trace import Trace
 from mmspec.types import unfold
@@ -27,7 +28,7 @@ class ImageTeacher:
     def __init__(self, pipe: LlamaGenPipeline, features: tuple[int, ...]) -> None:
         self.pipe, self.features = pipe, features
         self._taps = LlamaGen().taps(pipe, features)
-        self.model: Any = pipe.transformer.eval().requires_grad_(False)
+        self.model = pipe.transformer.eval().requires_grad_(False)
         self.how = pipe._settings({}, "latent", 1)
         scale = self.how["guidance_scale"]
         self.target = LlamaGenTarget(self.model, features, Guidance(scale) if scale > 1 else None)
@@ -36,7 +37,7 @@ class ImageTeacher:
         self._taps.__enter__()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._taps.__exit__()
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ class ImageTeacher:
 
     @torch.no_grad()
     def draw(
-        self, samples: Sequence[TrainingSample], drafter: Any, seeds: Sequence[int]
+        self, samples: Sequence[TrainingSample], drafter: Drafter, seeds: Sequence[int]
     ) -> tuple[list[list[int]], float]:
         """A picture for each sample, by its seed, with this drafter: token ids, and how many of one a forward gave."""
         with enable(self.pipe, drafter=drafter, reproducible=True):
@@ -86,9 +87,9 @@ class ImageTeacher:
         valid = torch.cat([valid, torch.ones_like(ids, dtype=torch.bool)], 1)
         with reading() as read:
             read.final = hidden = self.model(embeds, place.expand(S * B, T), each_stream(visible(valid, T), S))
-        found = read.features(self.features)
+        layers = read.features(self.features)
         answered = (torch.arange(T, device=ids.device) >= P).expand(B, T)
         ids = torch.cat([ids.new_zeros(B, P), ids], 1)
-        features, visual = unfold(torch.cat(found, -1), S), torch.zeros_like(ids)
+        features, visual = unfold(torch.cat(layers, -1), S), torch.zeros_like(ids)
         positions = place.expand(B, T)[..., None]
         return Trace(ids, unfold(embeds, S), features, unfold(hidden, S), valid, answered, visual, positions, 1 - P)

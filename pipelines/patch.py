@@ -26,7 +26,7 @@ MPS = "2.13"  # torch from which on attention under a mask of every row is right
 
 
 @release.guarded
-def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
+def enable(model_or_pipe: object, drafter: Any = None, **options: Any) -> Handle:
     """Accelerate a loaded model or pipeline in place; `generate` keeps its arguments, its output and its distribution.
 
     Args:
@@ -80,7 +80,7 @@ def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Handle:
     return Handle(model, patch, put_on(model, patch))
 
 
-def disable(model_or_pipe: Any) -> None:
+def disable(model_or_pipe: object) -> None:
     """Give the model its stock behaviour and its class back; nothing happens where it was not enabled.
 
     Calls that run in other threads end as they began.
@@ -91,7 +91,7 @@ def disable(model_or_pipe: Any) -> None:
     put_on(families.unwrap(model_or_pipe), None)
 
 
-def refresh(model_or_pipe: Any) -> None:
+def refresh(model_or_pipe: object) -> None:
     """Have the next calls capture the model and read its prompts anew: for those who write to weights behind torch's
     back (through `.data`, a numpy view or another process), which `compile` and `prefix_cache` do not see.
 
@@ -99,13 +99,12 @@ def refresh(model_or_pipe: Any) -> None:
         model_or_pipe: a module, such as a model or a drafter, enabled or not; or a pipeline, with all of its modules.
     """
     parts = getattr(model_or_pipe, "components", None)  # of diffusers
-    found = list(parts.values()) if isinstance(parts, dict) else [model_or_pipe]
-    if not any(isinstance(part, Module) for part in found):
-        found = [families.unwrap(model_or_pipe)]
-    version.refresh(*(part for part in found if isinstance(part, Module)))
+    each = list(parts.values()) if isinstance(parts, dict) else [model_or_pipe]
+    modules = [part for part in each if isinstance(part, Module)] or [families.unwrap(model_or_pipe)]
+    version.refresh(*(part for part in modules if isinstance(part, Module)))
 
 
-def stats(model_or_pipe: Any) -> Stats:
+def stats(model_or_pipe: object) -> Stats:
     """What the enabled model's calls did so far, summed up; they start anew when it is enabled again.
 
     Args:

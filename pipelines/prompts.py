@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from PIL import Image
+
+if TYPE_CHECKING:  # a prompt's turns are made without transformers
+    from mmspec.pipelines.host.kinds import BatchFeature, PreTrainedTokenizerBase, Processor
 
 Turns = Sequence[tuple[str, str]]  # what was asked and answered
 Chat = Sequence[dict[str, Any]]  # turns as chat templates take them, each with a list of parts
 
 
 def chat_inputs(
-    processor: Any, prompts: Sequence[str], images: Sequence[Sequence[Image.Image]], system: str = "", start: str = "",
-    clips: bool = False, before: Turns = (),
-) -> Any:  # fmt: skip
+    processor: Processor, prompts: Sequence[str], images: Sequence[Sequence[Image.Image]], system: str = "",
+    start: str = "", clips: bool = False, before: Turns = (),
+) -> BatchFeature:  # fmt: skip
     """Left-padded inputs, one row per prompt: a user turn with the row's pictures first, then its prompt.
 
     A processor without a chat template gets the system's words, its image token once per picture, the prompt and
@@ -31,7 +34,7 @@ def chat_inputs(
     return inputs_of(processor, chats, bool(start))
 
 
-def inputs_of(processor: Any, chats: Sequence[Chat], start: bool = False) -> Any:
+def inputs_of(processor: Processor, chats: Sequence[Chat], start: bool = False) -> BatchFeature:
     """Left-padded inputs, one row per chat: turns {role, content: parts of type text, image or video}.
 
     Args:
@@ -45,14 +48,14 @@ def inputs_of(processor: Any, chats: Sequence[Chat], start: bool = False) -> Any
     pictures = [[part["image"] for part in row if part["type"] == "image"] for row in parts]
     if alone and any(part["type"] != "text" for row in parts for part in row):
         raise ValueError("this model reads text alone, and was shown a picture; give prompts without pictures")
-    if alone:
+    if text_alone(processor):
         processor.padding_side = "left"
         if processor.pad_token is None:
             processor.pad_token = processor.eos_token
     if template(processor):
         padding = {"padding": True, "padding_side": "left"}
         how = {"padding": True} if alone else {"processor_kwargs": padding}
-        found = processor.apply_chat_template(
+        inputs: Any = processor.apply_chat_template(
             [_plain(chat) for chat in chats] if alone else chats,
             add_generation_prompt=not start, continue_final_message=start,
             tokenize=True, return_dict=True, return_tensors="pt", **how,
@@ -60,15 +63,15 @@ def inputs_of(processor: Any, chats: Sequence[Chat], start: bool = False) -> Any
     else:
         texts = [_untemplated(processor, chat) for chat in chats]
         images = {} if alone else {"images": pictures if any(pictures) else None, "padding_side": "left"}
-        found = processor(text=texts, padding=True, return_tensors="pt", **images)
+        inputs = processor(text=texts, padding=True, return_tensors="pt", **images)
     if not alone:
-        return found
-    from mmspec.pipelines.host.loading import BatchFeature
+        return inputs
+    from mmspec.pipelines.host.kinds import BatchFeature
 
-    return BatchFeature(dict(found))
+    return BatchFeature(dict(inputs))
 
 
-def knows_clips(processor: Any) -> bool:
+def knows_clips(processor: Processor) -> bool:
     """Whether a clip can be shown as one, not as its frames: its template says where one stands."""
     if not template(processor) or getattr(processor, "video_processor", None) is None:
         return False
@@ -77,7 +80,7 @@ def knows_clips(processor: Any) -> bool:
     return bool(shown != none)
 
 
-def template(processor: Any) -> Any:
+def template(processor: Processor) -> str | dict[str, str] | None:
     """Its chat template, if it has one."""
     return getattr(processor, "chat_template", None)
 
@@ -87,7 +90,7 @@ def _plain(chat: Chat) -> list[dict[str, Any]]:
     return [{**turn, "content": "".join(part["text"] for part in turn["content"])} for turn in chat]
 
 
-def _untemplated(processor: Any, chat: Chat) -> str:
+def _untemplated(processor: Processor, chat: Chat) -> str:
     """A chat where there is no template: a line for a turn's pictures, one for each of its texts."""
     marker = _marker(processor)
     lines = []
@@ -98,23 +101,23 @@ def _untemplated(processor: Any, chat: Chat) -> str:
     return "\n".join(filter(None, lines))
 
 
-def unmarked(processor: Any, text: str) -> str:
+def unmarked(processor: Processor, text: str) -> str:
     """What a data set asks, without the processor's mark of a picture, which stands where pictures are shown."""
     marker = _marker(processor)
     return text.replace(marker, "").strip() if marker and marker in text else text
 
 
-def _marker(processor: Any) -> str:
+def _marker(processor: Processor) -> str:
     marker = getattr(processor, "image_token", None) or ""
     return str(getattr(marker, "content", marker))
 
 
-def text_alone(processor: Any) -> bool:
+def text_alone(processor: Processor) -> TypeGuard[PreTrainedTokenizerBase]:
     """Whether no picture can be shown: it is a tokenizer."""
     return not any(hasattr(processor, part) for part in ("tokenizer", "image_processor"))
 
 
-def chat_text(processor: Any, prompt: str, pictures: int, system: str = "", start: str = "") -> str:
+def chat_text(processor: Processor, prompt: str, pictures: int, system: str = "", start: str = "") -> str:
     """The same turn as text, with the processor's mark in the place of each of so many pictures."""
     turns = chat(prompt, [None] * pictures, system, start)
     if not template(processor):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host import forward
 from mmspec.pipelines.host.call import TYPES
 from mmspec.pipelines.host.decoder import embedding, head
+from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel, Processor
 from mmspec.pipelines.host.tapping import taps
 from mmspec.pipelines.host.vision import media, placeholders
 from mmspec.pipelines.prompts import chat, inputs_of, knows_clips
@@ -25,7 +25,7 @@ _PER_TOKEN = (*TYPES[:2], "attention_mask")
 class Teacher:
     """Context manager around a stock model; while it is open, the decoder is tapped."""
 
-    def __init__(self, model: Any, processor: Any, features: tuple[int, ...]) -> None:
+    def __init__(self, model: GenerativeModel, processor: Processor, features: tuple[int, ...]) -> None:
         self.model = families.unwrap(model).eval().requires_grad_(False)
         self.processor = processor
         self.features = features
@@ -35,7 +35,7 @@ class Teacher:
         self._taps.__enter__()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._taps.__exit__()
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -43,10 +43,11 @@ class Teacher:
 
     def head(self, hidden: Tensor, vocab: DraftVocab | None = None) -> Tensor:
         """Logits [..., V], or of a draft vocabulary [..., V_d], of final features [..., H]."""
-        made = head(self.model)
-        return made(hidden) if vocab is None else vocab.logits(made, hidden)
+        last = head(self.model)
+        assert last is not None
+        return last(hidden) if vocab is None else vocab.logits(last, hidden)
 
-    def _inputs(self, samples: Sequence[TrainingSample]) -> Any:
+    def _inputs(self, samples: Sequence[TrainingSample]) -> BatchFeature:
         clips = knows_clips(self.processor)
         chats = [chat(sample.prompt, sample.load(), clips=sample.clip and clips) for sample in samples]
         return inputs_of(self.processor, chats).to(self.model.device)
@@ -56,10 +57,8 @@ class Teacher:
         """The target's own answers, as token ids that end with its end-of-sequence token; temperature 0 is greedy."""
         inputs = self._inputs(samples)
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-        out = self.model.generate(**inputs, max_new_tokens=max_new_tokens, **sampling)[
-            :, inputs["input_ids"].shape[1] :
-        ]
-        eos = self.model.generation_config.eos_token_id
+        out = self.model.generate(**inputs, max_new_tokens=max_new_tokens, **sampling)
+        out, eos = out[:, inputs["input_ids"].shape[1] :], self.model.generation_config.eos_token_id
         ends = set(eos if isinstance(eos, list) else [eos])
         return [_cut(row, ends, set(placeholders(self.model.config))) for row in out.tolist()]
 
@@ -84,7 +83,7 @@ class Teacher:
                 t[b, :n] = inputs[name][b, mask[b]]
                 t[b, n:] = inputs[name][b, -1]
         read = forward.cacheless(self.model, ids, valid, {**arguments, **types})
-        final, found = read.final, read.features(self.features)
+        features = torch.cat(read.features(self.features), -1)
         embeds = read.arguments.get("inputs_embeds")
         embeds = self.embed(ids) if embeds is None else embeds
         visual = media(ids, self.model.config, inputs)
@@ -92,7 +91,7 @@ class Teacher:
         places = torch.arange(longest, device=device).expand_as(ids) if places is None else places
         positions = places.movedim(0, -1) if places.dim() == 3 else places[..., None]
         positions = positions.expand(*ids.shape, -1)
-        return Trace(ids, embeds, torch.cat(found, -1), final, valid, answered, visual, positions)
+        return Trace(ids, embeds, features, read.final, valid, answered, visual, positions)
 
 
 def _cut(row: list[int], ends: set[int], never: set[int]) -> list[int]:

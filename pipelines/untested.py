@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from PIL import Image
 
 from mmspec import zoo
+from mmspec.config import Options
 from mmspec.pipelines.host import loading, release
 from mmspec.pipelines.host.model import HostModel
 from mmspec.pipelines.host.readable import head_shape
@@ -36,7 +37,7 @@ class _Known:
     def __init__(self, answer: list[int], vocab: int) -> None:
         self.answer, self.vocab = answer, vocab
 
-    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> _Known:
+    def fit(self, target: TargetInfo, given: Options) -> _Known:
         return self
 
     def start(self, session: SessionView, target: Target, prompt: Prompt) -> None:
@@ -51,7 +52,7 @@ class _Known:
         return Draft(torch.cat([session.pending[:, None], below], 1), tree)
 
 
-def refusal(model: Any, drafter: Any, enable: Callable[..., Any]) -> str | None:
+def refusal(model: Any, drafter: object, enable: Callable[..., Any]) -> str | None:
     """Why a model must not be accelerated with the installed release, in a sentence; None: it may, and the log says
     that the release is untested."""
     modules = {type(module).__name__ for module in model.modules()} if hasattr(model, "modules") else set()
@@ -87,12 +88,12 @@ def _proof(name: str, enable: Callable[..., Any]) -> str | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with enable(model, drafter=drafter) as handle:
-                found = model.generate(**said)
+                got = model.generate(**said)
     except Exception as error:
         return f"eight tokens of the embedded {name} fail: {type(error).__name__}: {error}"
     finally:
         torch.set_rng_state(state)
-    if not torch.equal(found, want):
+    if not torch.equal(got, want):
         return f"the embedded {name} writes other tokens with drafts than without"
     if handle.stats.rounds == 0 or handle.stats.rounds >= TOKENS - 1:
         return f"drafts of the embedded {name} have no effect"

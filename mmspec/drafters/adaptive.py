@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmspec.drafters.shape import TreeOptions
-from mmspec.protocols import Drafter, SessionView, Target, reported
+from mmspec.protocols import Proposer, Target, reported
+from mmspec.session import Session
 from mmspec.types import NO_TOKEN, Draft, Prompt
 
 LENGTHS = 3  # that a chain of adaptive length may have: the longest, half of it and a quarter of it
@@ -22,16 +22,7 @@ def lengths(depth: int) -> list[int]:
     return sorted({max(1, depth >> i) for i in range(LENGTHS)})
 
 
-class Chained(Protocol):
-    """A drafter whose chains can have another length."""
-
-    options: TreeOptions
-
-
-Adapted = TypeVar("Adapted", bound=Chained)
-
-
-def variants(drafter: Adapted) -> dict[int, Adapted]:
+def variants(drafter: Any) -> dict[int, Any]:
     """The drafter at each length, with the same weights."""
     by_depth = {}
     for depth in lengths(drafter.options.depth):
@@ -71,17 +62,17 @@ class Adaptive:
         by_depth: the same drafter at each length, with a memory that knows nothing of lengths.
     """
 
-    def __init__(self, by_depth: Mapping[int, Drafter]) -> None:
+    def __init__(self, by_depth: Mapping[int, Proposer]) -> None:
         self.by_depth = dict(sorted(by_depth.items()))
         self.drafter = self.by_depth[max(by_depth)]
         self.features, self.nodes = self.drafter.features, self.drafter.nodes
 
-    def start(self, session: SessionView[_Lengths], target: Target, prompt: Prompt) -> _Lengths:
+    def start(self, session: Session, target: Target, prompt: Prompt) -> _Lengths:
         usual = list(self.by_depth)[len(self.by_depth) // 2]
         return _Lengths(self.drafter.start(session, target, prompt), [usual] * len(session.rows))
 
-    def propose(self, session: SessionView[_Lengths], target: Target) -> Draft:
-        memory = session.memory
+    def propose(self, session: Session, target: Target) -> Draft:
+        memory: _Lengths = session.memory
         last = session.last
         memory.depths = [
             self._next(depth, count - 1, proposed)

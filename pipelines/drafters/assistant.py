@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmspec.config import Options
 from mmspec.drafters.growth import ModelHead, draws, grown
 from mmspec.drafters.shape import ALL, TreeOptions
 from mmspec.pipelines.host.exotic import gemma4_assistant as gemma
 from mmspec.pipelines.host.hooks import stock
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.target.masks import additive
 from mmspec.pipelines.target.state import State
 from mmspec.protocols import SessionView, Target, TargetInfo
@@ -34,7 +35,7 @@ class AssistantDrafter:
     features = (FINAL,)
     head = ModelHead()
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: GenerativeModel) -> None:
         self.model, self.options = model, _USUAL
 
     def __repr__(self) -> str:
@@ -44,7 +45,7 @@ class AssistantDrafter:
     def nodes(self) -> int:
         return self.options.size
 
-    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> AssistantDrafter:
+    def fit(self, target: TargetInfo, given: Options) -> AssistantDrafter:
         """The same assistant with the user's options.
 
         Raises:
@@ -100,9 +101,8 @@ class AssistantDrafter:
         """What nodes see of each row's cache, [B, 1, n, T] for each kind of layers: all, or the last of it."""
         at = state.cache.lengths
         slot = torch.arange(at.longest, device=at.device.device)
-        past = torch.nn.functional.pad(
-            state.open_slots, (0, max(0, at.longest - state.open_slots.shape[1])), value=True
-        )
+        more = max(0, at.longest - state.open_slots.shape[1])
+        past = torch.nn.functional.pad(state.open_slots, (0, more), value=True)
         every = past[:, : at.longest] & (slot < at.device[:, None])
         near = every & (slot >= at.device[:, None] - 1 - gemma.window(self.model))
         both = {"full_attention": every, "sliding_attention": near}
@@ -127,8 +127,8 @@ def _shared(target: Any) -> dict[str, int]:
     Raises:
         ValueError: the target is of another architecture.
     """
-    found = gemma.shared(target.model)
-    if not found or target.streams > 1:
+    layers = gemma.shared(target.model)
+    if not layers or target.streams > 1:
         name = stock(target.model).__name__
         raise ValueError(f"{name} shares no keys and values with an assistant; Gemma-4 does, without guidance_scale")
-    return found
+    return layers

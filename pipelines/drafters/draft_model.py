@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmspec.config import Options
 from mmspec.drafters import prune, static_trees
 from mmspec.drafters.growth import ModelHead, draws, grown
 from mmspec.drafters.shape import ALL, TreeOptions
@@ -22,6 +21,7 @@ from mmspec.pipelines.host import loading, readable
 from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.decoder import embedding
 from mmspec.pipelines.host.hooks import stock
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.loops import as_call
 from mmspec.pipelines.host.tapping import taps
 from mmspec.pipelines.target import captures
@@ -70,7 +70,7 @@ class ModelDrafter:
     features: tuple[int, ...] = ()
     compile: bool = False  # whether its forwards are captured, as a target's are
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: GenerativeModel) -> None:
         self.model, self.options = model, _USUAL
         self.own: TargetInfo | None = None
 
@@ -78,7 +78,7 @@ class ModelDrafter:
         return f"ModelDrafter({stock(self.model).__name__}, {self.options})"
 
     @classmethod
-    def of(cls, draft: Any) -> ModelDrafter:
+    def of(cls, draft: GenerativeModel | str | Path) -> ModelDrafter:
         """From a loaded model, or from a folder; a hub name is taken from the cache alone.
 
         Raises:
@@ -90,7 +90,7 @@ class ModelDrafter:
             raise ValueError(f"a draft model is a model of transformers, or its folder; got {type(draft).__name__}")
         return cls(unwrap(draft))  # of a model that hands the writing on, the one that writes
 
-    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> ModelDrafter:
+    def fit(self, target: TargetInfo, given: Options) -> ModelDrafter:
         """The same model with the user's options.
 
         Raises:
@@ -128,8 +128,6 @@ class ModelDrafter:
         """Nodes that it reads at once, at most: what a round kept and the pending one, or all but the last level."""
         o = self.options
         return max(2 + o.depth, 1 + (o.depth - 1) * o.width if o.tree == static_trees.DYNAMIC else self.nodes)
-
-    # -- reading -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def start(self, session: SessionView, target: Target, prompt: Prompt) -> DraftState:
@@ -229,7 +227,7 @@ def _filled(size: int, tokens: Tensor, depth: Tensor, ancestors: Tensor) -> tupl
     return pad(tokens, (0, missing)), pad(depth, (0, missing), value=1), pad(ancestors, (0, missing, 0, missing)) | own
 
 
-def _call(model: Any, given: Mapping[str, Any], prompt: Prompt) -> Call:
+def _call(model: GenerativeModel, given: Options, prompt: Prompt) -> Call:
     """The draft model's own preparations for the prompt of a call, up to its prefill; embeddings are the target's."""
     known = inspect.signature(model.forward).parameters
     ids = given.get("input_ids", given.get("inputs"))
@@ -238,14 +236,14 @@ def _call(model: Any, given: Mapping[str, Any], prompt: Prompt) -> Call:
     if ids is None or ids.shape[1] < prompt.ids.shape[1]:
         ids, inputs = prompt.ids, {"attention_mask": prompt.valid.long()}
     answers = max(1, len(prompt.ids) // len(ids))  # to each prompt; only those that are drawn may be several
-    found: Call = model.generate(
+    call: Call = model.generate(
         input_ids=_known(model, ids.to(model.device)), **inputs, num_return_sequences=answers, max_new_tokens=1,
         do_sample=answers > 1, custom_generate=as_call,
     )  # fmt: skip
-    return found
+    return call
 
 
-def _known(model: Any, ids: Tensor) -> Tensor:
+def _known(model: GenerativeModel, ids: Tensor) -> Tensor:
     """Ids that the draft model has an embedding of: the target may have more, for pictures or as padding."""
     return ids.clamp(max=embedding(model).weight.shape[0] - 1)
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from mmspec.pipelines.host.processors.grammar import Parse
-from mmspec.protocols import Drafter, Target
+from mmspec.protocols import Proposer, Target
 from mmspec.session import Row, Session
 from mmspec.tree import chain, from_parents
-from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt
+from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Tree
 
 ROOM = 16  # forced tokens of a round at most
+Lists = list[list[int]]  # of each row
+Forcing = tuple[int, list[int]]  # the node behind which tokens are forced, and these
 STEP = 4  # by which drafts become longer, so that there are few shapes
 
 
@@ -27,7 +28,7 @@ def parse_of(row: Row) -> Parse | None:
     return None if grammar is None else grammar.parse(row)
 
 
-def beside(drafter: Drafter, rows: Sequence[Row]) -> Any:
+def beside(drafter: Proposer, rows: Sequence[Row]) -> Proposer:
     """The drafter; with forced tokens beside its own where any of the rows has a grammar."""
     return Forced(drafter) if any(parse_of(row) is not None for row in rows) else drafter
 
@@ -39,24 +40,24 @@ class Forced:
     nodes keep their numbers and parents; what is forced stands behind them, or in a chain in their places.
     """
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Proposer) -> None:
         self.drafter = drafter
         self.features, self.nodes = drafter.features, drafter.nodes + ROOM
 
-    def start(self, session: Session, target: Target, prompt: Prompt) -> Any:
+    def start(self, session: Session, target: Target, prompt: Prompt) -> object:
         return self.drafter.start(session, target, prompt)
 
     def propose(self, session: Session, target: Target) -> Draft:
         draft = self.drafter.propose(session, target)
         tokens, parents = draft.tokens.tolist(), draft.tree.parents.tolist()
-        found = [_more(row, t, p) for row, t, p in zip(session.rows, tokens, parents, strict=True)]
-        if not any(forced for _, forced in found):
+        forced = [_more(row, t, p) for row, t, p in zip(session.rows, tokens, parents, strict=True)]
+        if not any(line for _, line in forced):
             return draft
-        return (_longer if draft.tree.is_chain else _branched)(draft, tokens, parents, found)
+        return (_longer if draft.tree.is_chain else _branched)(draft, tokens, parents, forced)
 
 
-def _more(row: Row, tokens: list[int], parents: list[int]) -> tuple[int, list[int]]:
-    """The node behind which tokens are forced, and these; the root before any other."""
+def _more(row: Row, tokens: list[int], parents: list[int]) -> Forcing:
+    """Of a row; the root before any other node."""
     parse, text = parse_of(row), row.tokens[row.start :]
     if parse is None:
         return 0, []
@@ -69,36 +70,34 @@ def _more(row: Row, tokens: list[int], parents: list[int]) -> tuple[int, list[in
     return node, parse.forced(text, ROOM)
 
 
-def _longer(draft: Draft, tokens: list[list[int]], parents: Any, found: list[tuple[int, list[int]]]) -> Draft:
+def _longer(draft: Draft, tokens: Lists, parents: Lists, forced: list[Forcing]) -> Draft:
     """A chain whose rows go on with what is forced there."""
-    most = max(node + 1 + len(forced) for node, forced in found)
+    most = max(node + 1 + len(line) for node, line in forced)
     size = len(tokens[0]) + -(-max(0, most - len(tokens[0])) // STEP) * STEP
-    lines = [[*t[: node + 1], *f] if f else t for t, (node, f) in zip(tokens, found, strict=True)]
-    return _made(draft, lines, chain(size, draft.tokens.device).expand(len(lines)), found)
+    lines = [[*t[: node + 1], *f] if f else t for t, (node, f) in zip(tokens, forced, strict=True)]
+    return _made(draft, lines, chain(size, draft.tokens.device).expand(len(lines)))
 
 
-def _branched(
-    draft: Draft, tokens: list[list[int]], parents: list[list[int]], found: list[tuple[int, list[int]]]
-) -> Draft:
+def _branched(draft: Draft, tokens: Lists, parents: Lists, forced: list[Forcing]) -> Draft:
     """A tree with what is forced as a branch, alone where it begins at the root."""
     N = len(tokens[0])
-    more = -(-max(len(forced) for _, forced in found) // STEP) * STEP
+    more = -(-max(len(line) for _, line in forced) // STEP) * STEP
     lines, above = [], []
-    for t, p, (node, forced) in zip(tokens, parents, found, strict=True):
-        own = [t[0], *[NO_TOKEN] * (N - 1)] if forced and node == 0 else t
-        lines.append([*own, *forced])
+    for t, p, (node, line) in zip(tokens, parents, forced, strict=True):
+        own = [t[0], *[NO_TOKEN] * (N - 1)] if line and node == 0 else t
+        lines.append([*own, *line])
         above.append([*p, *([node, *range(N, N + more - 1)])])
-    return _made(draft, lines, from_parents(torch.tensor(above, device=draft.tokens.device), N + more), found)
+    return _made(draft, lines, from_parents(torch.tensor(above, device=draft.tokens.device), N + more))
 
 
-def _made(draft: Draft, lines: list[list[int]], tree: Any, found: list[tuple[int, list[int]]]) -> Draft:
+def _made(draft: Draft, lines: Lists, tree: Tree) -> Draft:
     rows = [[*line, *[NO_TOKEN] * (tree.size - len(line))] for line in lines]
     tokens = torch.tensor(rows, device=draft.tokens.device)
-    q = None if draft.q is None else Categorical(_points(draft, tokens, found))
+    q = None if draft.q is None else Categorical(_points(draft, tokens))
     return replace(draft, tokens=tokens, tree=tree, q=q)
 
 
-def _points(draft: Draft, tokens: Tensor, found: list[tuple[int, list[int]]]) -> Tensor:
+def _points(draft: Draft, tokens: Tensor) -> Tensor:
     """Logits of q [B, N, V]: as they were, and point masses on what is new."""
     assert draft.q is not None and draft.q.logits is not None
     logits = pad(draft.q.logits, (0, 0, 0, tokens.shape[1] - draft.tokens.shape[1]))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec.compile import capture
+from mmspec.config import Options
 from mmspec.drafters import prune
 from mmspec.drafters.feature import FeatureDrafter, FeatureMemory, PassThroughMemory, prompt_stats
 from mmspec.drafters.growth import head_of
@@ -22,9 +23,11 @@ from mmspec.drafters.trained import placed
 from mmspec.pipelines.drafters import mtp_files
 from mmspec.pipelines.host import tree_attention
 from mmspec.pipelines.host.assisted import drafted
-from mmspec.pipelines.host.decoder import decoder, head
+from mmspec.pipelines.host.decoder import decoder
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.mtp import MtpHeads
 from mmspec.pipelines.host.names import CACHE
+from mmspec.pipelines.host.readable import head_shape
 from mmspec.pipelines.target.masks import additive
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.ragged_cache import Lengths, RaggedBuffer
@@ -35,18 +38,12 @@ DEPTH = 4  # of what one head drafts, where the model's generation_config names 
 
 @dataclass(frozen=True)
 class MtpConfig:
-    """What the drafting around the heads has to know of them.
+    """What the drafting around the heads has to know of them."""
 
-    Attributes:
-        hidden, vocab: of the target.
-        heads: K, how many tokens ahead they were trained for.
-        shape: how it recommends to draft.
-    """
-
-    hidden: int
-    vocab: int
-    heads: int
-    shape: Shape
+    hidden: int  # of the target
+    vocab: int  # likewise
+    heads: int  # K, how many tokens ahead they were trained for
+    shape: Shape  # how it recommends to draft
     features: tuple[int, ...] = (FINAL,)
 
 
@@ -76,13 +73,12 @@ class HeadMemory(FeatureMemory):
         return (*self.layers, self.stood)
 
     def select(self, rows: Tensor) -> HeadMemory:
-        kept: Any = super().select(rows)
-        return replace(kept, places=self.places[rows], first=self.first[rows])
+        return replace(cast(HeadMemory, super().select(rows)), places=self.places[rows], first=self.first[rows])
 
-    def join(self, other: Any) -> HeadMemory:
-        both: Any = super().join(other)
+    def join(self, other: FeatureMemory) -> HeadMemory:
+        assert isinstance(other, HeadMemory)
         places, first = torch.cat([self.places, other.places]), torch.cat([self.first, other.first])
-        return replace(both, places=places, first=first)
+        return replace(cast(HeadMemory, super().join(other)), places=places, first=first)
 
     def ids(self, rows: Tensor) -> Tensor:
         """Position ids [B, A, n] of rows [B, n]."""
@@ -93,7 +89,7 @@ class HeadMemory(FeatureMemory):
         return [self.positions, self.places]
 
     @contextmanager
-    def passing(self, state: Sequence[Tensor]) -> Iterator[Any]:
+    def passing(self, state: Sequence[Tensor]) -> Iterator[_PassThroughHeads]:
         empty = _PassThroughHeads(*state)
         with capture.Cut(empty, masked=False):
             yield empty
@@ -125,10 +121,10 @@ class _PassThroughHeads(PassThroughMemory):
 class _Room:
     """What stands for a cache where a stock layer wants one: it appends to a memory's slots."""
 
-    layers: tuple[Any, ...]  # a RaggedBuffer of each
+    layers: Sequence[RaggedBuffer | _PassThroughHeads]
     at: Lengths
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         return self.layers[layer].append(keys, values, self.at)
 
 
@@ -138,7 +134,7 @@ class _Grown:
     def __init__(self) -> None:
         self.held: list[tuple[Tensor, Tensor]] = []
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         self.held.append((keys, values))
         both = [torch.cat(each, 2) for each in zip(*self.held, strict=True)]
         return both[0], both[1]
@@ -168,7 +164,7 @@ class MtpDrafter(FeatureDrafter):
         self.by_kind = "layer_type" in inspect.signature(heads.rotary.forward).parameters if heads.rotary else False
 
     @classmethod
-    def of_model(cls, model: Any, where: Path | None = None) -> MtpDrafter:
+    def of_model(cls, model: GenerativeModel, where: Path | None = None) -> MtpDrafter:
         """The heads in the files that a model was loaded from, or those in the folder `where`.
 
         Raises:
@@ -181,24 +177,24 @@ class MtpDrafter(FeatureDrafter):
                 f"the heads of {type(model).__name__} have {', '.join(strange)} layers, which keep a state beside keys "
                 "and values; drafter='mtp' knows full and sliding attention. Use drafter='ngram'"
             )
-        return cls(heads, head(model).weight.shape[0], heads.hidden, drafted(model) or DEPTH)
+        return cls(heads, head_shape(model)[0], heads.hidden, drafted(model) or DEPTH)
 
     @classmethod
     def untrained(cls, model: Any) -> MtpDrafter:
         """A head to be trained for a model: the one that it ships with, or else a new one."""
         if mtp_files.found(model):
             return cls.of_model(model)
-        return cls(MtpHeads(model, 1), head(model).weight.shape[0], decoder(model).config.hidden_size)
+        return cls(MtpHeads(model, 1), head_shape(model)[0], decoder(model).config.hidden_size)
 
     @property
-    def block(self) -> Any:  # type: ignore[override]
+    def block(self) -> MtpHeads:  # type: ignore[override]
         return self.heads
 
     @property
     def capturable(self) -> bool:
         return self.nodes > 1 and self.plain and self.heads.attention == "sdpa"
 
-    def fit(self, target: TargetInfo, given: Mapping[str, Any]) -> MtpDrafter:
+    def fit(self, target: TargetInfo, given: Options) -> MtpDrafter:
         """The same heads with the user's options, on the target's device.
 
         Raises:
@@ -244,7 +240,7 @@ class MtpDrafter(FeatureDrafter):
             masks.append(own)
         return outputs
 
-    def at_level(self, f: Tensor, level: Any) -> Tensor:
+    def at_level(self, f: Tensor, level: int | Tensor) -> Tensor:
         return f.unflatten(-1, (self.config.heads, -1))[..., min(level, self.config.heads - 1), :]
 
     def settle(self, memory: FeatureMemory, f: Tensor) -> None:
@@ -270,16 +266,9 @@ class MtpDrafter(FeatureDrafter):
         nothing = valid.new_zeros(B, 0)
         slots, stood, *more = (RaggedBuffer(n + 257) for _ in range(self.config.heads + 1))
         first = 1 - L + (~prompt.valid).sum(1)
+        places = ids[..., -2:].contiguous()
         memory = HeadMemory(
-            slots,
-            zero,
-            zero.device,
-            nothing,
-            False,
-            more=tuple(more),
-            stood=stood,
-            places=ids[..., -2:].contiguous(),
-            first=first,
+            slots, zero, zero.device, nothing, False, more=tuple(more), stood=stood, places=places, first=first
         )
         if self.config.heads > 1:
             memory.context = embeds.new_zeros(B, 1, (self.config.heads - 1) * self.config.hidden)
@@ -337,18 +326,14 @@ class MtpDrafter(FeatureDrafter):
         return torch.cat(made, -1)
 
     def _head(
-        self, k: int, embeds: Tensor, before: Tensor, positions: Tensor, mask: Any, room: _Room | _Grown
+        self, k: int, embeds: Tensor, before: Tensor, positions: Tensor, mask: Tensor | None, room: _Room | _Grown
     ) -> Tensor:
         rotary, kind = self.heads.rotary, {"layer_type": self.kinds[k]} if self.by_kind else {}
         turned = positions[1:] if positions.dim() == 3 and len(positions) == 4 else positions  # Qwen counts tokens, too
         return self.heads.layers[k](
-            embeds,
-            before,
-            position_embeddings=None if rotary is None else rotary(embeds, turned, **kind),
-            attention_mask=mask,
-            position_ids=positions if positions.dim() == 2 else positions[0],
-            **{CACHE: room},
-        )
+            embeds, before, position_embeddings=None if rotary is None else rotary(embeds, turned, **kind),
+            attention_mask=mask, position_ids=positions if positions.dim() == 2 else positions[0], **{CACHE: room},
+        )  # fmt: skip
 
     def _mask(self, visible: Tensor | None, rows: Tensor, stood: Tensor | None, first: Tensor, k: int) -> Tensor | None:
         """[B, 1, n, T] for head k, whose first k rows of a text have nothing to read, and whose window may be short."""

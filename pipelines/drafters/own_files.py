@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mmspec.checkpoints.files import CONFIG, INDEX, WEIGHTS, index_of
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.names import origin
 
+T = TypeVar("T")
 
-def folder(model: Any) -> Path | None:
+
+def folder(model: GenerativeModel) -> Path | None:
     """The folder that a model was loaded from, also where it lies in the hub's cache; None: it is not on this machine.
 
     Nothing is downloaded.
@@ -26,10 +29,10 @@ def folder(model: Any) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(name, CONFIG, revision=revision)
+        file = try_to_load_from_cache(name, CONFIG, revision=revision)
     except HFValidationError:  # no name of the hub
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(file).parent if isinstance(file, str) else None
 
 
 def keys(where: Path) -> dict[str, Path]:
@@ -46,7 +49,7 @@ def keys(where: Path) -> dict[str, Path]:
     return dict.fromkeys(_opened(alone, lambda file: list(file.keys())), alone)
 
 
-def tensors(found: dict[str, Path]) -> dict[str, Tensor]:
+def tensors(files: dict[str, Path]) -> dict[str, Tensor]:
     """The tensors of these names, each from its file.
 
     Raises:
@@ -54,19 +57,19 @@ def tensors(found: dict[str, Path]) -> dict[str, Tensor]:
         ValueError: a damaged file, or one that has not what the index says.
     """
     out: dict[str, Tensor] = {}
-    for path in sorted(set(found.values())):
-        names = [key for key, at in found.items() if at == path]
+    for path in sorted(set(files.values())):
+        names = [key for key, at in files.items() if at == path]
         if not path.is_file():
             raise FileNotFoundError(f"{INDEX} lists {path.name}, which {path.parent} does not hold; fetch it")
         out.update(_opened(path, partial(_some, names)))
     return out
 
 
-def _some(names: list[str], file: Any) -> dict[str, Tensor]:
+def _some(names: list[str], file: safe_open) -> dict[str, Tensor]:
     return {key: file.get_tensor(key) for key in names}
 
 
-def _opened(path: Path, read: Callable[[Any], Any]) -> Any:
+def _opened(path: Path, read: Callable[[safe_open], T]) -> T:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return read(file)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
+from torch import Tensor
 
 OUTPUTS = ("pil", "pt", "np", "latent")
+Pictures = list[Image.Image] | Tensor | np.ndarray  # of the first three kinds; tokens for the last
+Generators = torch.Generator | list[torch.Generator] | tuple[torch.Generator, ...] | None
+Labels = int | str | Sequence[int | str] | Tensor | np.ndarray  # of classes
 
 
-def class_ids(given: Any, classes: int, names: Mapping[str, int] | None = None) -> list[int]:
+def class_ids(given: Labels, classes: int, names: Mapping[str, int] | None = None) -> list[int]:
     """The numbers of one or several classes, given by number or by name.
 
     Raises:
         ValueError: a name that is not known, or no number of a class.
     """
-    found = given.reshape(-1).tolist() if hasattr(given, "reshape") else given  # a tensor or an array
-    known, found = names or {}, [found] if isinstance(found, (int, float, str)) else list(found)
-    ids = [known.get(one, one) if isinstance(one, str) else one for one in found]
+    plain: Any = given.reshape(-1).tolist() if hasattr(given, "reshape") else given  # a tensor or an array
+    known, each = names or {}, [plain] if isinstance(plain, (int, float, str)) else list(plain)
+    ids = [known.get(one, one) if isinstance(one, str) else one for one in each]
     wrong = [one for one in ids if one not in range(classes)]
     if wrong or not ids:
         may = "names in id2label or numbers" if known else "numbers"
@@ -26,7 +32,7 @@ def class_ids(given: Any, classes: int, names: Mapping[str, int] | None = None) 
     return [int(one) for one in ids]
 
 
-def seeds(generator: Any, rows: int) -> list[int]:
+def seeds(generator: Generators, rows: int) -> list[int]:
     """A seed per picture, drawn from its own generator or from the common one."""
     if isinstance(generator, (list, tuple)):
         if len(generator) != rows:

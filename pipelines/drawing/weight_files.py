@@ -7,12 +7,14 @@ import pickle
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmspec.checkpoints.files import read_tensors
+
+T = TypeVar("T", bound=nn.Module)
 
 
 def tensors_in(path: Path, containers: Sequence[str], of: str, allow_pickle: bool = False) -> dict[str, Tensor]:
@@ -30,7 +32,7 @@ def tensors_in(path: Path, containers: Sequence[str], of: str, allow_pickle: boo
         ValueError: damaged, not a checkpoint, or one that needs `allow_pickle`.
     """
     whole = path.is_dir() or path.suffix == ".safetensors"
-    content: Any = read_tensors(path) if whole else _unpickled(path, allow_pickle)
+    content: object = read_tensors(path) if whole else _unpickled(path, allow_pickle)
     for name in containers:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
             content = content[name]
@@ -43,7 +45,7 @@ def tensors_in(path: Path, containers: Sequence[str], of: str, allow_pickle: boo
     return dict(content)
 
 
-def _unpickled(path: Path, allow_pickle: bool) -> Any:
+def _unpickled(path: Path, allow_pickle: bool) -> object:
     try:
         with torch.serialization.safe_globals([argparse.Namespace] if allow_pickle else []):
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -59,7 +61,7 @@ def _unpickled(path: Path, allow_pickle: bool) -> Any:
         raise ValueError(f"{path.name} is damaged or cut short ({error}); fetch it again") from error
 
 
-def filled(kind: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+def filled(kind: type[T], config: Mapping[str, object], tensors: dict[str, Tensor]) -> T:
     """A model of this configuration holding exactly these tensors."""
     with torch.device("meta"):
         expected = kind(**config).state_dict()
@@ -85,7 +87,7 @@ def listed(names: list[str], most: int = 12) -> str:
 
 def count(tensors: Mapping[str, Tensor], pattern: str) -> int:
     """How many numbers stand at that place of a name."""
-    return len({found[1] for key in tensors if (found := re.match(pattern, key))})
+    return len({match[1] for key in tensors if (match := re.match(pattern, key))})
 
 
 def need(tensors: Mapping[str, Tensor], of: str, *names: str) -> None:

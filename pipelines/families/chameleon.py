@@ -14,6 +14,7 @@ from mmspec.pipelines.host.call import Call, calling, picture
 from mmspec.pipelines.host.exotic import pictures
 from mmspec.pipelines.host.forward import Read
 from mmspec.pipelines.host.hooks import stock
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.processors import followed
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.patching.handle import Patch
@@ -28,23 +29,16 @@ _BEGIN, _END = "<racm3:break>", "<eoss>"  # what the family calls the marks arou
 
 @dataclass(frozen=True)
 class PictureTokens:
-    """What a picture looks like as tokens: its beginning where the prompt does not end with one, the codes, its end.
+    """What a picture looks like as tokens: its beginning where the prompt does not end with one, the codes, its end."""
 
-    Attributes:
-        head: tokens before the first code, 0 or 1.
-        side: rows, and columns.
-        begin, end: ids of the marks.
-        codes: ids of the picture tokens, [K].
-    """
-
-    head: int
-    side: int
-    begin: int
-    end: int
-    codes: Tensor
+    head: int  # tokens before the first code, 0 or 1
+    side: int  # rows, and columns
+    begin: int  # id of the mark
+    end: int  # likewise
+    codes: Tensor  # ids of the picture tokens, [K]
 
     @classmethod
-    def of(cls, model: Any, ids: Tensor) -> PictureTokens:
+    def of(cls, model: GenerativeModel, ids: Tensor) -> PictureTokens:
         """For prompts [B, L].
 
         Raises:
@@ -78,8 +72,8 @@ class PictureTokens:
 class ChameleonTarget(VlmTarget):
     """The model with its head read directly."""
 
-    def _logits(self, out: Any, read: Read) -> Tensor:
-        return self.output(read.final).to(self.device)
+    def _logits(self, out: object, read: Read) -> Tensor:
+        return self.logits(read.final).to(self.device)
 
     def _grid(self, read: Read) -> tuple[int, int] | None:
         drawn = picture(PictureTokens)
@@ -95,7 +89,7 @@ class ChameleonPatch(DecoderOnlyPatch):
     stock, so none can fall back to it.
     """
 
-    def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def generate(self, inputs: Tensor | None = None, *args: object, **kwargs: Any) -> object:  # type: ignore[override]
         mode = kwargs.pop("multimodal_generation_mode", "text-only")
         if mode not in MODES:
             raise ValueError(f"multimodal_generation_mode must be one of {', '.join(MODES)}; got {mode!r}")
@@ -117,7 +111,7 @@ class Chameleon(DecoderOnly):
     mixin = ChameleonPatch
     guided = True
 
-    def target(self, model: Any, features: tuple[int, ...], guidance: Guidance | None) -> VlmTarget:
+    def target(self, model: GenerativeModel, features: tuple[int, ...], guidance: Guidance | None) -> VlmTarget:
         return (VlmTarget if picture(PictureTokens) is None else ChameleonTarget)(model, features, guidance)
 
     def request(self, request: Request) -> Request:
@@ -138,5 +132,5 @@ class Chameleon(DecoderOnly):
             )
         super().decline(patch, why)
 
-    def codebook(self, model: Any) -> Tensor:
+    def codebook(self, model: GenerativeModel) -> Tensor:
         return pictures.chameleon(model)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from mmspec.compile.version import unchanging
@@ -12,6 +10,7 @@ from mmspec.pipelines.host import devices, quantized, renamed
 from mmspec.pipelines.host.call import Call, calling, current
 from mmspec.pipelines.host.decoder import decoder, embedding
 from mmspec.pipelines.host.hooks import Taps, stock
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.loops import like_generate, loops, reached
 from mmspec.pipelines.host.model import HostModel
 from mmspec.pipelines.host.names import by_name, origin, translated
@@ -30,12 +29,12 @@ from mmspec.protocols import TargetInfo
 from mmspec.rules import Rule, only
 
 
-def _keeps(model: Any) -> bool:
+def _keeps(model: GenerativeModel) -> bool:
     patch = Patch.of(model)
     return patch is not None and patch.prefixes is not None
 
 
-def _run(model: Any, call: Call) -> tuple[Any, ...]:
+def _run(model: GenerativeModel, call: Call) -> tuple[object, ...]:
     patch, now = Patch.of(model), current.get()
     if patch is None:  # disabled since this call began
         return ()
@@ -52,7 +51,7 @@ def _run(model: Any, call: Call) -> tuple[Any, ...]:
     return ()
 
 
-def _leave(model: Any, beams: bool) -> None:
+def _leave(model: GenerativeModel, beams: bool) -> None:
     if (patch := Patch.of(model)) is not None:
         why = "this kind of assisted decoding (early exit, other tokens) drafts by itself"
         patch.family.decline(patch, Obstacle(BEAMS if beams else why))
@@ -68,7 +67,7 @@ class DecoderOnlyPatch(loops(_run, _leave, _keeps)):  # type: ignore[misc]
     _mmspec_patch: Patch
 
     @like_generate
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: object, **kwargs: object) -> object:
         args, kwargs = by_name(stock(self).generate, args, translated(kwargs))
         custom = kwargs.get("custom_generate")
         if callable(custom) and not str(getattr(custom, "__module__", "")).startswith("mmspec."):
@@ -78,18 +77,18 @@ class DecoderOnlyPatch(loops(_run, _leave, _keeps)):  # type: ignore[misc]
             patch, kwargs = assisted.patch_for(self, patch, drafts[0]), drafts[1]
         given = {**dict(zip(("inputs",), args, strict=False)), **kwargs}
         with calling(given=given, patch=patch, reached=False) as call:
-            found = super().generate(*args, **kwargs)  # type: ignore[misc]
+            answer = super().generate(*args, **kwargs)  # type: ignore[misc]
         if patch is not None and custom is None and not call.reached:
             patch.say(f"mmspec had no part in this call: generate did not come to the loop it replaces. {advice()}")
-        return found
+        return answer
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+    def init_continuous_batching(self, *args: object, **kwargs: object) -> object:
         """What stock's `generate_batch` begins with, and `generate` where it hands over to that."""
         reached()
         self._say("mmspec does not accelerate generate_batch, whose cache is its own; ContinuousBatcher does")
         return stock(self).init_continuous_batching(self, *args, **kwargs)
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+    def save_pretrained(self, *args: object, **kwargs: object) -> object:
         from mmspec.pipelines.drafters.mtp import MtpDrafter
 
         patch = Patch.of(self)
@@ -105,16 +104,16 @@ class DecoderOnlyPatch(loops(_run, _leave, _keeps)):  # type: ignore[misc]
             patch.say(what)
 
 
-class DecoderOnly(Family):
+class DecoderOnly(Family[GenerativeModel]):
     """Decoder-only models of transformers, with or without pictures."""
 
     mixin = DecoderOnlyPatch
 
-    def taps(self, model: Any, features: tuple[int, ...]) -> Taps:
+    def taps(self, model: GenerativeModel, features: tuple[int, ...]) -> Taps:
         return taps(model, features)
 
-    def embeddings(self, model: Any) -> Tensor | None:
-        table: Tensor = embedding(model).weight
+    def embeddings(self, model: GenerativeModel) -> Tensor | None:
+        table = embedding(model).weight
         return table if len(table) == self.describe(model).vocab else None
 
     def rule(self, named: Rule, call: Call) -> Rule:
@@ -122,14 +121,14 @@ class DecoderOnly(Family):
         tokens = None if named.lossless else followed.picture_tokens(call.logits_processor)
         return named if tokens is None else only(named, tokens)
 
-    def target(self, model: Any, features: tuple[int, ...], guidance: Guidance | None) -> VlmTarget:
+    def target(self, model: GenerativeModel, features: tuple[int, ...], guidance: Guidance | None) -> VlmTarget:
         patch = Patch.of(model)
         return VlmTarget(model, features, guidance, None if patch is None else patch.prefixes)
 
-    def unsupported(self, model: Any) -> str | None:
+    def unsupported(self, model: GenerativeModel) -> str | None:
         return unsupported(model) or quantized.shared_scale(model)
 
-    def note(self, model: Any) -> str | None:
+    def note(self, model: GenerativeModel) -> str | None:
         host = HostModel.of(model)
         instead, name = host.instead, host.attention
         if instead is None:
@@ -140,17 +139,11 @@ class DecoderOnly(Family):
             f"{name!r} for all else, and after mmspec.disable"
         )
 
-    def describe(self, model: Any) -> TargetInfo:
-        """What a drafter has to fit."""
+    def describe(self, model: GenerativeModel) -> TargetInfo:
         table, (vocab, hidden) = embedding(model), head_shape(model)
         ends = model.generation_config.eos_token_id
         return TargetInfo(
-            name=origin(model)[0] or type(model).__name__,
-            vocab=vocab,
-            hidden=hidden,
-            embedding=table.weight.shape[-1],
-            layers=len(decoder(model).layers),
-            device=devices.execution(table),
-            dtype=model.dtype,
+            name=origin(model)[0] or type(model).__name__, vocab=vocab, hidden=hidden, embedding=table.weight.shape[-1],
+            layers=len(decoder(model).layers), device=devices.execution(table), dtype=model.dtype,
             ends=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
-        )
+        )  # fmt: skip

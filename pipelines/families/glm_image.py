@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -12,6 +10,7 @@ from mmspec.pipelines.host.exotic import pictures
 from mmspec.pipelines.host.exotic.glm_image import Listing
 from mmspec.pipelines.host.forward import Read
 from mmspec.pipelines.host.hooks import Taps
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.target.state import Listed, Onward, Places
 from mmspec.pipelines.target.vlm import VlmTarget
@@ -39,11 +38,11 @@ class GlmTarget(VlmTarget):
 class GlmImage(DecoderOnly):
     drafter = "jacobi"
 
-    def target(self, model: Any, features: tuple[int, ...], guidance: Guidance | None) -> GlmTarget:
+    def target(self, model: GenerativeModel, features: tuple[int, ...], guidance: Guidance | None) -> GlmTarget:
         return GlmTarget(model, features, guidance)
 
-    def taps(self, model: Any, features: tuple[int, ...]) -> Taps:
+    def taps(self, model: GenerativeModel, features: tuple[int, ...]) -> Taps:
         return Taps([*super().taps(model, features).wanted, (model.model, Listing, {})])
 
-    def codebook(self, model: Any) -> Tensor:
+    def codebook(self, model: GenerativeModel) -> Tensor:
         return pictures.glm_image(model)

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from mmspec.compile.version import unchanging
+from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.pipelines.families.decoder_only import DecoderOnly, DecoderOnlyPatch
 from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.call import Call, output
 from mmspec.pipelines.host.exotic import janus
 from mmspec.pipelines.host.exotic.janus import Prepared
 from mmspec.pipelines.host.forward import Read, reading
+from mmspec.pipelines.host.kinds import GenerativeModel, Mask, ModelOutput
+from mmspec.pipelines.host.processors.table import LogitsProcessorList
 from mmspec.pipelines.host.vision import media
 from mmspec.pipelines.patching import drafting, obstacles
 from mmspec.pipelines.patching.generate import rounds, row_seeds
@@ -35,8 +38,9 @@ class JanusPatch(janus.UpToTheLoop, DecoderOnlyPatch):
     """Text goes the ordinary way; for pictures stock prepares the arguments, and leaves its loop to a session."""
 
     def generate(  # type: ignore[override]  # stock's own arguments
-        self, inputs: Any = None, attention_mask: Any = None, logits_processor: Any = None, **kwargs: Any
-    ) -> Any:
+        self, inputs: Tensor | None = None, attention_mask: Tensor | None = None,
+        logits_processor: LogitsProcessorList | None = None, **kwargs: object,
+    ) -> object:  # fmt: skip
         given, patch = (inputs, attention_mask, logits_processor), Patch.of(self)
         if patch is None or kwargs.get("generation_mode", "text") != "image":
             return DecoderOnlyPatch.generate(self, *janus.own(*given), **kwargs)
@@ -52,7 +56,7 @@ class JanusPatch(janus.UpToTheLoop, DecoderOnlyPatch):
         return janus.stock_generate(self, *given, **kwargs)
 
 
-def _obstacle(model: Any, patch: Patch, ready: Prepared) -> Obstacle | None:
+def _obstacle(model: GenerativeModel, patch: Patch, ready: Prepared) -> Obstacle | None:
     """Why these pictures have to be drawn on the stock path, or None."""
     config = ready.config
     if ready.owns_cache:
@@ -67,7 +71,7 @@ def _obstacle(model: Any, patch: Patch, ready: Prepared) -> Obstacle | None:
     return obstacles.now(model, config, len(ready.ids)) or _unfit(model, patch)
 
 
-def _unfit(model: Any, patch: Patch) -> Obstacle | None:
+def _unfit(model: GenerativeModel, patch: Patch) -> Obstacle | None:
     """Why the drafter is for text only, or None."""
     try:
         patch.drafter.fit(_describe_pictures(model), patch.given)
@@ -82,7 +86,7 @@ class JanusTarget(VlmTarget):
     def embed(self, ids: Tensor) -> Tensor:
         return self.model.prepare_embeddings_for_image_generation(ids).to(ids.device)
 
-    def logits(self, hidden: Tensor, vocab: Any = None) -> Tensor:
+    def logits(self, hidden: Tensor, vocab: DraftVocab | None = None) -> Tensor:
         return janus.head(self.model, hidden)
 
     def prefill(  # type: ignore[override]  # what stock prepares for pictures
@@ -113,14 +117,14 @@ class JanusTarget(VlmTarget):
         end, root = None if hidden is None else hidden[:, -1:], lone(prompt.ids[:, -1:])
         return prompt, self.scores(self._logits(out, read)[:, -1:], session, root, end)
 
-    def _forward(self, state: State, ids: Tensor, places: Tensor, mask: Any) -> Any:
+    def _forward(self, state: State, ids: Tensor, places: Tensor, mask: Mask) -> Tensor:
         return janus.step(self.model, self.embed(ids), places, mask, state.cache)
 
     def _logits(self, out: Any, read: Read) -> Tensor:
         return self.logits(out).to(self.device)
 
 
-def _draw(model: Any, patch: Patch, ready: Prepared) -> Any:
+def _draw(model: GenerativeModel, patch: Patch, ready: Prepared) -> Tensor | ModelOutput:
     """What stock's image mode returns."""
     config = ready.config
     patch.fitting(model)  # whose drafter is the one to fit
@@ -145,12 +149,10 @@ def _draw(model: Any, patch: Patch, ready: Prepared) -> Any:
         noise.close(limit)
     patch.book(stats)
     sequences = torch.tensor([row.tokens for row in rows], dtype=ready.ids.dtype, device=ready.ids.device)
-    if not config.return_dict_in_generate:
-        return sequences
-    return output(sequences)
+    return output(sequences) if config.return_dict_in_generate else sequences
 
 
-def _describe_pictures(model: Any) -> TargetInfo:
+def _describe_pictures(model: GenerativeModel) -> TargetInfo:
     """What a drafter has to fit in image mode: the head for codes."""
     return replace(DecoderOnly().describe(model), vocab=janus.codes(model), ends=None)
 
@@ -164,8 +166,8 @@ class Janus(DecoderOnly):
         """A relaxed rule is for pictures: text stays exact."""
         return exact
 
-    def embeddings(self, model: Any) -> None:
+    def embeddings(self, model: GenerativeModel) -> None:
         """Codes enter through a table and an aligner of their own."""
 
-    def codebook(self, model: Any) -> Tensor:
+    def codebook(self, model: GenerativeModel) -> Tensor:
         return janus.codebook(model)

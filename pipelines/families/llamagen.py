@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from mmspec.pipelines.host import devices
 from mmspec.pipelines.host.forward import Tap
 from mmspec.pipelines.host.hooks import Taps, stock
 from mmspec.pipelines.host.names import origin
-from mmspec.pipelines.llamagen.pipeline import DecodingPlan
+from mmspec.pipelines.llamagen.pipeline import DecodingPlan, LlamaGenPipeline
 from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.protocols import TargetInfo
@@ -33,34 +32,35 @@ class LlamaGenPatch:
             patch.fitting(self), patch.rule, patch.config.reproducible, patch.config.compile, patch.book
         )
 
-    def _rounds(self, *args: Any) -> Iterator[Session]:
+    def _rounds(self, *args: object) -> Iterator[Session]:
         patch = Patch.of(self)
         with nullcontext() if patch is None else patch.running(self):
             yield from stock(self)._rounds(self, *args)
 
 
-class LlamaGen(Family):
+class LlamaGen(Family[LlamaGenPipeline]):
     """`compile` captures the forward alone."""
 
     mixin = LlamaGenPatch
     drafter = "jacobi"
     captures_drafts = False
 
-    def describe(self, model: Any) -> TargetInfo:
+    def describe(self, model: LlamaGenPipeline) -> TargetInfo:
         transformer = model.transformer
         c = transformer.config
-        name = str(origin(model)[0] or type(model).__name__)
-        where = devices.execution(transformer)
-        wide = {"hidden": c.dim, "embedding": c.dim, "grid": c.grid, "rope_theta": c.rope_base}
-        return TargetInfo(name, c.vocab, layers=c.num_layers, device=where, dtype=transformer.dtype, **wide)
+        name, where = str(origin(model)[0] or type(model).__name__), devices.execution(transformer)
+        return TargetInfo(
+            name, c.vocab, hidden=c.dim, embedding=c.dim, layers=c.num_layers, device=where, dtype=transformer.dtype,
+            grid=c.grid, rope_theta=c.rope_base,
+        )  # fmt: skip
 
-    def codebook(self, model: Any) -> Tensor:
+    def codebook(self, model: LlamaGenPipeline) -> Tensor:
         """[V, c], the vectors that the tokens stand for."""
-        return model.vqvae.codebook()  # type: ignore[no-any-return]
+        return model.vqvae.codebook()
 
-    def embeddings(self, model: Any) -> Tensor:
-        return model.transformer.tok_embeddings.weight  # type: ignore[no-any-return]
+    def embeddings(self, model: LlamaGenPipeline) -> Tensor:
+        return model.transformer.tok_embeddings.weight
 
-    def taps(self, model: Any, features: tuple[int, ...]) -> Taps:
+    def taps(self, model: LlamaGenPipeline, features: tuple[int, ...]) -> Taps:
         layers = model.transformer.layers
         return Taps((layers[i], Tap, {"_mmspec_layer": i}) for i in features if i >= 0)

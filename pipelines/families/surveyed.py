@@ -2,104 +2,55 @@
 
 VERSION = "5.24.0"  # of transformers
 
-# class -> why `enable` refuses it, or None: token-identical to stock `generate`
-FOUND: dict[str, str | None] = {
-    "AriaForConditionalGeneration": None,
-    "AyaVisionForConditionalGeneration": None,
-    "Blip2ForConditionalGeneration": None,
+# classes that are token-identical to stock `generate`
+_SAME = """
+    AriaForConditionalGeneration AyaVisionForConditionalGeneration Blip2ForConditionalGeneration
+    ChameleonForConditionalGeneration Cohere2VisionForConditionalGeneration CohereCompassForConditionalGeneration
+    Cosmos3EdgeForConditionalGeneration Cosmos3OmniForConditionalGeneration DeepseekOcr2ForConditionalGeneration
+    DeepseekVLForConditionalGeneration DeepseekVLHybridForConditionalGeneration Dots3NoteForConditionalGeneration
+    Emu3ForConditionalGeneration Ernie4_5_VLMoeForConditionalGeneration Exaone4_5_ForConditionalGeneration
+    FastVlmForConditionalGeneration FuyuForCausalLM Gemma3ForConditionalGeneration Gemma3nForConditionalGeneration
+    Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration Glm46VForConditionalGeneration
+    Glm4vForConditionalGeneration Glm4vMoeForConditionalGeneration Glm5NextForConditionalGeneration
+    GlmOcrForConditionalGeneration GotOcr2ForConditionalGeneration Granite4VisionForConditionalGeneration
+    GraniteDoclingForConditionalGeneration HunYuanVLForConditionalGeneration HyperCLOVAXVisionV2ForConditionalGeneration
+    Idefics2ForConditionalGeneration Idefics3ForConditionalGeneration IdeficsForVisionText2Text
+    Inkling2ForConditionalGeneration InklingForConditionalGeneration InstructBlipForConditionalGeneration
+    InstructBlipVideoForConditionalGeneration InternVLForConditionalGeneration JanusForConditionalGeneration
+    Kimi_K25ForConditionalGeneration Kosmos2_5ForConditionalGeneration Lfm2VlForConditionalGeneration
+    Lfm3VlForConditionalGeneration LightOnOcrForConditionalGeneration LlavaForConditionalGeneration
+    LlavaNextForConditionalGeneration LlavaNextVideoForConditionalGeneration LlavaOnevisionForConditionalGeneration
+    MiniCPMOcrForConditionalGeneration MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration
+    MiniMaxM3SparseForConditionalGeneration Mistral3ForConditionalGeneration Mistral4ForCausalLM
+    MistralLarge4ForConditionalGeneration MllamaForConditionalGeneration Molmo2ForConditionalGeneration
+    MuseGlimmerForConditionalGeneration MuseSparkForConditionalGeneration NemotronH_Omni_Reasoning_V3
+    Ovis2ForConditionalGeneration PaddleOCRVLForConditionalGeneration PaliGemmaForConditionalGeneration
+    PerceptionLMForConditionalGeneration Phi4MultimodalForCausalLM QianfanOCRForConditionalGeneration
+    Qwen2VLForConditionalGeneration Qwen2_5OmniForConditionalGeneration Qwen2_5OmniThinkerForConditionalGeneration
+    Qwen2_5_VLForConditionalGeneration Qwen3OmniMoeForConditionalGeneration Qwen3OmniMoeThinkerForConditionalGeneration
+    Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration Qwen3_5ForConditionalGeneration
+    Qwen3_5MoeForConditionalGeneration Qwen4ExpForConditionalGeneration SmolVLMForConditionalGeneration
+    Step3p7ForConditionalGeneration UnlimitedOcrForConditionalGeneration VideoLlama3ForConditionalGeneration
+    VideoLlavaForConditionalGeneration VipLlavaForConditionalGeneration
+"""
+
+# class -> why `enable` refuses it, or how stock fails
+_OTHERS = {
     "BlipForConditionalGeneration": "get_decoder() does not give a text decoder with layers",
-    "ChameleonForConditionalGeneration": None,
-    "Cohere2VisionForConditionalGeneration": None,
-    "CohereCompassForConditionalGeneration": None,
-    "Cosmos3EdgeForConditionalGeneration": None,
-    "Cosmos3OmniForConditionalGeneration": None,
-    "DeepseekOcr2ForConditionalGeneration": None,
-    "DeepseekVLForConditionalGeneration": None,
-    "DeepseekVLHybridForConditionalGeneration": None,
     "DiffusionGemmaForBlockDiffusion": "its decoder takes no position_ids, which the nodes of a tree need",
-    "Dots3NoteForConditionalGeneration": None,
-    "Emu3ForConditionalGeneration": None,
-    "Ernie4_5_VLMoeForConditionalGeneration": None,
     "EvollaForProteinText2Text": "its layers look at the protein through a mask made for one token at a time",
-    "Exaone4_5_ForConditionalGeneration": None,
-    "FastVlmForConditionalGeneration": None,
     "Florence2ForConditionalGeneration": "it is an encoder-decoder model; only decoder-only models are supported",
-    "FuyuForCausalLM": None,
-    "Gemma3ForConditionalGeneration": None,
-    "Gemma3nForConditionalGeneration": None,
-    "Gemma4ForConditionalGeneration": None,
-    "Gemma4UnifiedForConditionalGeneration": None,
     "GitForCausalLM": "get_decoder() does not give a text decoder with layers",
-    "Glm46VForConditionalGeneration": None,
-    "Glm4vForConditionalGeneration": None,
-    "Glm4vMoeForConditionalGeneration": None,
-    "Glm5NextForConditionalGeneration": None,
-    "GlmOcrForConditionalGeneration": None,
-    "GotOcr2ForConditionalGeneration": None,
-    "Granite4VisionForConditionalGeneration": None,
-    "GraniteDoclingForConditionalGeneration": None,
-    "HunYuanVLForConditionalGeneration": None,
-    "HyperCLOVAXVisionV2ForConditionalGeneration": None,
-    "Idefics2ForConditionalGeneration": None,
-    "Idefics3ForConditionalGeneration": None,
-    "IdeficsForVisionText2Text": None,
-    "Inkling2ForConditionalGeneration": None,
-    "InklingForConditionalGeneration": None,
-    "InstructBlipForConditionalGeneration": None,
-    "InstructBlipVideoForConditionalGeneration": None,
-    "InternVLForConditionalGeneration": None,
-    "JanusForConditionalGeneration": None,
-    "Kimi_K25ForConditionalGeneration": None,
     "Kosmos2ForConditionalGeneration": "its generate hands the writing on to a model that counts the cache's slots",
-    "Kosmos2_5ForConditionalGeneration": None,
-    "Lfm2VlForConditionalGeneration": None,
-    "Lfm3VlForConditionalGeneration": None,
-    "LightOnOcrForConditionalGeneration": None,
     "Llama4ForConditionalGeneration": (
         "stock generate fails: AttributeError: 'MoeCausalLMOutputWithPast' object has no attribute 'image_outputs'"
     ),
-    "LlavaForConditionalGeneration": None,
-    "LlavaNextForConditionalGeneration": None,
-    "LlavaNextVideoForConditionalGeneration": None,
-    "LlavaOnevisionForConditionalGeneration": None,
-    "MiniCPMOcrForConditionalGeneration": None,
-    "MiniCPMV4_6ForConditionalGeneration": None,
-    "MiniCPMV4_7ForConditionalGeneration": None,
-    "MiniMaxM3SparseForConditionalGeneration": None,
-    "Mistral3ForConditionalGeneration": None,
-    "Mistral4ForCausalLM": None,
-    "MistralLarge4ForConditionalGeneration": None,
-    "MllamaForConditionalGeneration": None,
-    "Molmo2ForConditionalGeneration": None,
-    "MuseGlimmerForConditionalGeneration": None,
-    "MuseSparkForConditionalGeneration": None,
-    "NemotronH_Omni_Reasoning_V3": None,
-    "Ovis2ForConditionalGeneration": None,
     "PPFormulaNetForConditionalGeneration": "it is an encoder-decoder model; only decoder-only models are supported",
-    "PaddleOCRVLForConditionalGeneration": None,
-    "PaliGemmaForConditionalGeneration": None,
-    "PerceptionLMForConditionalGeneration": None,
-    "Phi4MultimodalForCausalLM": None,
     "Pix2StructForConditionalGeneration": "it is an encoder-decoder model; only decoder-only models are supported",
-    "QianfanOCRForConditionalGeneration": None,
-    "Qwen2VLForConditionalGeneration": None,
-    "Qwen2_5OmniForConditionalGeneration": None,
-    "Qwen2_5OmniThinkerForConditionalGeneration": None,
-    "Qwen2_5_VLForConditionalGeneration": None,
-    "Qwen3OmniMoeForConditionalGeneration": None,
-    "Qwen3OmniMoeThinkerForConditionalGeneration": None,
-    "Qwen3VLForConditionalGeneration": None,
-    "Qwen3VLMoeForConditionalGeneration": None,
-    "Qwen3_5ForConditionalGeneration": None,
-    "Qwen3_5MoeForConditionalGeneration": None,
-    "Qwen4ExpForConditionalGeneration": None,
-    "SmolVLMForConditionalGeneration": None,
-    "Step3p7ForConditionalGeneration": None,
     "T5Gemma2ForConditionalGeneration": "it is an encoder-decoder model; only decoder-only models are supported",
     "UdopForConditionalGeneration": "it is an encoder-decoder model; only decoder-only models are supported",
-    "UnlimitedOcrForConditionalGeneration": None,
-    "VideoLlama3ForConditionalGeneration": None,
-    "VideoLlavaForConditionalGeneration": None,
-    "VipLlavaForConditionalGeneration": None,
     "VisionEncoderDecoderModel": "it is an encoder-decoder model; only decoder-only models are supported",
 }
+
+# class -> why `enable` refuses it, or None
+FOUND: dict[str, str | None] = dict(sorted({**dict.fromkeys(_SAME.split()), **_OTHERS}.items()))

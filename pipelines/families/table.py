@@ -61,44 +61,40 @@ COMPONENTS: dict[str, str] = {
 }
 
 
-def _entry(thing: Any, table: dict[str, str]) -> str | None:
+def _entry(thing: object, table: dict[str, str]) -> str | None:
     """What a table says of the class of `thing`, or of the nearest class above it."""
     return next((table[cls.__name__] for cls in type(thing).__mro__ if cls.__name__ in table), None)
 
 
-def of(model: Any) -> Family:
+def of(model: object) -> Family:
     """The family of a model or pipeline; modules are loaded when they are needed."""
     module, _, name = (_entry(model, FAMILIES) or _USUAL).partition(":")
-    return getattr(importlib.import_module(f"mmspec.pipelines.{module}"), name)()  # type: ignore[no-any-return]
+    return getattr(importlib.import_module(f"mmspec.pipelines.{module}"), name)()
 
 
-def unwrap(model_or_pipe: Any) -> Any:
-    """What is patched of it: the model inside a pipeline or a wrapper, or a diffusers pipeline of ours itself.
-
-    Raises:
-        TypeError: nothing in there generates.
-    """
+def unwrap(model_or_pipe: object) -> Any:
+    """What is patched of it: the model inside a pipeline or a wrapper, or a pipeline of ours itself; see `opened`."""
     return opened(model_or_pipe)[-1]
 
 
-def opened(model_or_pipe: Any) -> list[Any]:
+def opened(model_or_pipe: object) -> list[Any]:
     """What was given, what is inside of it, and so on; what is patched comes last.
 
     Raises:
         TypeError: nothing in there generates.
     """
-    found = [model_or_pipe]
-    while (inner := _inside(found[-1])) is not None:
-        found.append(inner)
-    if not hasattr(found[-1], "generate") and _entry(found[-1], FAMILIES) is None:
+    layers = [model_or_pipe]
+    while (inner := _inside(layers[-1])) is not None:
+        layers.append(inner)
+    if not hasattr(layers[-1], "generate") and _entry(layers[-1], FAMILIES) is None:
         raise TypeError(
             f"mmspec needs a transformers model or a pipeline that generates tokens; got "
             f"{type(model_or_pipe).__name__}. mmspec.supported() lists what works"
         )
-    return found
+    return layers
 
 
-def _inside(wrapper: Any) -> Any:
+def _inside(wrapper: Any) -> object:
     """What a wrapper or a pipeline is around; None: it is neither."""
     component = _entry(wrapper, COMPONENTS)
     if component is not None:
@@ -111,8 +107,8 @@ def _inside(wrapper: Any) -> Any:
         return adapted
     if hasattr(wrapper, "generate"):
         return None
-    found = text_encoder.writer(wrapper)  # a diffusers pipeline
-    return found if found is not None else getattr(wrapper, "model", None)  # transformers.pipeline
+    writer = text_encoder.writer(wrapper)  # a diffusers pipeline
+    return writer if writer is not None else getattr(wrapper, "model", None)  # transformers.pipeline
 
 
 def untested() -> list[str]:

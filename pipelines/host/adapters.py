@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from mmspec.pipelines.host.kinds import GenerativeModel
 
 
-def inside(wrapper: Any) -> Any:
+def inside(wrapper: object) -> GenerativeModel | None:
     """The model inside a PEFT wrapper; None: it is no such wrapper."""
     return wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else None
 
 
-def soft_prompt(wrapper: Any) -> str | None:
+def soft_prompt(wrapper: object) -> str | None:
     """Why a PEFT wrapper's active adapter cannot be followed, or None, also for what is no such wrapper."""
-    adapter: Any = getattr(wrapper, "active_peft_config", None)
-    if not getattr(adapter, "is_prompt_learning", False):
+    adapter = getattr(wrapper, "active_peft_config", None)
+    if adapter is None or not getattr(adapter, "is_prompt_learning", False):
         return None
     kind = getattr(adapter.peft_type, "value", adapter.peft_type)
     return (
@@ -22,12 +22,12 @@ def soft_prompt(wrapper: Any) -> str | None:
     )
 
 
-def generating(model: Any) -> Any:
+def generating(model: GenerativeModel) -> object:
     """The PEFT wrapper whose `generate` runs now: it lends the model its own `prepare_inputs_for_generation`."""
     return getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
 
 
-def by_row(model: Any) -> bool:
+def by_row(model: GenerativeModel) -> bool:
     """Whether PEFT gives each row of this call its own adapter, as its hooks tell."""
     return hasattr(model, "peft_config") and any(
         "adapter_names" in getattr(hook, "keywords", ())
@@ -36,6 +36,6 @@ def by_row(model: Any) -> bool:
     )
 
 
-def unmerged(model: Any) -> bool:
+def unmerged(model: GenerativeModel) -> bool:
     """Whether layers have adapters beside their weights."""
     return any(hasattr(module, "base_layer") for module in model.modules())

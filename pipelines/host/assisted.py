@@ -7,44 +7,39 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mmspec.pipelines.host.kinds import GenerationConfig, GenerativeModel
+
 # of a generation config; the first that is set counts, as in stock, and the last says what an assistant is
 _FIELDS = ("prompt_lookup_num_tokens", "use_mtp", "speculation_type")
 
 
 @dataclass(frozen=True)
 class Assistance:
-    """What stock would draft with.
+    """What stock would draft with."""
 
-    Attributes:
-        how: "lookup" in the text itself, "mtp" heads of the model, or another "model".
-        count: tokens to draft; None: nobody says.
-        orders: the longest piece of text that is looked up.
-        model: the assistant.
-    """
-
-    how: str
-    count: int | None = None
-    orders: int = 2
-    model: Any = None
+    how: str  # "lookup" in the text itself, "mtp" heads of the model, or another "model"
+    count: int | None = None  # tokens to draft; None: nobody says
+    orders: int = 2  # the longest piece of text that is looked up
+    model: Any = None  # the assistant
 
 
-def setting(name: str, *configs: Any) -> Any:
+def setting(name: str, *configs: GenerationConfig | None) -> Any:
     """Of these generation configs' values the first that is set; None: none is, or no config has the field."""
-    found = (getattr(config, name, None) for config in configs)
-    return next((value for value in found if value is not None), None)
+    values = (getattr(config, name, None) for config in configs)
+    return next((value for value in values if value is not None), None)
 
 
-def assists(config: Any) -> bool:
+def assists(config: GenerationConfig) -> bool:
     """Whether a call with this generation config drafts for another model."""
     return bool(setting("is_assistant", config))
 
 
-def drafted(model: Any) -> int | None:
+def drafted(model: GenerativeModel) -> int | None:
     """How many tokens a model recommends to draft."""
-    return setting("num_assistant_tokens", getattr(model, "generation_config", None))  # type: ignore[no-any-return]
+    return setting("num_assistant_tokens", getattr(model, "generation_config", None))
 
 
-def requested(model: Any, kwargs: Mapping[str, Any]) -> tuple[Assistance, dict[str, Any]] | None:
+def requested(model: GenerativeModel, kwargs: Mapping[str, Any]) -> tuple[Assistance, dict[str, Any]] | None:
     """What a call of `generate` asks to draft with, and its arguments without that; None: nothing, or only stock knows.
 
     Stock alone drafts with a model of other tokens (`assistant_tokenizer`) or with its own first layers
@@ -62,11 +57,11 @@ def requested(model: Any, kwargs: Mapping[str, Any]) -> tuple[Assistance, dict[s
         return None
     count = value("prompt_lookup_num_tokens")
     if count is not None:
-        found = Assistance("lookup", int(count), int(value("max_matching_ngram_size") or 2))
+        wish = Assistance("lookup", int(count), int(value("max_matching_ngram_size") or 2))
     elif value("use_mtp"):
-        found = Assistance("mtp")
+        wish = Assistance("mtp")
     elif assistant is not None:
-        found = Assistance("model", drafted(assistant), model=assistant)  # a block drafter has no count: it has a block
+        wish = Assistance("model", drafted(assistant), model=assistant)  # a block drafter has no count: it has a block
     else:
         return None
     rest = {name: each for name, each in kwargs.items() if name not in ("assistant_model", *_FIELDS)}
@@ -74,4 +69,4 @@ def requested(model: Any, kwargs: Mapping[str, Any]) -> tuple[Assistance, dict[s
         rest["generation_config"] = copy.deepcopy(config)
         for name in _FIELDS:
             setattr(rest["generation_config"], name, None)
-    return found, rest
+    return wish, rest

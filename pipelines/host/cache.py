@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +39,9 @@ class RaggedCache(Cache):
         self.lengths = Lengths.of([0] * batch, device)
         self.reserve = reserve
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
         while len(self.slots) <= layer_idx:
             self.slots.append(RaggedBuffer(self.reserve))
         if layer_idx in self.looking:
@@ -61,7 +62,7 @@ class RaggedCache(Cache):
         return Layers(self)
 
     @layers.setter
-    def layers(self, _: Any) -> None:
+    def layers(self, _: object) -> None:
         """transformers sets an empty list."""
 
     # -- layers with a recurrent or convolutional state, as stock calls them -------------------------------------------
@@ -80,7 +81,7 @@ class RaggedCache(Cache):
         return self._recurrent(layer_idx).state.get(state_idx)
 
     def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: object
     ) -> Tensor:
         layer, draft = self._recurrent(layer_idx), now().draft
         if draft is None:
@@ -89,7 +90,9 @@ class RaggedCache(Cache):
         layer.inputs[state_idx] = conv_states
         return conv_states
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> Tensor:
         if now().draft is None:  # what a draft writes waits for `commit`
             self._recurrent(layer_idx).replace(recurrent_states, state_idx)
         return recurrent_states
@@ -101,14 +104,14 @@ class RaggedCache(Cache):
     def is_recording_past(self, layer_idx: int) -> bool:
         return now().draft is not None
 
-    def get_seq_length(self, layer_idx: int = 0, *_: Any) -> int:
+    def get_seq_length(self, layer_idx: int = 0, *_: object) -> int:
         return self.lengths.longest
 
-    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
         n = query_length if isinstance(query_length, int) else int(query_length.shape[0])
         return self.lengths.longest + n, 0
 
-    def get_max_length(self, *_: Any) -> int:
+    def get_max_length(self, *_: object) -> int:
         return -1
 
     def _attending(self) -> list[RaggedBuffer]:
@@ -191,8 +194,8 @@ class RaggedCache(Cache):
     def _looked_at(self, index: int, other: RaggedCache) -> tuple[Tensor, ...]:
         """A layer's pictures; none, of the other's sizes, where the rows have none."""
         rows = len(self.lengths.host)
-        found = self.pictures.get(index)
-        return tuple(t.new_zeros(rows, *t.shape[1:]) for t in other.pictures[index]) if found is None else found
+        own = self.pictures.get(index)
+        return tuple(t.new_zeros(rows, *t.shape[1:]) for t in other.pictures[index]) if own is None else own
 
     @property
     def only_keys(self) -> bool:
@@ -200,13 +203,13 @@ class RaggedCache(Cache):
         return not (self.recurrent or self.indexed or self.pictures)
 
     @staticmethod
-    def quantized(cache: Any) -> bool:
+    def quantized(cache: Cache | None) -> bool:
         return isinstance(cache, QuantizedCache)
 
     @staticmethod
-    def can_adopt(cache: Cache) -> bool:
+    def can_adopt(cache: Cache | None) -> bool:
         """Whether every layer still holds all its keys: no sliding windows, no recurrent states."""
-        return all(type(layer) in (DynamicLayer, StaticLayer) for layer in cache.layers)
+        return cache is None or all(type(layer) in (DynamicLayer, StaticLayer) for layer in cache.layers)
 
     @classmethod
     def adopt(
@@ -215,8 +218,8 @@ class RaggedCache(Cache):
         """An empty cache, or a copy of what a user's cache already holds (see `can_adopt`)."""
         mine = cls(batch, device, reserve, looking)
         past = int(cache.get_seq_length()) if cache is not None else 0
-        layers: Any = cache.layers if cache is not None and past else []
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(cache.layers if cache is not None and past else []):
+            assert isinstance(layer, (DynamicLayer, StaticLayer)) and not (layer.keys is None or layer.values is None)
             mine.update(layer.keys[:, :, :past], layer.values[:, :, :past], index)
         mine.advance(past)
         return mine
@@ -249,7 +252,9 @@ class PassThroughCache(RaggedCache):
         self.advance(past)
         self.fresh: tuple[int, Tensor, Tensor, None] | None = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
         self.fresh = (layer_idx, key_states, value_states, None)
         return key_states, value_states
 
@@ -290,8 +295,8 @@ class CacheLayer:
         if self.index in self.cache.pictures:
             return self.cache.pictures[self.index][name == "values"]
         slots = self.cache.slots
-        found: Tensor | None = getattr(slots[self.index], name) if self.index < len(slots) else None
-        return None if found is None else found[:, :, : self.cache.end]
+        held: Tensor | None = getattr(slots[self.index], name) if self.index < len(slots) else None
+        return None if held is None else held[:, :, : self.cache.end]
 
     @property
     def is_initialized(self) -> bool:

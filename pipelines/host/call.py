@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, GenerateDecoderOnlyOutput
 
+from mmspec.pipelines.host.kinds import Cache, GenerativeModel
 from mmspec.pipelines.host.names import CACHE, LOGITS
 from mmspec.pipelines.host.processors import guidance as guided
 from mmspec.pipelines.host.processors.guidance import Guidance, NegativePrompt
@@ -22,6 +25,7 @@ from mmspec.pipelines.host.processors.stopping import Endings
 from mmspec.types import Round
 
 T = TypeVar("T")
+Steps = tuple[Tensor, ...]  # one [B, V] for each token
 
 # what a call tells of each token, of which generated ones have the last one's
 TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "cross_attention_mask", "image_attention_mask")
@@ -39,7 +43,7 @@ PICTURES = (
 class Custom:
     """A `custom_generate` under way."""
 
-    cache: Any  # that it was given: it may look at it once a call has filled it
+    cache: object  # that it was given: it may look at it once a call has filled it
     called: bool = False  # whether it has made any call
 
 
@@ -52,7 +56,7 @@ class Current:
     custom: Custom | None = None  # of a `custom_generate`, or of one around it
     reached: bool = False  # whether stock has handed over to a loop of ours
     watch: Callable[[Round], None] | None = None  # is given every round
-    picture: Any = None  # where the call is to draw one in a mode of the model's own: what its family has to know
+    picture: object = None  # where the call is to draw one in a mode of the model's own: what its family has to know
 
 
 current: ContextVar[Current | None] = ContextVar("mmspec_current", default=None)
@@ -82,11 +86,11 @@ class Call:
     """The arguments that `generate` hands to `_sample`."""
 
     input_ids: Tensor
-    logits_processor: Any
-    stopping_criteria: Any
-    generation_config: Any
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    generation_config: Any  # a GenerationConfig, with what stock adds to it on the way
     synced_gpus: bool = False
-    streamer: Any = None
+    streamer: BaseStreamer | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     given: dict[str, Any] = field(default_factory=lambda: now.given if (now := current.get()) else {})  # see Current
     begun: bool = False  # whether anything of the answer has left: then there is no way back to stock
@@ -119,7 +123,7 @@ class Call:
         return Endings(self.stopping_criteria, len(self.input_ids), self.input_ids.device)
 
     @property
-    def cache(self) -> Any:
+    def cache(self) -> Cache | None:
         """The cache that came with the call: the caller's own, or an empty one that `generate` made."""
         return self.arguments.get(CACHE)
 
@@ -131,7 +135,7 @@ class Call:
     @property
     def pieces(self) -> int | None:
         """Tokens that stock's prefill reads at once; None: all of them."""
-        return self.generation_config.prefill_chunk_size  # type: ignore[no-any-return]
+        return self.generation_config.prefill_chunk_size
 
     @cached_property
     def pad(self) -> int:  # read from the device once, not for every column
@@ -141,11 +145,8 @@ class Call:
 
     def unread(self, past: int) -> int:
         """How many tokens stock's `_prefill` reads, where `past` are cached already."""
-        embeds, mask, L = (
-            self.arguments.get("inputs_embeds"),
-            self.arguments.get("attention_mask"),
-            self.input_ids.shape[1],
-        )
+        embeds, mask = self.arguments.get("inputs_embeds"), self.arguments.get("attention_mask")
+        L = self.input_ids.shape[1]
         if embeds is not None:
             return int(embeds.shape[1]) - past
         whole = getattr(self.generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
@@ -173,7 +174,7 @@ class Call:
         """Whether anybody may look at it afterwards."""
         return bool(self.generation_config.return_dict_in_generate or self.filled or self.owned)
 
-    def for_model(self, model: Any) -> Call:
+    def for_model(self, model: GenerativeModel) -> Call:
         """The same call with int64 ids, and with all that a forward reads on the model's device, where stock moves it.
 
         A model that lies on the CPU may be one that moves at its forward, so it draws nothing there.
@@ -183,9 +184,7 @@ class Call:
         if device.type in ("cpu", "meta") or device == ids.device:
             return replace(self, input_ids=ids)
 
-        def moved(thing: Any) -> Any:
-            return tree_map_only(Tensor, lambda t: t.to(device), thing)
-
+        moved = partial(tree_map_only, Tensor, lambda t: t.to(device))
         processors = [copy.copy(processor) for processor in self.logits_processor]
         for processor in processors:
             vars(processor).update(moved(vars(processor)))
@@ -197,6 +196,8 @@ class Call:
         )
 
 
-def output(sequences: Tensor, cache: Any = None, scores: Any = None, logits: Any = None) -> Any:
+def output(
+    sequences: Tensor, cache: Cache | None = None, scores: Steps | None = None, logits: Steps | None = None
+) -> GenerateDecoderOnlyOutput:
     """What `generate` returns where it returns a dict; `scores` and `logits`, [B, V] of each step."""
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, **{CACHE: cache})  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,19 +23,19 @@ class ClipScorer:
 
     def __init__(self, where: str, device: torch.device) -> None:
         model = type(AutoConfig.from_pretrained(where)).__name__.removesuffix("Config")
-        self.model: Any = AutoModel.from_pretrained(where, dtype=torch.float32).to(device).eval()
+        self.model = AutoModel.from_pretrained(where, dtype=torch.float32).to(device).eval()
         if not hasattr(self.model, "get_text_features") or not hasattr(self.model, "get_image_features"):
             raise ValueError(f"a {model} embeds no texts and pictures in one space; name a CLIP or SigLIP")
-        self.processor: Any = AutoProcessor.from_pretrained(where)
+        self.processor = AutoProcessor.from_pretrained(where)
         if not hasattr(self.processor, "image_processor"):
             raise ValueError(
                 "its processor reads no pictures; save one beside it, for a CLIP that of openai/clip-vit-base-patch32"
             )
 
     @torch.inference_mode()
-    def __call__(self, pictures: Sequence[Any], texts: Sequence[str]) -> Tensor:
+    def __call__(self, pictures: Sequence[object], texts: Sequence[str]) -> Tensor:
         """Scores [n] of pictures and their texts, in float64; a text longer than the model reads is cut."""
-        found = []
+        cosines = []
         for start in range(0, len(pictures), BATCH):
             some = slice(start, start + BATCH)
             inputs = self.processor(
@@ -44,5 +43,5 @@ class ClipScorer:
                 truncation=True, max_length=self.model.config.text_config.max_position_embeddings,
             )  # fmt: skip
             out = self.model(**inputs.to(self.model.device))
-            found.append(torch.cosine_similarity(out.image_embeds, out.text_embeds).double().cpu())
-        return 100 * torch.cat(found).clamp_min(0)
+            cosines.append(torch.cosine_similarity(out.image_embeds, out.text_embeds).double().cpu())
+        return 100 * torch.cat(cosines).clamp_min(0)

@@ -30,25 +30,16 @@ from mmspec.pipelines.host import source
 
 
 class Assumption(NamedTuple):
-    """One assumption.
+    """One assumption."""
 
-    Attributes:
-        what: the dotted name of what is looked at.
-        how: how it is checked, see the module.
-        names: what is looked for in it.
-        why: what we do with it.
-        who: our modules that lean on it, under `pipelines/`.
-        models: classes of models, of their modules, or of what comes with a call, that alone need it; "": all do.
-        found: of a broken row: what there is instead.
-    """
-
-    what: str
-    how: str
-    names: str
-    why: str
-    who: str
+    what: str  # the dotted name of what is looked at
+    how: str  # how it is checked, see the module
+    names: str  # what is looked for in it
+    why: str  # what we do with it
+    who: str  # our modules that lean on it, under `pipelines/`
+    # classes of models, of their modules, or of what comes with a call, that alone need it; "": all do
     models: str = ""
-    found: str = ""
+    found: str = ""  # of a broken row: what there is instead
 
     def __str__(self) -> str:
         who = ", ".join(f"pipelines/{name}.py" for name in self.who.split())
@@ -332,16 +323,16 @@ def main(arguments: list[str]) -> int:
         return 2
     where = Path(arguments[0]) if arguments else None
     try:
-        found = broken(where)
+        rows = broken(where)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     release = f"transformers {source.version('transformers', where) or 'not there'}"
-    for row in found:
+    for row in rows:
         print(row)
     count = len(judged(where))
-    print(f"{len(found)} of {count} rows are broken ({release})" if found else f"{count} rows hold ({release})")
-    return 1 if found else 0
+    print(f"{len(rows)} of {count} rows are broken ({release})" if rows else f"{count} rows hold ({release})")
+    return 1 if rows else 0
 
 
 if __name__ == "__main__":

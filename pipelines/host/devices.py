@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import distributed
@@ -22,7 +21,7 @@ def execution(module: torch.nn.Module) -> torch.device:
     return torch.device("cpu") if weight is None else weight.device
 
 
-def wake(module: Any) -> None:
+def wake(module: torch.nn.Module) -> None:
     """Bring a module that diffusers has offloaded to its device, as a call of `forward` would."""
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
@@ -34,14 +33,14 @@ def moved(before: TargetInfo, now: TargetInfo) -> bool:
     return (before.device, before.dtype) != (now.device, now.dtype)
 
 
-def shared(model: Any) -> bool:
+def shared(model: object) -> bool:
     """Whether several processes hold parts of its weights, and have to run the same forwards."""
     if (getattr(model, "_tp_size", None) or 1) > 1:
         return True
     return isinstance(model, torch.nn.Module) and any(hasattr(weight, "device_mesh") for weight in model.parameters())
 
 
-def agreed(model: Any, numbers: list[int]) -> list[int]:
+def agreed(model: object, numbers: list[int]) -> list[int]:
     """The first process's numbers in each of those that share a model: rows must draw alike in all of them."""
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None or not shared(model):

@@ -16,25 +16,21 @@ from torch import Tensor
 
 from mmspec.modes import stock_class
 from mmspec.pipelines.host.call import PICTURES, TYPES, Call
+from mmspec.pipelines.host.kinds import Cache, GenerativeModel, Mask, ModelOutput
 from mmspec.pipelines.host.names import CACHE, FEATURES, LOGITS
 from mmspec.types import FINAL
+
+Decode = Callable[..., ModelOutput]  # is given the decoder's own call, and what it was called with
 
 
 @dataclass
 class Read:
-    """What one forward gave.
+    """What one forward gave."""
 
-    Attributes:
-        arguments: what the decoder was called with, by name.
-        final: its output features [B·S, N, H].
-        layers: what entered a layer, by its number, [B·S, N, H].
-        listed: positions of the tokens to come, where the model lists them itself (GLM-Image).
-    """
-
-    arguments: dict[str, Any] = field(default_factory=dict)
-    final: Tensor = None  # type: ignore[assignment]  # until the decoder has run
-    layers: dict[int, Tensor] = field(default_factory=dict)
-    listed: Tensor | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)  # what the decoder was called with, by name
+    final: Tensor = None  # type: ignore[assignment]  # its output features [B·S, N, H]; None until it has run
+    layers: dict[int, Tensor] = field(default_factory=dict)  # what entered a layer, by its number, [B·S, N, H]
+    listed: Tensor | None = None  # positions of the tokens to come, where the model lists them itself (GLM-Image)
 
     def features(self, wanted: tuple[int, ...]) -> list[Tensor]:
         """The features that a drafter reads, [B·S, N, H] each."""
@@ -43,21 +39,13 @@ class Read:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What the modules of a model have to know in a forward.
+    """What the modules of a model have to know in a forward."""
 
-    Attributes:
-        read: is filled by the modules that are tapped.
-        decode: is called in the place of the decoder, with the decoder's own call before its arguments.
-        draft: the tree that layers with a recurrent state read (see recurrent.py).
-        paths: the same, as a row for each node (see by_path.py).
-        attention: the implementation that attention modules use, in place of the one that their config names.
-    """
-
-    read: Read | None = None
-    decode: Callable[..., Any] | None = None
-    draft: Any = None
-    paths: Any = None
-    attention: str | None = None
+    read: Read | None = None  # is filled by the modules that are tapped
+    decode: Decode | None = None  # is called in the place of the decoder
+    draft: Any = None  # the tree that layers with a recurrent state read, a `recurrent.Reading`
+    paths: Any = None  # the same as a row for each node, `by_path.Paths`
+    attention: str | None = None  # that attention modules use, in place of the one that their config names
 
 
 _forward: ContextVar[ForwardContext] = ContextVar("mmspec_forward", default=ForwardContext())  # noqa: B039 it is frozen
@@ -75,7 +63,7 @@ def during(**context: Any) -> Iterator[ForwardContext]:
 
 
 @contextmanager
-def reading(decode: Callable[..., Any] | None = None) -> Iterator[Read]:
+def reading(decode: Decode | None = None) -> Iterator[Read]:
     """Within, a forward fills the Read."""
     with during(read=(read := Read()), decode=decode):
         yield read
@@ -100,12 +88,9 @@ class Tap:
         return output
 
 
-# -- the forwards of a call -------------------------------------------------------------------------------------------
-
-
 def prefill(
-    model: Any, call: Call, slots: Any, decode: Callable[..., Any] | None = None, every: bool = False
-) -> tuple[Read, Any, dict[str, Any]]:
+    model: GenerativeModel, call: Call, slots: Cache, decode: Decode | None = None, every: bool = False
+) -> tuple[Read, ModelOutput, dict[str, Any]]:
     """The model's own prefill of a call's prompt, in one piece, into `slots`.
 
     Args:
@@ -127,7 +112,7 @@ def prefill(
     return read, out, model._update_model_kwargs_for_generation(out, arguments, is_encoder_decoder=False)
 
 
-def next_positions(model: Any, ids: Tensor, arguments: dict[str, Any]) -> Tensor | None:
+def next_positions(model: GenerativeModel, ids: Tensor, arguments: dict[str, Any]) -> Tensor | None:
     """Take the position ids from a step's arguments, the next one at their end; None where the step drops them."""
     step = model.prepare_inputs_for_generation(ids[:, -1:], next_sequence_length=1, **arguments)
     positions = arguments.pop("position_ids", None)
@@ -142,8 +127,9 @@ def split(arguments: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def step(
-    model: Any, arguments: dict[str, Any], types: dict[str, Tensor], slots: Any, ids: Tensor, places: Tensor, mask: Any
-) -> Any:
+    model: GenerativeModel, arguments: dict[str, Any], types: dict[str, Tensor], slots: Cache, ids: Tensor,
+    places: Tensor, mask: Mask,
+) -> ModelOutput:  # fmt: skip
     """The output of the model's own decoding step over nodes [B, N] at `places`, under a mask of ours."""
     spread = {name: t.expand(-1, ids.shape[1], *t.shape[2:]) for name, t in types.items()}
     arguments = {**arguments, CACHE: slots, "position_ids": places, **spread}
@@ -156,14 +142,14 @@ def step(
     return model(**inputs, return_dict=True)
 
 
-def plain(model: Any, ids: Tensor, mask: Tensor, slots: Any) -> tuple[Read, Any]:
+def plain(model: GenerativeModel, ids: Tensor, mask: Tensor, slots: Cache) -> tuple[Read, ModelOutput]:
     """A forward over a prompt [B, L] of text, into `slots`: what was read off it, and its output."""
     with reading() as read:
         out = model(ids, attention_mask=mask, use_cache=True, return_dict=True, **{CACHE: slots})
     return read, out
 
 
-def cacheless(model: Any, ids: Tensor, valid: Tensor, arguments: dict[str, Any]) -> Read:
+def cacheless(model: GenerativeModel, ids: Tensor, valid: Tensor, arguments: dict[str, Tensor]) -> Read:
     """What is read off a forward over whole texts [B, L], which keeps nothing."""
     with reading() as read:
         model(input_ids=ids, attention_mask=valid.long(), use_cache=False, **{LOGITS: 1}, **arguments)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import copyreg
 import threading
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, SupportsIndex
 
 from mmspec.modes import stock_class
 
 _LOCK = threading.RLock()  # enable and disable may come from any thread
 
 
-def stock(instance: Any) -> Any:
+def stock(instance: object) -> Any:
     """The instance's own class. Mixins call it in place of `super()`, which breaks once another thread has swapped."""
     return stock_class(type(instance))
 
 
-def swap(instance: Any, mixin: type, **attributes: Any) -> None:
+def swap(instance: object, mixin: type, **attributes: object) -> None:
     """Put `mixin` in front of the instance's class, in place of what swap put there before.
 
     Names are kept, so transformers' registries still find the class. `attributes` live on the new class, not in
@@ -35,7 +35,7 @@ def swap(instance: Any, mixin: type, **attributes: Any) -> None:
         _emptied(before)
 
 
-def restore(instance: Any) -> None:
+def restore(instance: object) -> None:
     """Give the instance its own class back; nothing happens where it was never swapped."""
     with _LOCK:
         before, instance.__class__ = type(instance), stock(instance)
@@ -50,7 +50,7 @@ def _emptied(kind: Any) -> None:
         kind._mmspec_named = ()
 
 
-def hold(instance: Any, mixin: type, **attributes: Any) -> None:
+def hold(instance: Any, mixin: type, **attributes: object) -> None:
     """As `swap`, for something that several hold at once: only the first swaps. Each has to `release` it."""
     with _LOCK:
         if (count := getattr(type(instance), "_mmspec_count", 0)) == 0:
@@ -75,7 +75,7 @@ class Taps:
         wanted: a module, its mixin, and the attributes that this goes with.
     """
 
-    def __init__(self, wanted: Iterable[tuple[Any, type, dict[str, Any]]]) -> None:
+    def __init__(self, wanted: Iterable[tuple[object, type, Mapping[str, object]]]) -> None:
         self.wanted = list(wanted)
         self._inside = 0
 
@@ -99,6 +99,6 @@ class _Swapped:
 
     _mmspec_stock: type
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         _, _, *rest = tuple(super().__reduce_ex__(max(2, int(protocol))))
         return (copyreg._reconstructor, (self._mmspec_stock, object, None), *rest)  # type: ignore[attr-defined]

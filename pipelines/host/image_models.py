@@ -12,6 +12,8 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig, AutoProcessor
 
+from mmspec.config import Options
+from mmspec.pipelines.host.kinds import GenerativeModel, Processor
 from mmspec.pipelines.host.loading import stock_class
 
 SIZE = "image_area"  # of a processor: how many pixels a picture has
@@ -20,17 +22,12 @@ VAE_PARTS = 3  # end of file, end of image, end of sequence: what follows a pict
 
 @dataclass(frozen=True)
 class ImageModel:
-    """What draws.
+    """What draws."""
 
-    Attributes:
-        target: what `mmspec.enable` takes.
-        draw: prompts and settings → a picture each. Sampling is from torch's global generator.
-        codes: how many codes a picture is made of; 0: not known.
-    """
-
-    target: Any
-    draw: Callable[..., Sequence[Any]]
-    codes: int = 0
+    target: object  # what `mmspec.enable` takes
+    # prompts and settings → a picture each. Sampling is from torch's global generator
+    draw: Callable[..., Sequence[Image.Image]]
+    codes: int = 0  # how many codes a picture is made of; 0: not known
 
 
 def load(where: str, device: torch.device, dtype: torch.dtype) -> ImageModel | None:
@@ -51,7 +48,7 @@ def load(where: str, device: torch.device, dtype: torch.dtype) -> ImageModel | N
     return ImageModel(model, lambda prompts, **settings: call(model, processor, prompts, settings), codes_of(model))
 
 
-def codes_of(model: Any) -> int:
+def codes_of(model: object) -> int:
     """How many codes the pictures of a model are made of, by its config; 0: it does not say."""
     vq = getattr(getattr(model, "config", None), "vq_config", None)
     return getattr(vq, "num_embeddings", 0) or getattr(vq, "codebook_size", 0)
@@ -63,26 +60,26 @@ def _pipeline(where: str, device: torch.device, dtype: torch.dtype) -> ImageMode
     kind = diffusers.DiffusionPipeline.load_config(where).get("_class_name")
     if kind == "LlamaGenPipeline" or not hasattr(diffusers, str(kind)):
         return None
-    pipe: Any = diffusers.DiffusionPipeline.from_pretrained(where, torch_dtype=dtype).to(device)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(where, torch_dtype=dtype).to(device)
     pipe.set_progress_bar_config(disable=True)
 
     takes = inspect.signature(pipe.__call__).parameters
 
-    def draw(prompts: Sequence[str], **settings: Any) -> Sequence[Any]:
+    def draw(prompts: Sequence[str], **settings: object) -> Sequence[Image.Image]:
         given = {name: value for name, value in settings.items() if name in takes}
-        return pipe(prompt=list(prompts), **given).images  # type: ignore[no-any-return]
+        return pipe(prompt=list(prompts), **given).images
 
     return ImageModel(pipe, draw)
 
 
-def _sampling(settings: dict[str, Any]) -> dict[str, Any]:
+def _sampling(settings: Options) -> dict[str, Any]:
     """What `generate` is told of temperature, top-k and guidance; temperature 0 takes the likeliest."""
     how = {name: settings[name] for name in ("top_k", "guidance_scale") if settings.get(name) is not None}
     heat = settings.get("temperature")
     return {**how, "do_sample": False} if heat == 0 else {**how, "do_sample": True, "temperature": heat or 1.0}
 
 
-def _chat(processor: Any, prompts: Sequence[str]) -> list[str]:
+def _chat(processor: Processor, prompts: Sequence[str]) -> list[str]:
     """The prompts in the form of the processor's chat template, if it has one."""
     if not getattr(processor, "chat_template", None):
         return list(prompts)
@@ -90,9 +87,12 @@ def _chat(processor: Any, prompts: Sequence[str]) -> list[str]:
     return [processor.apply_chat_template(turn, add_generation_prompt=True, tokenize=False) for turn in turns]
 
 
-def _janus(model: Any, processor: Any, prompts: Sequence[str], settings: dict[str, Any]) -> Sequence[Any]:
-    if not hasattr(model.generation_config, "generation_kwargs"):  # releases that drop what they do not know of a file
-        model.generation_config.generation_kwargs = {"boi_token_id": processor.tokenizer.boi_token_id}
+def _janus(
+    model: GenerativeModel, processor: Processor, prompts: Sequence[str], settings: Options
+) -> Sequence[Image.Image]:
+    config: Any = model.generation_config
+    if not hasattr(config, "generation_kwargs"):  # releases that drop what they do not know of a file
+        config.generation_kwargs = {"boi_token_id": processor.tokenizer.boi_token_id}
     inputs = processor(
         text=_chat(processor, prompts), generation_mode="image", return_tensors="pt", padding=True
     ).to(model.device)  # fmt: skip
@@ -100,7 +100,9 @@ def _janus(model: Any, processor: Any, prompts: Sequence[str], settings: dict[st
     return _pictures(processor, model.decode_image_tokens(drawn).permute(0, 3, 1, 2))
 
 
-def _emu3(model: Any, processor: Any, prompts: Sequence[str], settings: dict[str, Any]) -> Sequence[Any]:
+def _emu3(
+    model: GenerativeModel, processor: Processor, prompts: Sequence[str], settings: Options
+) -> Sequence[Image.Image]:
     """Guided by the empty prompt, on the grid that the processor makes of `image_area`."""
     how = {SIZE: settings[SIZE]} if settings.get(SIZE) else {}
     both = [
@@ -119,23 +121,23 @@ def _emu3(model: Any, processor: Any, prompts: Sequence[str], settings: dict[str
         }
     length = height * (width + 1) + VAE_PARTS
     drawn = model.generate(
-        **inputs,
-        **sampling,
-        max_new_tokens=length,
+        **inputs, **sampling, max_new_tokens=length,
         prefix_allowed_tokens_fn=_emu3_grid(model, processor, height, width),
-    )
+    )  # fmt: skip
     tokens = drawn[:, inputs["input_ids"].shape[1] :]
     return _pictures(processor, model.decode_image_tokens(image_tokens=tokens, height=height, width=width))
 
 
-def _pictures(processor: Any, pixels: Tensor) -> list[Image.Image]:
+def _pictures(processor: Processor, pixels: Tensor) -> list[Image.Image]:
     """What a decoder made, [B, 3, H, W], as pictures: the normalization of inputs undone."""
     mean, std = (torch.tensor(getattr(processor.image_processor, name)) for name in ("image_mean", "image_std"))
     pixels = pixels.float().cpu() * std[:, None, None] + mean[:, None, None]
     return [Image.fromarray(one) for one in (255 * pixels).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()]
 
 
-def _emu3_grid(model: Any, processor: Any, height: int, width: int) -> Callable[[int, Tensor], list[int]]:
+def _emu3_grid(
+    model: GenerativeModel, processor: Processor, height: int, width: int
+) -> Callable[[int, Tensor], list[int]]:
     """What may follow: rows of `width` codes, each with an end of line, then the marks that end a picture."""
     tokenizer = processor.tokenizer
     codes = list(model.vocabulary_mapping.image_tokens)
@@ -152,7 +154,7 @@ def _emu3_grid(model: Any, processor: Any, height: int, width: int) -> Callable[
     return allowed
 
 
-CALLS: dict[str, tuple[str, Callable[..., Sequence[Any]]]] = {  # config's model_type → class, and its call
+CALLS: dict[str, tuple[str, Callable[..., Sequence[Image.Image]]]] = {  # config's model_type → class, and its call
     "janus": ("JanusForConditionalGeneration", _janus),
     "emu3": ("Emu3ForConditionalGeneration", _emu3),
 }

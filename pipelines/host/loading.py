@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from transformers import (
     AutoConfig,
@@ -22,13 +23,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from mmspec.checkpoints import load
 from mmspec.drafters.feature import FeatureDrafter
+from mmspec.pipelines.host.kinds import GenerativeModel, PretrainedConfig, Processor
 from mmspec.protocols import TargetInfo
 
 __all__ = ["AutoProcessor", "BatchFeature", "CompileConfig", "load_drafter"]  # what others take from here, too
 WITH_PICTURES = frozenset(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())  # class names
 
 
-def model_and_processor(where: str | Path, dtype: Any) -> tuple[Any, Any]:
+def model_and_processor(where: str | Path, dtype: torch.dtype | str) -> tuple[GenerativeModel, Processor]:
     """The model, and its processor; of a model of text alone its tokenizer.
 
     Raises:
@@ -39,7 +41,7 @@ def model_and_processor(where: str | Path, dtype: Any) -> tuple[Any, Any]:
     return auto.from_pretrained(where, dtype=dtype), processor.from_pretrained(where)
 
 
-def draft_model(name: str | Path) -> Any:
+def draft_model(name: str | Path) -> GenerativeModel:
     """A model from a folder, or from the hub's cache; nothing is fetched.
 
     Raises:
@@ -55,19 +57,19 @@ def draft_model(name: str | Path) -> Any:
         ) from error
 
 
-def _auto(config: Any) -> Any:
+def _auto(config: PretrainedConfig) -> Any:
     """What loads a model with this config; of text alone, AutoModelForCausalLM."""
     sees = type(config) in AutoModelForImageTextToText._model_mapping
     text = type(config) in AutoModelForCausalLM._model_mapping
     return AutoModelForCausalLM if text and not sees else AutoModelForImageTextToText
 
 
-def is_model(thing: Any) -> bool:
+def is_model(thing: object) -> bool:
     """Whether it is a model of transformers, of whatever kind."""
     return isinstance(thing, transformers.PreTrainedModel)
 
 
-def stock_class(name: str) -> Any:
+def stock_class(name: str) -> type[GenerativeModel]:
     """A class of transformers, of a model that not every release has."""
     return getattr(transformers, name)
 
@@ -78,13 +80,9 @@ def generates(architectures: Iterable[str]) -> bool:
 
 
 def load_drafter(
-    name_or_path: str | Path,
-    *,
-    target: Any = None,
-    revision: str | None = None,
-    allow_pickle: bool = False,
-    layout: str | None = None,
-) -> FeatureDrafter:
+    name_or_path: str | Path, *, target: GenerativeModel | TargetInfo | str | Path | None = None,
+    revision: str | None = None, allow_pickle: bool = False, layout: str | None = None,
+) -> FeatureDrafter:  # fmt: skip
     """A drafter with its weights, frozen and in eval mode, in the types of the file; `enable` fits it to its target.
 
     Args:
@@ -103,23 +101,22 @@ def load_drafter(
         FileNotFoundError: nothing there, or no config.json or weights in it.
         ValueError: an unknown layout, missing, extra or misshapen tensors, a damaged file, a network we do not have.
     """
-    known = target is None or isinstance(target, TargetInfo)
-    info = target if known else partial(_number, target)
+    info = target if target is None or isinstance(target, TargetInfo) else partial(_number, target)
     made = load.load_drafter(name_or_path, target=info, revision=revision, allow_pickle=allow_pickle, layout=layout)
     if isinstance(target, (str, Path)):
         made.config = replace(made.config, target=str(target))
     return made
 
 
-def _number(target: Any, what: str) -> int:
+def _number(target: object, what: str) -> int:
     """A number of a model, or of the one of a name or folder: "layers" of its decoder or its "vocab"."""
-    config: Any = getattr(target, "config", None)
+    config = getattr(target, "config", None)
     if isinstance(target, (str, Path)):
         try:
             config = AutoConfig.from_pretrained(target)
         except (OSError, ValueError) as error:
             raise ValueError(f"the config of the target {str(target)!r} could not be read: {error}") from error
-    if not hasattr(config, "get_text_config"):
+    if config is None or not hasattr(config, "get_text_config"):
         raise ValueError(f"target must be a model, or the name or folder of one; got a {type(target).__name__}")
     text = config.get_text_config(decoder=True)
     return int(text.num_hidden_layers if what == "layers" else text.vocab_size)

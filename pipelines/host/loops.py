@@ -6,17 +6,22 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from transformers import GenerationMixin
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 from mmspec.pipelines.host.call import Call, current
 from mmspec.pipelines.host.hooks import stock
+from mmspec.pipelines.host.kinds import GenerationConfig, GenerativeModel
 from mmspec.pipelines.host.names import bound
 
 like_generate = functools.wraps(GenerationMixin.generate)
 
 
 def loops(
-    run: Callable[[Any, Call], tuple[Any, ...]], leave: Callable[[Any, bool], None], keeps: Callable[[Any], bool]
+    run: Callable[[Any, Call], tuple[object, ...]], leave: Callable[[Any, bool], None], keeps: Callable[[Any], bool]
 ) -> type:
     """A mixin of enabled models; `generate` lands in one of its methods for every mode that transformers has.
 
@@ -31,7 +36,7 @@ def loops(
     """
 
     class Loops:
-        def _maybe_prepare_encoder_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        def _maybe_prepare_encoder_kwargs_for_generation(self, *args: object, **kwargs: object) -> object:
             """Not for prompts that are never kept, nor for stock's prefill in pieces, which does not take pictures."""
             prepare = stock(self)._maybe_prepare_encoder_kwargs_for_generation
             if keeps(self) and not self.config.is_encoder_decoder:  # type: ignore[attr-defined]
@@ -43,27 +48,22 @@ def loops(
             return prepare(self, *args, **kwargs)
 
         def _sample(
-            self,
-            input_ids: Any,
-            logits_processor: Any,
-            stopping_criteria: Any,
-            generation_config: Any,
-            synced_gpus: bool = False,
-            streamer: Any = None,
-            **model_kwargs: Any,
-        ) -> Any:
+            self, input_ids: Tensor, logits_processor: LogitsProcessorList, stopping_criteria: StoppingCriteriaList,
+            generation_config: GenerationConfig, synced_gpus: bool = False, streamer: BaseStreamer | None = None,
+            **model_kwargs: object,
+        ) -> object:  # fmt: skip
             reached()
             given = (input_ids, logits_processor, stopping_criteria, generation_config)
-            if found := run(self, Call(*given, synced_gpus, streamer, model_kwargs)):
-                return found[0]
+            if answer := run(self, Call(*given, synced_gpus, streamer, model_kwargs)):
+                return answer[0]
             return stock(self)._sample(self, *given, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
 
-        def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
+        def _beam_search(self, *args: object, **kwargs: object) -> object:
             reached()
             leave(self, True)
             return stock(self)._beam_search(self, *args, **kwargs)
 
-        def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+        def _assisted_decoding(self, *args: object, **kwargs: object) -> object:
             reached()
             leave(self, False)
             return stock(self)._assisted_decoding(self, *args, **kwargs)
@@ -78,7 +78,8 @@ def reached() -> None:
 
 
 def as_call(
-    model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **arguments: Any
-) -> Call:
+    model: GenerativeModel, input_ids: Tensor, logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, **arguments: object,
+) -> Call:  # fmt: skip
     """As `custom_generate`: what `generate` hands to its loop. Stock gives it no tokenizer: see `at_strings`."""
     return Call(input_ids, logits_processor, stopping_criteria, generation_config, arguments=arguments)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -16,7 +14,7 @@ _REWRITTEN = {"dynamic", "longrope"}  # rotary embeddings that write their frequ
 _KNOWN = {"torch", "transformers", "diffusers", "mmspec"}  # modules of other packages may keep what they compute
 
 
-def mode_of(*models: Any) -> Mode:
+def mode_of(*models: Module) -> Mode:
     """torch.inference_mode where all these models work under it, else torch.no_grad, as in stock `generate`.
 
     Inference mode may break weights of tensor subclasses, such as quantized ones. It would also turn weights that are
@@ -27,7 +25,7 @@ def mode_of(*models: Any) -> Mode:
     return torch.inference_mode
 
 
-def _bears(module: Any) -> bool:
+def _bears(module: Module) -> bool:
     own = (*module._parameters.values(), *module._buffers.values())
     held = vars(module)
     return (

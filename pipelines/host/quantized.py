@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from mmspec.modes import each_module
 from mmspec.pipelines.host.decoder import head
 from mmspec.pipelines.host.hooks import stock
+from mmspec.pipelines.host.kinds import GenerativeModel
 
 # modules of layers that choose a scale for all of their input
 _DYNAMIC = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic", "torch.nn.quantized.dynamic")
 
 
-def shared_scale(model: Any) -> str | None:
+def shared_scale(model: GenerativeModel) -> str | None:
     """Why layers that quantize their input with one scale for all tokens of a forward cannot read a draft, or None."""
-    found = next(filter(_scales_together, each_module(model.get_decoder(), head(model))), None)
-    if found is None:
+    layer = next(filter(_scales_together, each_module(model.get_decoder(), head(model))), None)
+    if layer is None:
         return None
     return (
-        f"its {stock(found).__name__} layers quantize their input with one scale for all tokens of a forward "
+        f"its {stock(layer).__name__} layers quantize their input with one scale for all tokens of a forward "
         "(quantize_dynamic, or torchao with PerTensor), so several drafted tokens in one forward get other values than "
         "one at a time; quantize the weights alone, or with one scale for each token"
     )
 
 
-def _scales_together(module: Any) -> bool:
+def _scales_together(module: Module) -> bool:
     if stock(module).__module__.startswith(_DYNAMIC):
         return True
     weight = module._parameters.get("weight")
@@ -39,5 +38,5 @@ def _scales_together(module: Any) -> bool:
     return any(type(grain).__name__ == "PerTensor" for grain in grains)
 
 
-def _read(settings: Any, name: str) -> Any:
+def _read(settings: object, name: str) -> object:
     return settings.get(name) if isinstance(settings, dict) else getattr(settings, name, None)

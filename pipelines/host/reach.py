@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
 from mmspec.modes import each_module
+from mmspec.pipelines.host.kinds import TextDecoder
 from mmspec.session import Session
 
 Stop = Callable[[list[int], int], int | None]  # `Row.stop`
@@ -16,36 +16,36 @@ Stop = Callable[[list[int], int], int | None]  # `Row.stop`
 MARGIN = 128  # slots by which a row may be behind the longest one, and the nodes of its draft
 
 
-def table(decoder: Any) -> int | None:
+def table(decoder: TextDecoder) -> int | None:
     """Positions that its learned table holds (OPT, BioGPT); None where there is none."""
-    found = [
+    sizes = [
         module.num_embeddings - getattr(module, "offset", 0)  # OPT's table begins with two rows that are no positions
         for name, module in decoder.named_children()
         if isinstance(module, nn.Embedding) and ("position" in name or name == "wpe")
     ]
-    return min(found, default=None)
+    return min(sizes, default=None)
 
 
-def turn(decoder: Any) -> int | None:
+def turn(decoder: TextDecoder) -> int | None:
     """Length past which rotary frequencies or scales depend on the longest position in the batch; None: they never do.
 
     A draft reaches further than the text, so that it could change them for tokens that stock decoding reads unchanged.
     """
-    found = []
+    lengths = []
     for module in each_module(decoder):
         own = vars(module)
         kinds = own.get("rope_type")  # one, or one for each type of layers
         for layer, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
             if kind == "longrope":
                 parameters = module.config.rope_parameters
-                found.append((parameters if layer is None else parameters[layer])["original_max_position_embeddings"])
+                lengths.append((parameters if layer is None else parameters[layer])["original_max_position_embeddings"])
             elif "dynamic" in (kind or ""):
-                found.append(module.original_max_seq_len)
+                lengths.append(module.original_max_seq_len)
         if own.get("attn_temperature_tuning"):  # Llama-4 counts slots of the cache
-            found.append(int(module.floor_scale) - MARGIN)
+            lengths.append(int(module.floor_scale) - MARGIN)
     if type(decoder).__name__ == "InklingTextModel" and decoder.config.log_scaling_n_floor is not None:
-        found.append(decoder.config.log_scaling_n_floor - MARGIN)  # counts them likewise
-    return min(found, default=None)
+        lengths.append(decoder.config.log_scaling_n_floor - MARGIN)  # counts them likewise
+    return min(lengths, default=None)
 
 
 def within(stop: Stop | None, most: int, held: int) -> Stop:
@@ -69,8 +69,6 @@ def within(stop: Stop | None, most: int, held: int) -> Stop:
 def bound(session: Session, table: int) -> None:
     """Let rows fail where they go on past the model's learned positions, and not where a draft would."""
     begin = torch.zeros(len(session.cache.open_slots), 1, dtype=torch.long, device=session.pending.device)
-    furthest = (
-        session.cache.places.at(begin).reshape(-1, len(session.rows), session.cache.streams).amax((0, 2)).tolist()
-    )
-    for row, place in zip(session.rows, furthest, strict=True):
+    furthest = session.cache.places.at(begin).reshape(-1, len(session.rows), session.cache.streams).amax((0, 2))
+    for row, place in zip(session.rows, furthest.tolist(), strict=True):
         row.stop = within(row.stop, row.start + table - place + 1, table)

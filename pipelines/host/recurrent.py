@@ -28,6 +28,9 @@ from mmspec.pipelines.host.forward import during, now
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.recurrent_state import RecurrentLayer, Writes
 
+TreeScan = Callable[..., tuple[Tensor, Tensor]]  # what the nodes read, and what they write
+Scan = Callable[..., tuple[Tensor, Tensor | None]]  # what the tokens read, and the state after them
+
 
 @dataclass
 class Reading:
@@ -36,7 +39,7 @@ class Reading:
     parents: Tensor  # [B, n]
     depth: Tensor  # [B, n]
     ancestors: Tensor  # bool [B, n, n]
-    scan: Callable[..., tuple[Tensor, Tensor]] = dispatch.recurrent_tree
+    scan: TreeScan = dispatch.recurrent_tree
     layer: RecurrentLayer | None = None
     index: int = 0  # of the convolution that stock will call next
     _windows: dict[int, Tensor] = field(default_factory=dict)
@@ -69,7 +72,7 @@ class Reading:
 
 @contextmanager
 def reads(
-    parents: Tensor, depth: Tensor, ancestors: Tensor, scan: Callable[..., Any] = dispatch.recurrent_tree
+    parents: Tensor, depth: Tensor, ancestors: Tensor, scan: TreeScan = dispatch.recurrent_tree
 ) -> Iterator[None]:
     """Within, forwards read the nodes of this tree, by `scan`: a capture can follow `ops.recurrent_tree`, no kernel."""
     with during(draft=Reading(parents, depth, ancestors, scan)):
@@ -81,7 +84,7 @@ def reads(
 
 def _conv(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def causal_conv1d(
-        x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **more: Any
+        x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **more: object
     ) -> Tensor:
         tree = now().draft
         if tree is None or tree.layer is None:
@@ -93,12 +96,12 @@ def _conv(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return causal_conv1d
 
 
-def _delta(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _delta(stock: Scan) -> Scan:
     """Gated delta rule; with a decay for each channel it is Kimi's."""
 
     def gated_delta_rule(
         query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *,
-        initial_state: Tensor | None = None, use_qk_l2norm_in_kernel: bool = False, **more: Any,
+        initial_state: Tensor | None = None, use_qk_l2norm_in_kernel: bool = False, **more: object,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         tree = now().draft
         if tree is None or initial_state is None:
@@ -117,14 +120,14 @@ def _delta(stock: Callable[..., Any]) -> Callable[..., Any]:
     return gated_delta_rule
 
 
-def _ssd(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _ssd(stock: Callable[..., Any]) -> Scan:
     """State space duality, as Mamba-2 has it."""
 
     def mamba2_scan(
         x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
         dt_bias: Tensor | None = None, initial_states: Tensor | None = None, dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, float("inf")), **more: Any,
-    ) -> Any:  # fmt: skip
+        dt_limit: tuple[float, float] = (0.0, float("inf")), **more: object,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         tree = now().draft
         if tree is None or initial_states is None:
             return stock(
@@ -148,7 +151,7 @@ def _ssd_step(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def selective_state_update(
         state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
-        z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False, **more: Any,
+        z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False, **more: object,
     ) -> Tensor:  # fmt: skip
         if now().draft is None:
             return stock(state, x, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **more)
@@ -166,7 +169,7 @@ def _ssd_step(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 # function that a stock forward calls → what makes its replacement; those of a name's beginning that stock tells apart
 # by the package they come from are one and the same here
-SCANS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+SCANS: dict[str, Callable[..., Callable[..., object]]] = {
     "causal_conv1d_fn": _conv,
     "torch_chunk_gated_delta_rule": _delta,
     "torch_recurrent_gated_delta_rule": _delta,
@@ -211,8 +214,8 @@ def reader(cls: type) -> type:
 
 def _functions(cls: type) -> list[FunctionType]:
     own = [f for one in cls.__mro__ if one not in Module.__mro__ for f in vars(one).values()]
-    found = [inspect.unwrap(f) for f in own if isinstance(f, FunctionType)]
-    return [f for f in found if isinstance(f, FunctionType)]
+    plain = [inspect.unwrap(f) for f in own if isinstance(f, FunctionType)]
+    return [f for f in plain if isinstance(f, FunctionType)]
 
 
 def names(cls: type, helpers: bool = False) -> set[str]:
@@ -224,7 +227,7 @@ def names(cls: type, helpers: bool = False) -> set[str]:
     return {name for function in own for name in inspect.unwrap(function).__code__.co_names}
 
 
-def _rebound(function: Any) -> Any:
+def _rebound(function: FunctionType) -> FunctionType:
     """The same code with the functions of SCANS replaced, decorators around it included."""
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
@@ -235,7 +238,7 @@ def _rebound(function: Any) -> Any:
     return _with(function, function.__globals__, cells)
 
 
-def _with(function: Any, names: dict[str, Any], closure: Any) -> Any:
+def _with(function: FunctionType, names: dict[str, object], closure: tuple[CellType, ...] | None) -> FunctionType:
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
     return made

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from mmspec.kernels import reference_recurrent as ops
 from mmspec.modes import lasting
+
+Kind = tuple[tuple[torch.Size, torch.dtype, torch.device], ...]  # of tensors that go together
 
 
 class Writes(NamedTuple):
@@ -27,22 +29,23 @@ class AcceptedPath:
 
     def __init__(self, kept: Tensor, count: Tensor) -> None:
         self.kept, self.count = kept, count
-        self._made: dict[Any, Any] = {}
+        self._taken: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._inputs: dict[tuple[int, torch.device], Tensor] = {}
 
     def taken(self, nodes: int, home: torch.device) -> tuple[Tensor, Tensor]:
         """Which of the nodes stand, bool [B, nodes], and the last that does, [B]."""
-        if ("taken", nodes, home) not in self._made:
+        if (nodes, home) not in self._taken:
             there = torch.arange(self.kept.shape[1], device=self.kept.device) < self.count[:, None]
             path = there.new_zeros(len(there), nodes + 1).scatter_(1, self.kept.where(there, nodes), True)[:, :nodes]
             last = self.kept.gather(1, (self.count[:, None] - 1).clamp(min=0))[:, 0]
-            self._made["taken", nodes, home] = path.to(home), last.to(home)
-        return self._made["taken", nodes, home]  # type: ignore[no-any-return]
+            self._taken[nodes, home] = path.to(home), last.to(home)
+        return self._taken[nodes, home]
 
     def inputs(self, width: int, home: torch.device) -> Tensor:
         """As `ops.kept_inputs`."""
-        if ("inputs", width, home) not in self._made:
-            self._made["inputs", width, home] = ops.kept_inputs(self.kept, self.count, width).to(home)
-        return self._made["inputs", width, home]  # type: ignore[no-any-return]
+        if (width, home) not in self._inputs:
+            self._inputs[width, home] = ops.kept_inputs(self.kept, self.count, width).to(home)
+        return self._inputs[width, home]
 
 
 class RecurrentLayer:
@@ -94,14 +97,14 @@ class RecurrentLayers(dict[int, RecurrentLayer]):
     operations a round, where each layer by itself would take as many.
     """
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._buffers: dict[Any, tuple[Tensor, tuple[Tensor, ...]]] = {}  # by kind, and its views in the layers
+    def __init__(self, given: Iterable[tuple[int, RecurrentLayer]] = ()) -> None:
+        super().__init__(given)
+        self._buffers: dict[Kind, tuple[Tensor, tuple[Tensor, ...]]] = {}  # by kind, and its views in the layers
 
     def commit(self, path: AcceptedPath) -> None:
         """These nodes of the draft that was read last stand, and no others."""
-        inputs: defaultdict[Any, list[tuple[RecurrentLayer, int]]] = defaultdict(list)
-        states: defaultdict[Any, list[tuple[RecurrentLayer, int]]] = defaultdict(list)
+        inputs: defaultdict[Kind, list[tuple[RecurrentLayer, int]]] = defaultdict(list)
+        states: defaultdict[tuple[Kind, Kind], list[tuple[RecurrentLayer, int]]] = defaultdict(list)
         for layer in self.values():
             for index, x in layer.inputs.items():
                 inputs[_kind(layer.conv[index], x)].append((layer, index))
@@ -114,7 +117,7 @@ class RecurrentLayers(dict[int, RecurrentLayer]):
         for layer in self.values():
             layer.inputs, layer.writes = {}, {}
 
-    def _fold_states(self, kind: Any, alike: list[tuple[RecurrentLayer, int]], path: AcceptedPath) -> None:
+    def _fold_states(self, kind: Kind, alike: list[tuple[RecurrentLayer, int]], path: AcceptedPath) -> None:
         """Fold what the nodes wrote into the states of layers of one kind."""
         own = tuple(layer.state[index] for layer, index in alike)
         buffer, views = self._buffers.get(kind, (own[0], ()))
@@ -137,7 +140,7 @@ class RecurrentLayers(dict[int, RecurrentLayer]):
         """Others that hold the same of some rows."""
         with lasting():
             return RecurrentLayers(
-                {number: layer.before(iter([t[rows].clone() for t in layer.held()])) for number, layer in self.items()}
+                (number, layer.before(iter([t[rows].clone() for t in layer.held()]))) for number, layer in self.items()
             )
 
     def select(self, rows: Tensor) -> None:
@@ -155,7 +158,7 @@ class RecurrentLayers(dict[int, RecurrentLayer]):
                 mine.update({index: torch.cat([t, more[index]]) for index, t in mine.items()})
 
 
-def _kind(*tensors: Tensor) -> Any:
+def _kind(*tensors: Tensor) -> Kind:
     return tuple((t.shape, t.dtype, t.device) for t in tensors)
 
 
@@ -164,5 +167,5 @@ def _fold_inputs(alike: list[tuple[RecurrentLayer, int]], path: AcceptedPath) ->
     held = torch.cat([layer.conv[index] for layer, index in alike])
     x = torch.cat([layer.inputs[index] for layer, index in alike])
     kept = path.inputs(held.shape[-1], x.device).repeat(len(alike), 1)
-    for (layer, index), found in zip(alike, ops.conv_fold(x, held, kept).chunk(len(alike)), strict=True):
-        layer.conv[index] = found
+    for (layer, index), inputs in zip(alike, ops.conv_fold(x, held, kept).chunk(len(alike)), strict=True):
+        layer.conv[index] = inputs

@@ -10,7 +10,7 @@ import importlib
 import warnings
 from collections.abc import Callable, Collection
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 from packaging.specifiers import SpecifierSet
 
@@ -72,7 +72,7 @@ class Untouched:
 
     drafter = None
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: object) -> None:
         self.model = model
 
     def disable(self) -> None:
@@ -81,11 +81,11 @@ class Untouched:
     def __enter__(self) -> Untouched:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.disable()
 
 
-def leave(model: Any, why: str, config: SpecConfig) -> Untouched:
+def leave(model: object, why: str, config: SpecConfig) -> Untouched:
     """Leave a model as it is, with a warning.
 
     Raises:
@@ -97,7 +97,7 @@ def leave(model: Any, why: str, config: SpecConfig) -> Untouched:
     return Untouched(model)
 
 
-def missing(name: str, error: Exception) -> Any:
+def missing(name: str, error: Exception) -> Callable[..., object]:
     """What stands for a public function of mmspec whose module does not load with the installed release.
 
     Raises:
@@ -107,23 +107,24 @@ def missing(name: str, error: Exception) -> Any:
         raise error
     why = changed(error)
 
-    def enable(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Untouched:
+    def enable(model_or_pipe: object, drafter: object = None, **options: object) -> Untouched:
         return leave(model_or_pipe, why, SpecConfig.split(options)[0])
 
-    def disable(model_or_pipe: Any) -> None:
+    def disable(model_or_pipe: object) -> None:
         """Nothing was enabled."""
 
-    def refuse(*_: Any, **__: Any) -> Any:
+    def refuse(*_: object, **__: object) -> NoReturn:
         raise UnsupportedError(f"mmspec.{name} is not available: {why}")
 
-    return {"enable": enable, "disable": disable}.get(name, refuse)
+    known: dict[str, Callable[..., object]] = {"enable": enable, "disable": disable}
+    return known.get(name, refuse)
 
 
 def guarded(enable: Callable[..., Any]) -> Callable[..., Any]:
     """`enable`, which on an untested release refuses, or leaves the model, where it would fail for the host's sake."""
 
     @functools.wraps(enable)
-    def wrapped(model_or_pipe: Any, drafter: Any = None, **options: Any) -> Any:
+    def wrapped(model_or_pipe: object, drafter: object = None, **options: object) -> Any:
         if tested():
             return enable(model_or_pipe, drafter, **options)
         try:

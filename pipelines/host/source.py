@@ -32,8 +32,8 @@ def package(name: str, where: Path | None = None) -> Path | None:
 def version(name: str, where: Path | None = None) -> str:
     """What `__version__` says in a package's own file; "" where it says nothing."""
     folder = package(name, where)
-    found = folder and re.search(r"^__version__ = [\"'](.+?)[\"']", _text(folder / "__init__.py"), re.MULTILINE)
-    return found[1] if found else ""
+    match = folder and re.search(r"^__version__ = [\"'](.+?)[\"']", _text(folder / "__init__.py"), re.MULTILINE)
+    return match[1] if match else ""
 
 
 @lru_cache(maxsize=256)
@@ -50,13 +50,13 @@ class Module:
     @cached_property
     def _parts(self) -> list[str]:
         """The file's top-level statements, decorators apart from what they decorate."""
-        begins = [found.start() for found in _BEGIN.finditer(self.text)]
+        begins = [match.start() for match in _BEGIN.finditer(self.text)]
         return [self.text[a:b] for a, b in zip(begins, [*begins[1:], len(self.text)], strict=True)]
 
     @cached_property
     def _by_name(self) -> dict[str, str]:
         named = [(_NAMED.match(part), part) for part in self._parts]
-        return {found[1] or found[2]: part for found, part in named if found is not None}
+        return {match[1] or match[2]: part for match, part in named if match is not None}
 
     @cached_property
     def whole(self) -> ast.Module:
@@ -110,15 +110,15 @@ def look(dotted: str, where: Path | None = None) -> tuple[ast.AST, Module] | str
 
 
 def _inside(file: Module, parts: list[str], said: str) -> tuple[ast.AST, Module] | str:
-    found: ast.AST | None = None
+    node: ast.AST | None = None
     for n, part in enumerate(parts):
-        body = getattr(found, "body", [])
+        body = getattr(node, "body", [])
         some = ((file.find(one) if n == 0 else _defined(body, one)) for one in part.split("|"))
-        found = next((one for one in some if one is not None), None)
-        if found is None:
+        node = next((one for one in some if one is not None), None)
+        if node is None:
             return f"there is no {part.replace('|', ' or ')} in {said}"
         said = part
-    return (file.whole if found is None else found), file
+    return (file.whole if node is None else node), file
 
 
 def _defined(body: list[ast.stmt], name: str) -> ast.AST | None:
@@ -180,24 +180,24 @@ def members(cls: ast.AST) -> set[str]:
 
 def words(node: ast.AST) -> set[str]:
     """Every name in a piece of source: variables, attributes, definitions, keywords, and strings."""
-    found: set[str] = set()
+    names: set[str] = set()
     for one in ast.walk(node):
         for field in ("id", "attr", "arg", "name"):
             if isinstance(word := getattr(one, field, None), str):
-                found.add(word)
+                names.add(word)
         if isinstance(one, ast.Constant) and isinstance(one.value, str):
-            found.add(one.value)
-    return found
+            names.add(one.value)
+    return names
 
 
 def calls(node: ast.AST) -> dict[str, set[str]]:
     """What a piece of source calls, `f` or as a method `.f`, and the keywords of these calls."""
-    found: dict[str, set[str]] = {}
+    made: dict[str, set[str]] = {}
     for one in ast.walk(node):
         if isinstance(one, ast.Call) and isinstance(one.func, (ast.Name, ast.Attribute)):
             name = one.func.id if isinstance(one.func, ast.Name) else f".{one.func.attr}"
-            found.setdefault(name, set()).update(k.arg for k in one.keywords if k.arg is not None)
-    return found
+            made.setdefault(name, set()).update(k.arg for k in one.keywords if k.arg is not None)
+    return made
 
 
 # -- checks: what there is in the place of what a row of the contract names; "": it holds ------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +34,6 @@ class Stopped(StoppingCriteria):
     def __init__(self, events: Sequence[threading.Event]) -> None:
         self.events = events
 
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: object, **_: object) -> Tensor:
         ended = any(event.is_set() for event in self.events)
         return torch.full((len(input_ids),), ended, dtype=torch.bool, device=input_ids.device)

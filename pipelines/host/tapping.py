@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+
+from torch import nn
 
 from mmspec.pipelines.host import few_rows, renamed
 from mmspec.pipelines.host.forward import Tap
 from mmspec.pipelines.host.hooks import Taps
+from mmspec.pipelines.host.kinds import GenerativeModel, TextDecoder
 from mmspec.pipelines.host.model import HostModel
 from mmspec.types import FINAL
 
 
-def _read(own: Any, features: tuple[int, ...]) -> dict[int | None, Any]:
+def _read(own: TextDecoder, features: tuple[int, ...]) -> dict[int | None, nn.Module]:
     """The modules to read: the decoder (under None), and the layers whose input the drafter reads, by number.
 
     Raises:
@@ -27,7 +29,7 @@ def _read(own: Any, features: tuple[int, ...]) -> dict[int | None, Any]:
     return {None: own, **{i: own.layers[i] for i in features if i >= 0}}
 
 
-def taps(model: Any, features: tuple[int, ...]) -> Taps:
+def taps(model: GenerativeModel, features: tuple[int, ...]) -> Taps:
     """What reads these features of a model, and its drafts; while it is entered, the model is tapped.
 
     Raises:
@@ -39,7 +41,7 @@ def taps(model: Any, features: tuple[int, ...]) -> Taps:
     return host.taps[features]
 
 
-def _wanted(host: HostModel, features: tuple[int, ...]) -> Iterator[tuple[Any, type, dict[str, Any]]]:
+def _wanted(host: HostModel, features: tuple[int, ...]) -> Iterator[tuple[nn.Module, type, Mapping[str, object]]]:
     own = host.decoder
     yield from ((module, reader, {}) for module, reader in host.readers)  # of two mixins the first counts
     yield from ((module, Tap, {"_mmspec_layer": layer}) for layer, module in _read(own, features).items())

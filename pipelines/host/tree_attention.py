@@ -105,7 +105,7 @@ def flash_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return torch.backends.cuda.can_use_flash_attention(params)
 
 
-def _shape(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:
+def _shape(query: Tensor, key: Tensor, value: Tensor) -> tuple[torch.device, torch.dtype, int, int, int, int, str]:
     """What `trusted` is asked about."""
     wish = os.environ.get(dispatch.VARIABLE, "")
     return query.device, query.dtype, query.shape[1], key.shape[1], key.shape[3], value.shape[3], wish

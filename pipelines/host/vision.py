@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.pipelines.host.kinds import GenerativeModel, PretrainedConfig
+
 # Of each kind: names of its token in the config, and of the arguments with its grids of patches and its pictures.
 _KINDS = {
     "image": (("image_token_id", "image_token_index"), "image_grid_thw", "pixel_values"),
@@ -17,12 +19,12 @@ _KINDS = {
 _AXES = {"image": 4, "video": 5}  # pictures [n, 3, height, width], or clips [n, frames, 3, height, width]
 
 
-def placeholders(config: Any) -> list[int]:
+def placeholders(config: PretrainedConfig) -> list[int]:
     """Token ids that stand for visual features in a prompt."""
     return sorted({token for names, *_ in _KINDS.values() for token in _tokens(config, names)})
 
 
-def media(ids: Tensor, config: Any, arguments: Mapping[str, Any]) -> Tensor:
+def media(ids: Tensor, config: PretrainedConfig, arguments: Mapping[str, Any]) -> Tensor:
     """int64 [B, L]: k ≥ 1 at the tokens of a row's k-th image or video frame, 0 at all others.
 
     The borders of media that touch follow from the grids of patches, from what the vision tower made of each, or from
@@ -49,14 +51,14 @@ def media(ids: Tensor, config: Any, arguments: Mapping[str, Any]) -> Tensor:
     return begins.cumsum(1) * visual
 
 
-def encoded(model: Any) -> set[str]:
+def encoded(model: GenerativeModel) -> set[str]:
     """Names of the arguments that its vision tower reads, as stock finds them."""
     base = getattr(model, "base_model", model)
-    found = [getattr(base, f"get_{kind}_features", None) for kind in _KINDS]
-    return {name for read in found if read is not None for name in inspect.signature(read).parameters}
+    towers = [getattr(base, f"get_{kind}_features", None) for kind in _KINDS]
+    return {name for read in towers if read is not None for name in inspect.signature(read).parameters}
 
 
-def by_row(pictures: Mapping[str, Tensor], ids: Tensor, config: Any) -> list[dict[str, Tensor]] | None:
+def by_row(pictures: Mapping[str, Tensor], ids: Tensor, config: PretrainedConfig) -> list[dict[str, Tensor]] | None:
     """Of what the tower reads for a batch [B, L], the part of each row; None: that cannot be told."""
     B = len(ids)
     if B == 1 or not pictures:
@@ -102,11 +104,11 @@ def _counts(tokens: list[int], sizes: list[int]) -> list[int] | None:
     return None if left else counts
 
 
-def _tokens(config: Any, names: tuple[str, ...]) -> list[int]:
+def _tokens(config: PretrainedConfig, names: tuple[str, ...]) -> list[int]:
     return sorted({token for name in names if (token := getattr(config, name, None)) is not None})
 
 
-def _sizes(kind: str, config: Any, arguments: Mapping[str, Any], tokens: int) -> Tensor | None:
+def _sizes(kind: str, config: PretrainedConfig, arguments: Mapping[str, Any], tokens: int) -> Tensor | None:
     """Tokens of each medium of a kind, in the order of the batch; None where nobody tells."""
     _, grids, pixels = _KINDS[kind]
     grid, pictures = arguments.get(grids), arguments.get(pixels)
@@ -122,9 +124,9 @@ def _sizes(kind: str, config: Any, arguments: Mapping[str, Any], tokens: int) ->
     return None
 
 
-def _new_time(arguments: Mapping[str, Any], ids: Tensor) -> Tensor:
+def _new_time(arguments: Mapping[str, object], ids: Tensor) -> Tensor:
     """bool [B, L]: whether a token has another time than the one before, by M-RoPE positions [3 or 4, B, L]."""
-    found, positions = torch.zeros_like(ids, dtype=torch.bool), arguments.get("position_ids")
+    new, positions = torch.zeros_like(ids, dtype=torch.bool), arguments.get("position_ids")
     if isinstance(positions, Tensor) and positions.dim() == 3 and positions.shape[1:] == ids.shape:
-        found[:, 1:] = positions[-3].diff(dim=-1) != 0
-    return found
+        new[:, 1:] = positions[-3].diff(dim=-1) != 0
+    return new

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
 from diffusers.utils import is_bs4_available, is_ftfy_available
 from torch import Tensor
+
+from mmspec.pipelines.host.text_encoder import PreTrainedTokenizerFast, T5EncoderModel
 
 
 def cleaned(texts: list[str]) -> list[str]:
@@ -21,7 +22,7 @@ def cleaned(texts: list[str]) -> list[str]:
         return lowered(texts)
     from diffusers.pipelines.pixart_alpha.pipeline_pixart_alpha import PixArtAlphaPipeline
 
-    cleaner: Any = object.__new__(PixArtAlphaPipeline)  # the same cleaning, which reads nothing of the pipeline
+    cleaner = object.__new__(PixArtAlphaPipeline)  # the same cleaning, which reads nothing of the pipeline
     return cleaner._text_preprocessing(texts, clean_caption=True)
 
 
@@ -29,20 +30,22 @@ def lowered(texts: list[str]) -> list[str]:
     return [text.lower().strip() for text in texts]
 
 
-def read(texts: list[str], tokenizer: Any, encoder: Any, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def read(
+    texts: list[str], tokenizer: PreTrainedTokenizerFast, encoder: T5EncoderModel, length: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Features [B, length, width] of texts, left-padded with zeros, and where they stand, bool [B, length].
 
     Raises:
         ValueError: a text of more than `length` tokens.
     """
-    found = tokenizer(texts, padding="max_length", max_length=length, padding_side="right")
-    worst = max(range(len(texts)), key=lambda i: len(found.input_ids[i]))
-    if len(found.input_ids[worst]) > length:
+    tokenized = tokenizer(texts, padding="max_length", max_length=length, padding_side="right")
+    longest, worst = max(zip(tokenized.input_ids, texts, strict=True), key=lambda one: len(one[0]))
+    if len(longest) > length:
         raise ValueError(
-            f"the prompt {texts[worst][:60]!r} has {len(found.input_ids[worst])} tokens with its end mark; this model "
-            f"reads {length} at most, so shorten it"
+            f"the prompt {worst[:60]!r} has {len(longest)} tokens with its end mark; this model reads {length} at "
+            "most, so shorten it"
         )
-    ids, mask = (torch.tensor(found[name], device=device) for name in ("input_ids", "attention_mask"))
+    ids, mask = (torch.tensor(tokenized[name], device=device) for name in ("input_ids", "attention_mask"))
     features = encoder(ids, attention_mask=mask)[0] * mask[..., None]
     place = (torch.arange(length, device=device) + mask.sum(1, keepdim=True)) % length  # what was right moves left
     return features.gather(1, place[..., None].expand_as(features)), mask.bool().gather(1, place)

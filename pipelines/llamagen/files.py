@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,13 +39,9 @@ _LLAMA = (  # Llama-like name → the authors'; q, k and v are fused afterwards
 
 
 def pipeline(
-    path: str | Path,
-    vq_path: str | Path,
-    text_encoder: str | None = None,
-    image_size: int | None = None,
-    heads: int | None = None,
-    allow_pickle: bool = False,
-) -> LlamaGenPipeline:
+    path: str | Path, vq_path: str | Path, text_encoder: str | None = None, image_size: int | None = None,
+    heads: int | None = None, allow_pickle: bool = False,
+) -> LlamaGenPipeline:  # fmt: skip
     """A pipeline of LlamaGen's published files.
 
     Args:
@@ -64,24 +59,12 @@ def pipeline(
             f"image_size must be a multiple of the tokenizer's {codes.downsample} pixels; got {image_size}"
         )
     grid = None if image_size is None else image_size // codes.downsample
-    parts: dict[str, Any] = {}
-    if text_encoder is not None:
-        parts["text_encoder"], parts["tokenizer"] = encoder_and_tokenizer(text_encoder)
-    return LlamaGenPipeline(transformer(read(path, allow_pickle), grid, heads), codes, **parts)
+    encoder, tokenizer = (None, None) if text_encoder is None else encoder_and_tokenizer(text_encoder)
+    return LlamaGenPipeline(transformer(read(path, allow_pickle), grid, heads), codes, encoder, tokenizer)
 
 
 def read(path: str | Path, allow_pickle: bool = False) -> dict[str, Tensor]:
-    """The tensors of a .pt or .safetensors file, or of a folder, out of whatever container they lie in.
-
-    Args:
-        path: the file or folder.
-        allow_pickle: let an `argparse.Namespace` be read too, which the authors' training scripts store beside the
-            weights. Nothing else is unpickled, and no code is run.
-
-    Raises:
-        FileNotFoundError: nothing there.
-        ValueError: damaged, not a checkpoint, or one that needs `allow_pickle`.
-    """
+    """As `tensors_in`, of a .pt or .safetensors file, or of a folder, out of whatever wrapper they lie in."""
     tensors = tensors_in(Path(path).expanduser(), CONTAINERS, OF, allow_pickle)
     for wrapper in _WRAPPERS:
         if all(key.startswith(wrapper) for key in tensors):
@@ -89,7 +72,9 @@ def read(path: str | Path, allow_pickle: bool = False) -> dict[str, Tensor]:
     return tensors
 
 
-def transformer(tensors: Mapping[str, Tensor], grid: int | None = None, heads: int | None = None) -> Any:
+def transformer(
+    tensors: Mapping[str, Tensor], grid: int | None = None, heads: int | None = None
+) -> LlamaGenTransformer:
     """The transformer with these weights, in the types they have; its sizes are read off them.
 
     Args:
@@ -114,7 +99,7 @@ def transformer(tensors: Mapping[str, Tensor], grid: int | None = None, heads: i
     return filled(LlamaGenTransformer, {**config, "grid": grid}, tensors)
 
 
-def vq(tensors: Mapping[str, Tensor]) -> Any:
+def vq(tensors: Mapping[str, Tensor]) -> LlamaGenVQ:
     """The VQ tokenizer with these weights; its sizes are read off them.
 
     Raises:
@@ -129,11 +114,9 @@ def vq(tensors: Mapping[str, Tensor]) -> Any:
     config = {
         "base": base,
         "multipliers": [tensors[f"encoder.conv_blocks.{i}.res.0.conv2.weight"].shape[0] // base for i in range(levels)],
-        "latent": tensors["encoder.conv_out.weight"].shape[0],
-        "codes": codes,
-        "code_dim": code_dim,
+        "latent": tensors["encoder.conv_out.weight"].shape[0], "codes": codes, "code_dim": code_dim,
         "blocks": count(tensors, r"encoder\.conv_blocks\.0\.res\.(\d+)\."),
-    }
+    }  # fmt: skip
     return filled(LlamaGenVQ, config, tensors)
 
 
@@ -154,7 +137,7 @@ def _authors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return named
 
 
-def _sizes(tensors: Mapping[str, Tensor], heads: int | None) -> dict[str, Any]:
+def _sizes(tensors: Mapping[str, Tensor], heads: int | None) -> dict[str, int]:
     """What the shapes say of the transformer's configuration; the picture's size is not in them."""
     first = "layers.0."
     need(tensors, OF, "tok_embeddings.weight", f"{first}attention.wqkv.weight", f"{first}feed_forward.w1.weight")

@@ -14,12 +14,12 @@ from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
 from diffusers.utils import BaseOutput
 from torch import Tensor
 
-from mmspec.config import is_whole
+from mmspec.config import Options, is_whole
 from mmspec.drafters.plain import Plain
 from mmspec.loop import decode, start
 from mmspec.models.llamagen import LlamaGenTransformer
 from mmspec.models.llamagen_vq import LlamaGenVQ
-from mmspec.pipelines.drawing.outputs import OUTPUTS, class_ids, seeds
+from mmspec.pipelines.drawing.outputs import OUTPUTS, Generators, Labels, Pictures, class_ids, seeds
 from mmspec.pipelines.host import devices
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.host.processors.table import warpers
@@ -29,6 +29,7 @@ from mmspec.pipelines.target import captures
 from mmspec.pipelines.target.llamagen import Condition, LlamaGenTarget
 from mmspec.pipelines.target.noise import CounterNoise
 from mmspec.pipelines.target.request import Request, Sampler
+from mmspec.protocols import Proposer
 from mmspec.rules import Rule, exact
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats
@@ -52,7 +53,7 @@ class LlamaGenOutput(BaseOutput):
             pictures bounds how far their distribution is from the model's own, in total variation.
     """
 
-    images: Any
+    images: Pictures
     tokens: Tensor | None = None
     stats: Stats | None = None
     spent: list[float] | None = None
@@ -62,7 +63,7 @@ class LlamaGenOutput(BaseOutput):
 class DecodingPlan:
     """How a call decodes; the stock pipeline's is plain decoding with the noise fixed by the rows' seeds."""
 
-    drafter: Any
+    drafter: Proposer
     rule: Rule
     reproducible: bool
     compile: bool = False
@@ -84,13 +85,9 @@ class LlamaGenPipeline(DiffusionPipeline):
     _optional_components = ["text_encoder", "tokenizer"]
 
     def __init__(
-        self,
-        transformer: LlamaGenTransformer,
-        vqvae: LlamaGenVQ,
-        text_encoder: T5EncoderModel | None = None,
-        tokenizer: PreTrainedTokenizerFast | None = None,
-        defaults: dict | None = None,
-    ) -> None:
+        self, transformer: LlamaGenTransformer, vqvae: LlamaGenVQ, text_encoder: T5EncoderModel | None = None,
+        tokenizer: PreTrainedTokenizerFast | None = None, defaults: dict | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         _check(transformer, vqvae, text_encoder, defaults)
         self.register_modules(transformer=transformer, vqvae=vqvae, text_encoder=text_encoder, tokenizer=tokenizer)
@@ -99,21 +96,12 @@ class LlamaGenPipeline(DiffusionPipeline):
 
     @torch.no_grad()
     def __call__(
-        self,
-        prompt: str | Sequence[str] | None = None,
-        class_labels: int | Sequence[int] | Tensor | None = None,
-        guidance_scale: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        temperature: float | None = None,
-        num_images_per_prompt: int = 1,
-        generator: torch.Generator | Sequence[torch.Generator] | None = None,
-        guidance_interval: int = -1,
-        clean_caption: bool | None = None,
-        output_type: str = "pil",
-        return_dict: bool = True,
-        callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], Any] | None = None,
-    ) -> LlamaGenOutput | tuple[Any]:
+        self, prompt: str | Sequence[str] | None = None, class_labels: Labels | None = None,
+        guidance_scale: float | None = None, top_k: int | None = None, top_p: float | None = None,
+        temperature: float | None = None, num_images_per_prompt: int = 1, generator: Generators = None,
+        guidance_interval: int = -1, clean_caption: bool | None = None, output_type: str = "pil",
+        return_dict: bool = True, callback_on_step_end: Callable[..., object] | None = None,
+    ) -> LlamaGenOutput | tuple[Pictures]:  # fmt: skip
         """Draw pictures.
 
         Args:
@@ -142,9 +130,8 @@ class LlamaGenPipeline(DiffusionPipeline):
         how = self._settings({**given, "clean_caption": clean_caption}, output_type, num_images_per_prompt)
         condition, valid = self._condition(prompt, class_labels, how["clean_caption"])
         condition, valid = (t.repeat_interleave(num_images_per_prompt, 0) for t in (condition, valid))
-        rows = [
-            Row([], 0, self.transformer.config.grid**2, s, index=b) for b, s in enumerate(seeds(generator, len(valid)))
-        ]
+        tokens_each, each = self.transformer.config.grid**2, enumerate(seeds(generator, len(valid)))
+        rows = [Row([], 0, tokens_each, seed, index=b) for b, seed in each]
         first = None if guidance_interval < 0 else guidance_interval + 2
         guidance = Guidance(how["guidance_scale"], tokens=first) if how["guidance_scale"] > 1 else None
         with self.progress_bar(total=rows[0].limit) as bar:
@@ -160,7 +147,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         return LlamaGenOutput(images, tokens, stats, [row.spent for row in rows]) if return_dict else (images,)
 
     def _rounds(
-        self, rows: list[Row], condition: Condition, guidance: Guidance | None, how: dict[str, Any]
+        self, rows: list[Row], condition: Condition, guidance: Guidance | None, how: Options
     ) -> Iterator[Session]:
         """The session after each round, the prefill's first; it still holds the rows that ended in that round."""
         plan, home = self._plan(how["temperature"] > 0), devices.execution(self.transformer)
@@ -181,7 +168,7 @@ class LlamaGenPipeline(DiffusionPipeline):
     def _plan(self, sample: bool) -> DecodingPlan:
         return DecodingPlan(Plain(), exact, True)
 
-    def _settings(self, given: dict[str, Any], output_type: str, pictures: int) -> dict[str, Any]:
+    def _settings(self, given: Options, output_type: str, pictures: int) -> dict[str, Any]:
         """The sampling arguments, with the pipeline's defaults and then the authors' where nothing was given."""
         how = {**(CLASS if self.transformer.config.classes else TEXT), **self.config.defaults}
         how |= {name: value for name, value in given.items() if value is not None}
@@ -199,17 +186,18 @@ class LlamaGenPipeline(DiffusionPipeline):
             raise ValueError(f"num_images_per_prompt must be a whole number ≥ 1; got {pictures!r}")
         return how
 
-    # -- the condition ------------------------------------------------------------------------------------------------
-
-    def _condition(self, prompt: Any, class_labels: Any, clean_caption: bool) -> tuple[Tensor, Tensor]:
+    def _condition(
+        self, prompt: str | Sequence[str] | None, class_labels: Labels | None, clean_caption: bool
+    ) -> tuple[Tensor, Tensor]:
         """Class ids [B] or text features [B, P, width], and which places of the prefix are real, bool [B, P]."""
         classes = self.transformer.config.classes
         kind = f"class_labels (0 to {classes - 1})" if classes else "a prompt"
         if (prompt is None) == (class_labels is None) or (class_labels is None) == bool(classes):
             came = [name for name, value in (("prompt", prompt), ("class_labels", class_labels)) if value is not None]
             raise ValueError(f"this model draws from {kind}, and from nothing else; got {' and '.join(came) or 'none'}")
-        if not classes:
-            return self.encode_prompt(list(prompt) if isinstance(prompt, list | tuple) else [prompt], clean_caption)
+        if class_labels is None:
+            texts: list[Any] = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
+            return self.encode_prompt(texts, clean_caption)
         device = self._execution_device
         labels = torch.tensor(class_ids(class_labels, classes), device=device)
         valid = torch.ones(len(labels), self.transformer.config.prefix, dtype=torch.bool, device=device)
@@ -226,13 +214,15 @@ class LlamaGenPipeline(DiffusionPipeline):
         features, valid = captions.read(texts, self.tokenizer, self.text_encoder, P, device)
         return features.to(self.transformer.dtype), valid
 
-    def _picture(self, tokens: Tensor, output_type: str) -> Any:
+    def _picture(self, tokens: Tensor, output_type: str) -> Pictures:
         devices.wake(self.vqvae)
         tokens = tokens.to(devices.execution(self.vqvae))
         return self.image_processor.postprocess(self.vqvae.decode(tokens).float(), output_type)
 
 
-def _check(transformer: Any, vqvae: Any, text_encoder: Any, defaults: dict[str, Any] | None) -> None:
+def _check(
+    transformer: LlamaGenTransformer, vqvae: LlamaGenVQ, text_encoder: T5EncoderModel | None, defaults: Options | None
+) -> None:
     """Refuse components that do not belong together."""
     vocab, codes = transformer.config.vocab, vqvae.config.codes
     if vocab != codes:

@@ -58,24 +58,14 @@ def _every(pictures: int, turns: range, device: torch.device) -> tuple[Tensor, T
 
 
 def _judge(
-    runner: MarRunner,
-    drawn: MarState,
-    z: Tensor,
-    turns: range,
-    last: int,
-    drafted: Sequence[denoising.Path],
-    how: Speculation,
-    stats: MarStats,
-) -> None:
+    runner: MarRunner, drawn: MarState, z: Tensor, turns: range, last: int, drafted: Sequence[denoising.Path],
+    how: Speculation, stats: MarStats,
+) -> None:  # fmt: skip
     """Keep or replace each of the tokens at `turns`; the guidance is that of the turn `last`, as published."""
     B, L, device = *drawn.order.shape, drawn.order.device
     rows, at = _every(B, turns, device)
-    chain, tau, seeds = (
-        runner.chain(runner.distribution.steps[turns[0]]),
-        runner.distribution.temperature,
-        drawn.seeds[rows],
-    )
-    C = drawn.tokens.shape[2]
+    chain, tau = runner.chain(runner.distribution.steps[turns[0]]), runner.distribution.temperature
+    seeds, C = drawn.seeds[rows], drawn.tokens.shape[2]
     chosen, guided = z[:, rows, drawn.order[rows, at]], torch.full_like(at, last)
     own = fresh(runner, chosen, drawn, rows, at, runner.distribution.steps[turns[0]], DRAFTS, guided)
     theirs = denoising.joined(drafted)

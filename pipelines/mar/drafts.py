@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +25,11 @@ class Cells:
         return len(self.rows)
 
 
-def cells(rows: list[int], turns: list[int], device: Any) -> Cells:
+def cells(rows: list[int], turns: list[int], device: torch.device) -> Cells:
     return Cells(rows, turns, *indices(device, rows, turns))
 
 
-def indices(device: Any, *lists: Sequence[int]) -> tuple[Tensor, ...]:
+def indices(device: torch.device, *lists: Sequence[int]) -> tuple[Tensor, ...]:
     """Lists of numbers as tensors on the device, which take one copy together; a list as an index takes its own."""
     packed = torch.tensor([n for each in lists for n in each], dtype=torch.int64, device=device)
     return packed.split([len(each) for each in lists])
@@ -38,29 +37,21 @@ def indices(device: Any, *lists: Sequence[int]) -> tuple[Tensor, ...]:
 
 @dataclass
 class MarDraft:
-    """A drafted token.
+    """A drafted token."""
 
-    Attributes:
-        row, turn: where it belongs.
-        z: [streams, D], what it was drawn from.
-        certain: that was the model's own distribution, so that nothing is to be tested.
-        path: as it was drawn; None: not yet.
-    """
-
-    row: int
+    row: int  # where it belongs
     turn: int
-    z: Tensor
-    certain: bool = False
-    path: denoising.Path | None = None
+    z: Tensor  # [streams, D], what it was drawn from
+    certain: bool = False  # that was the model's own distribution, so that nothing is to be tested
+    path: denoising.Path | None = None  # as it was drawn; None: not yet
 
     @property
     def drawn(self) -> denoising.Path:
-        """The path."""
         assert self.path is not None, f"the token at turn {self.turn} of picture {self.row} was not drafted"
         return self.path
 
 
-def places(drafts: Sequence[MarDraft], device: Any) -> Cells:
+def places(drafts: Sequence[MarDraft], device: torch.device) -> Cells:
     return cells([draft.row for draft in drafts], [draft.turn for draft in drafts], device)
 
 
@@ -99,12 +90,12 @@ class SelfDrafter:
         """[streams, B, L, D], and of which pictures it still holds."""
         return self.z, [b for b, current in enumerate(self.current) if current]
 
-    def learn(self, z: Tensor, found: dict[int, int], current: list[int]) -> None:
-        """MarDraft from z [streams, M, L, D], where `found` says which is a picture's; which of them know all there
+    def learn(self, z: Tensor, source_of: dict[int, int], current: list[int]) -> None:
+        """MarDraft from z [streams, M, L, D], where `source_of` says which is a picture's; which of them know all there
         is."""
-        rows, source = indices(z.device, list(found), list(found.values()))
+        rows, source = indices(z.device, list(source_of), list(source_of.values()))
         self.z[:, rows] = z[:, source]
-        for b in found:
+        for b in source_of:
             self.current[b] = b in current
 
 
@@ -123,7 +114,7 @@ class SmallerDrafter:
 
     def propose(self, drawn: MarState, drafts: list[MarDraft]) -> list[MarDraft]:
         """The next tokens of every picture."""
-        here, seen, found = _ahead(drawn, self.ahead), replace(drawn, tokens=drawn.tokens.clone()), {}
+        here, seen, drafted = _ahead(drawn, self.ahead), replace(drawn, tokens=drawn.tokens.clone()), {}
         for j in range(self.ahead):
             now = [i for i, b in enumerate(here.rows) if here.turns[i] == drawn.counts[b] + j]
             if not now:
@@ -138,15 +129,15 @@ class SmallerDrafter:
                 path = fresh(self.runner, z[:, index], drawn, b[index], at[index], steps, DRAFTS)
                 seen.put(b[index], at[index], path.x)
                 for k, i in enumerate(some):
-                    found[now[i]] = MarDraft(here.rows[now[i]], turns[i], z[:, i], path=path.take(slice(k, k + 1)))
-        return [found[i] for i in range(len(here))]
+                    drafted[now[i]] = MarDraft(here.rows[now[i]], turns[i], z[:, i], path=path.take(slice(k, k + 1)))
+        return [drafted[i] for i in range(len(here))]
 
 
 def _ahead(drawn: MarState, most: int) -> Cells:
     """Where the next tokens of every picture that lacks some belong."""
     L = drawn.order.shape[1]
-    found = [(b, turn) for b, n in enumerate(drawn.counts) for turn in range(n, min(L, n + most))]
-    return cells([b for b, _ in found], [turn for _, turn in found], drawn.order.device)
+    ahead = [(b, turn) for b, n in enumerate(drawn.counts) for turn in range(n, min(L, n + most))]
+    return cells([b for b, _ in ahead], [turn for _, turn in ahead], drawn.order.device)
 
 
 def by_steps(runner: MarRunner, turns: Sequence[int]) -> list[tuple[int, list[int]]]:

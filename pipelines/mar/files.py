@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from diffusers import AutoencoderKL
 from torch import Tensor
@@ -53,17 +52,7 @@ def pipeline(
 
 
 def read(path: str | Path, allow_pickle: bool = False) -> dict[str, Tensor]:
-    """The tensors of a .pth, .ckpt or .safetensors file, or of a folder; of the averaged weights where there are some.
-
-    Args:
-        path: the file or folder.
-        allow_pickle: let an `argparse.Namespace` be read too, which the authors' training script stores beside the
-            weights. Nothing else is unpickled, and no code is run.
-
-    Raises:
-        FileNotFoundError: nothing there.
-        ValueError: damaged, not a checkpoint, or one that needs `allow_pickle`.
-    """
+    """As `tensors_in`, of a .pth, .ckpt or .safetensors file, or of a folder: the averaged weights if it has some."""
     path = Path(path).expanduser()
     if not path.exists():
         raise FileNotFoundError(f"there is no file or folder {path}")
@@ -71,7 +60,7 @@ def read(path: str | Path, allow_pickle: bool = False) -> dict[str, Tensor]:
     return {key.removeprefix("module."): tensor for key, tensor in content.items()}
 
 
-def transformer(tensors: Mapping[str, Tensor], heads: int | None = None) -> Any:
+def transformer(tensors: Mapping[str, Tensor], heads: int | None = None) -> MARTransformer2DModel:
     """The transformer with these weights, in the types they have; its sizes are read off them.
 
     Args:
@@ -102,7 +91,7 @@ def transformer(tensors: Mapping[str, Tensor], heads: int | None = None) -> Any:
     return filled(MARTransformer2DModel, config, dict(tensors))
 
 
-def vae(tensors: Mapping[str, Tensor], scale: float = SCALE) -> Any:
+def vae(tensors: Mapping[str, Tensor], scale: float = SCALE) -> AutoencoderKL:
     """The VAE with these weights, under LDM's names; its sizes are read off them.
 
     Args:
@@ -129,7 +118,7 @@ def _diffusers(tensors: Mapping[str, Tensor], levels: int) -> dict[str, Tensor]:
     for key, tensor in tensors.items():
         for pattern, name in _LDM:
             key = re.sub(pattern, name, key)
-        key = re.sub(r"\.up_blocks\.(\d+)\.", lambda found: f".up_blocks.{levels - 1 - int(found[1])}.", key)
+        key = re.sub(r"\.up_blocks\.(\d+)\.", lambda match: f".up_blocks.{levels - 1 - int(match[1])}.", key)
         if ".attentions." in key:
             stem, _, part = key.rpartition(".attentions.")
             number, layer, kind = part.split(".")
@@ -142,14 +131,14 @@ def _diffusers(tensors: Mapping[str, Tensor], levels: int) -> dict[str, Tensor]:
 def build_vae(
     channels: Sequence[int], latent: int, groups: int, side: int, layers: int = 1, attention: bool = False,
     scaling_factor: float = 1.0,
-) -> Any:  # fmt: skip
+) -> AutoencoderKL:  # fmt: skip
     """An AutoencoderKL with one level per entry of `channels`, random weights."""
     return AutoencoderKL(**_vae_config(channels, latent, groups, side, layers, attention, scaling_factor))
 
 
 def _vae_config(
     channels: Sequence[int], latent: int, groups: int, side: int, layers: int, attention: bool, scaling_factor: float
-) -> dict[str, Any]:
+) -> dict[str, object]:
     down = ["DownEncoderBlock2D"] * len(channels)
     if attention:
         down[-1] = "AttnDownEncoderBlock2D"

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,9 @@ from mmspec.continuous import denoising
 from mmspec.continuous.denoising import Net
 from mmspec.kernels import dispatch as ops
 from mmspec.kernels.reference import quantile, stream
+from mmspec.models.mar import MARTransformer2DModel
 from mmspec.models.mar_head import PlainHead
+from mmspec.models.mar_scheduler import MARScheduler
 
 COINS, PATHS, DRAFTS, ORDER = range(4)  # a picture's independent streams of noise
 GUIDANCE = ("linear", "constant")
@@ -29,21 +30,14 @@ STEPS = {  # how the denoising steps of a token go from the upper number to the 
 
 @dataclass(frozen=True)
 class MarDistribution:
-    """What a picture is drawn from: for every token, by its turn, its guidance and its denoising steps.
+    """What a picture is drawn from: for every token, by its turn, its guidance and its denoising steps."""
 
-    Attributes:
-        turns: of every iteration, the first token that it draws and the first that it does not.
-        guidance: the strength for each token.
-        steps: denoising steps of each token; those of one iteration are alike.
-        temperature: of the noise of the steps.
-        guided: false leaves the forward without the class out.
-    """
-
+    # of every iteration, the first token that it draws and the first that it does not
     turns: tuple[tuple[int, int], ...]
-    guidance: tuple[float, ...]
-    steps: tuple[int, ...]
-    temperature: float
-    guided: bool
+    guidance: tuple[float, ...]  # the strength for each token
+    steps: tuple[int, ...]  # denoising steps of each token; those of one iteration are alike
+    temperature: float  # of the noise of the steps
+    guided: bool  # false leaves the forward without the class out
 
 
 def distribution(
@@ -70,10 +64,8 @@ def distribution(
     return MarDistribution(
         tuple((first, last) for first, last, *_ in turns),
         tuple(strength for first, last, strength, _ in turns for _ in range(first, last)),
-        tuple(K for first, last, _, K in turns for _ in range(first, last)),
-        temperature,
-        scale != 1,
-    )
+        tuple(K for first, last, _, K in turns for _ in range(first, last)), temperature, scale != 1,
+    )  # fmt: skip
 
 
 def _steps(s: int, iterations: int, steps: int | tuple[int, int], annealing: str) -> int:
@@ -85,27 +77,20 @@ def _steps(s: int, iterations: int, steps: int | tuple[int, int], annealing: str
 
 @dataclass
 class MarState:
-    """B pictures as they fill up: everything that changes while they are drawn.
+    """B pictures as they fill up: everything that changes while they are drawn."""
 
-    Attributes:
-        tokens: fp32 [B, L, C], zero where nothing is drawn yet.
-        order: int64 [B, L], the place of each token by its turn.
-        labels, seeds: int64 [B].
-        counts: how many tokens each picture has.
-    """
-
-    tokens: Tensor
-    order: Tensor
-    labels: Tensor
-    seeds: Tensor
-    counts: list[int]
+    tokens: Tensor  # fp32 [B, L, C], zero where nothing is drawn yet
+    order: Tensor  # int64 [B, L], the place of each token by its turn
+    labels: Tensor  # int64 [B]
+    seeds: Tensor  # int64 [B]
+    counts: list[int]  # how many tokens each picture has
 
     def put(self, rows: Tensor, turns: Tensor, x: Tensor) -> None:
         """Write tokens x [R, C] of pictures `rows` [R] at `turns` [R]; `counts` are the caller's."""
         self.tokens[rows, self.order[rows, turns]] = x.to(self.tokens.dtype)
 
 
-def canvas(model: Any, labels: Tensor, seeds: list[int]) -> MarState:
+def canvas(model: MARTransformer2DModel, labels: Tensor, seeds: list[int]) -> MarState:
     """Empty pictures, their random orders drawn."""
     B, L, device = len(labels), model.tokens, labels.device
     of = torch.tensor(seeds, dtype=torch.int64, device=device)
@@ -128,23 +113,16 @@ def coins(seeds: Tensor, tokens: int, turns: Tensor, trial: int | Tensor) -> Ten
 
 @dataclass
 class MarRunner:
-    """A model with its sampler, as one call uses them; counts what it does.
+    """A model with its sampler, as one call uses them; counts what it does."""
 
-    Attributes:
-        fast: compute once what the head's steps share; false asks it as it is defined.
-        compile: its steps, too.
-        passes, rows: forwards of the trunk, and rows in them.
-        evaluations: tokens times steps that the head was asked at.
-    """
-
-    model: Any
-    scheduler: Any
+    model: MARTransformer2DModel
+    scheduler: MARScheduler
     distribution: MarDistribution
-    fast: bool = True
-    compile: bool = False
-    passes: int = 0
-    rows: int = 0
-    evaluations: int = 0
+    fast: bool = True  # compute once what the head's steps share; false asks it as it is defined
+    compile: bool = False  # its steps, too
+    passes: int = 0  # forwards of the trunk
+    rows: int = 0  # in them
+    evaluations: int = 0  # tokens times steps that the head was asked at
     chain: Callable[[int], denoising.Chain] = field(init=False)
     draw: denoising.Draw = field(init=False)
 

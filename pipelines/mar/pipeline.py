@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
 from diffusers.utils import BaseOutput
 from torch import Tensor
 
-from mmspec.config import is_whole
+from mmspec.config import Options, is_whole
 from mmspec.models.mar import MARTransformer2DModel
 from mmspec.models.mar_scheduler import MARScheduler
 from mmspec.modes import Mode, each_in
-from mmspec.pipelines.drawing.outputs import OUTPUTS, class_ids, seeds
+from mmspec.pipelines.drawing.outputs import OUTPUTS, Generators, Labels, Pictures, class_ids, seeds
 from mmspec.pipelines.host import devices
 from mmspec.pipelines.host.modes import mode_of
 from mmspec.pipelines.mar.loop import GUIDANCE, STEPS, MarRunner, MarState, canvas, distribution, plain
@@ -47,7 +47,7 @@ class MAROutput(BaseOutput):
         stats: what happened to drafted tokens, by turn; None without speculation.
     """
 
-    images: Any
+    images: Pictures
     tokens: Tensor | None = None
     work: dict[str, int] | None = None
     stats: MarStats | None = None
@@ -67,13 +67,9 @@ class MARPipeline(DiffusionPipeline):
     model_cpu_offload_seq = "transformer->vae"
 
     def __init__(
-        self,
-        transformer: MARTransformer2DModel,
-        scheduler: MARScheduler,
-        vae: AutoencoderKL,
-        defaults: dict | None = None,
-        id2label: dict | None = None,
-    ) -> None:
+        self, transformer: MARTransformer2DModel, scheduler: MARScheduler, vae: AutoencoderKL,
+        defaults: dict | None = None, id2label: dict | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         channels, latent = transformer.config.channels, vae.config.latent_channels
         if channels != latent:
@@ -91,21 +87,12 @@ class MARPipeline(DiffusionPipeline):
 
     @torch.no_grad()
     def __call__(
-        self,
-        class_labels: int | str | Sequence[int | str] | Tensor,
-        guidance_scale: float | None = None,
-        guidance_schedule: str | None = None,
-        num_inference_steps: int | None = None,
-        num_diffusion_steps: int | tuple[int, int] | None = None,
-        annealing: str | None = None,
-        temperature: float | None = None,
-        generator: torch.Generator | Sequence[torch.Generator] | None = None,
-        fast_head: bool = True,
-        compile: bool = False,
-        output_type: str = "pil",
-        return_dict: bool = True,
-        callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], Any] | None = None,
-    ) -> MAROutput | tuple[Any]:
+        self, class_labels: Labels, guidance_scale: float | None = None, guidance_schedule: str | None = None,
+        num_inference_steps: int | None = None, num_diffusion_steps: int | tuple[int, int] | None = None,
+        annealing: str | None = None, temperature: float | None = None, generator: Generators = None,
+        fast_head: bool = True, compile: bool = False, output_type: str = "pil", return_dict: bool = True,
+        callback_on_step_end: Callable[..., object] | None = None,
+    ) -> MAROutput | tuple[Pictures]:  # fmt: skip
         """Draw a picture of each class.
 
         Args:
@@ -156,7 +143,7 @@ class MARPipeline(DiffusionPipeline):
             work |= {f"draft_{name}": n for name, n in draft_runner.work().items()}
         return MAROutput(images, drawn.tokens, work, stats) if return_dict else (images,)
 
-    def _follow(self, mode: Mode, rounds: Iterator[MarState], callback: Callable[..., Any] | None) -> None:
+    def _follow(self, mode: Mode, rounds: Iterator[MarState], callback: Callable[..., object] | None) -> None:
         """Draw to the end, with a bar and the caller's callback, which is outside of the mode."""
         with self.progress_bar(total=self.transformer.tokens) as bar:
             for step, state in enumerate(each_in(mode, rounds)):
@@ -165,7 +152,9 @@ class MARPipeline(DiffusionPipeline):
                 if callback is not None:
                     callback(self, step, done, {"tokens": state.tokens})
 
-    def enable_speculation(self, draft: Any = None, **settings: Any) -> None:
+    def enable_speculation(
+        self, draft: MARTransformer2DModel | MARPipeline | str | Path | None = None, **settings: Any
+    ) -> None:
         """Draft tokens and test them in every call from now on, by the distribution of one token an iteration.
 
         Args:
@@ -179,11 +168,11 @@ class MARPipeline(DiffusionPipeline):
         """
         if isinstance(draft, (str, Path)):
             draft = MARTransformer2DModel.from_pretrained(draft).to(self.transformer.device, self.transformer.dtype)
-        draft = getattr(draft, "transformer", draft)
-        wish = Speculation(draft, **settings)
-        if draft is not None:
+        model: Any = getattr(draft, "transformer", draft)
+        wish = Speculation(model, **settings)
+        if model is not None:
             for name in ("channels", "grid", "classes"):
-                own, its = getattr(self.transformer.config, name), getattr(draft.config, name)
+                own, its = getattr(self.transformer.config, name), getattr(model.config, name)
                 if own != its:
                     raise ValueError(f"a draft must have the model's {name}, {own}; this one has {its}")
         if wish.rule == "gaussian_path" and not self.scheduler.config.final_noise:
@@ -197,7 +186,7 @@ class MARPipeline(DiffusionPipeline):
         """Draw plainly again."""
         self._speculation = None
 
-    def _runner(self, how: dict[str, Any], fast: bool, compile: bool) -> MarRunner:
+    def _runner(self, how: Options, fast: bool, compile: bool) -> MarRunner:
         if compile and not fast:
             raise ValueError("compile=True compiles the fast head; leave fast_head=False out")
         steps = how["num_diffusion_steps"]
@@ -208,7 +197,7 @@ class MARPipeline(DiffusionPipeline):
         )  # fmt: skip
         return MarRunner(self.transformer, self.scheduler, definition, fast, compile)
 
-    def _settings(self, given: dict[str, Any], output_type: str) -> dict[str, Any]:
+    def _settings(self, given: Options, output_type: str) -> dict[str, Any]:
         """The sampling arguments, with the pipeline's defaults and then the authors' where nothing was given."""
         how = {**DEFAULTS, **self.config.defaults, **{name: v for name, v in given.items() if v is not None}}
         L = self.transformer.tokens
@@ -231,12 +220,12 @@ class MARPipeline(DiffusionPipeline):
                 raise ValueError(f"{name} must be {allowed}; got {({**how, 'output_type': output_type})[name]!r}")
         return how
 
-    def _labels(self, given: Any) -> Tensor:
+    def _labels(self, given: Labels) -> Tensor:
         """Class ids [B] of numbers or names."""
         names = {str(name): int(i) for i, name in self.config.id2label.items()}
         return torch.tensor(class_ids(given, self.transformer.config.classes, names), device=self._execution_device)
 
-    def picture(self, tokens: Tensor, output_type: str = "pil") -> Any:
+    def picture(self, tokens: Tensor, output_type: str = "pil") -> Pictures:
         """Pictures of tokens [B, grid², channels], as the call returns them; zero where nothing is drawn yet."""
         devices.wake(self.vae)
         grid = self.transformer.config.grid
@@ -245,16 +234,16 @@ class MARPipeline(DiffusionPipeline):
         return self.image_processor.postprocess(pixels.float(), output_type)
 
 
-def _steps(given: Any) -> bool:
+def _steps(given: object) -> bool:
     """Whether it is one number of steps, or those of the first and the last token."""
-    pair = isinstance(given, (list, tuple)) and len(given) == 2
-    return all(is_whole(one, 1) for one in (given if pair else [given]))
+    pair = given if isinstance(given, (list, tuple)) and len(given) == 2 else [given]
+    return all(is_whole(one, 1) for one in pair)
 
 
-class Mar(Family):
+class Mar(Family[MARPipeline]):
     """Continuous tokens have drafts of their own: `pipe.enable_speculation()`."""
 
-    def unsupported(self, model: Any) -> str:
+    def unsupported(self, model: MARPipeline) -> str:
         return (
             "its tokens are continuous, which drafters of ids and their rules do not fit; call "
             "pipe.enable_speculation(), or with draft=… a smaller MAR"

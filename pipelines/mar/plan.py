@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from mmspec.config import is_whole
 from mmspec.continuous import cspd
+from mmspec.models.mar import MARTransformer2DModel
 
 RULES = ("gaussian_path", "cspd")
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """How tokens are drafted and kept.
+    """How tokens are drafted and kept."""
 
-    Attributes:
-        draft: a smaller MAR on the same VAE; None: the model itself, by what it knew before the drafted tokens.
-        ahead: tokens drafted in a round; for "cspd", iterations of the schedule, of one or several tokens each.
-        rule: "gaussian_path" keeps the model's distribution; "cspd", as published, does not.
-        eta: of the exact rule, in (0, 1]; lower keeps less and bounds the trials after a refusal by 1/(1 − η).
-        prefill: share of the iterations that the model draws plainly before anything is drafted.
-        width: of CSpD's test.
-    """
-
-    draft: Any = None
-    ahead: int = 4
-    rule: str = "gaussian_path"
+    # a smaller MAR on the same VAE; None: the model itself, by what it knew before the drafted tokens
+    draft: MARTransformer2DModel | None = None
+    ahead: int = 4  # tokens drafted in a round; for "cspd", iterations of the schedule, of one or several tokens each
+    rule: str = "gaussian_path"  # "gaussian_path" keeps the model's distribution; "cspd", as published, does not
+    # of the exact rule, in (0, 1]; lower keeps less and bounds the trials after a refusal by 1/(1 − η)
     eta: float = 0.97
-    prefill: float = 0.0
-    width: float = cspd.WIDTH
+    prefill: float = 0.0  # share of the iterations that the model draws plainly before anything is drafted
+    width: float = cspd.WIDTH  # of CSpD's test
 
     def __post_init__(self) -> None:
         for name, fine, allowed in (
@@ -47,22 +40,14 @@ class Speculation:
 
 @dataclass
 class MarStats:
-    """What happened, by the turn of a token: lists of L sums.
+    """What happened, by the turn of a token: lists of L sums."""
 
-    Attributes:
-        tested: drafts that were tested.
-        chance: their chances to be kept; with `tested` the acceptance α.
-        gap: their log Q/P; with `tested` the divergence J of the paths' distributions.
-        rounds: passes of the model in which drafts were tested.
-        refused, trials: tokens that were drawn anew, and in how many trials.
-    """
-
-    tested: list[int]
-    chance: list[float]
-    gap: list[float]
-    rounds: int = 0
-    refused: int = 0
-    trials: int = 0
+    tested: list[int]  # drafts that were tested
+    chance: list[float]  # their chances to be kept; with `tested` the acceptance α
+    gap: list[float]  # their log Q/P; with `tested` the divergence J of the paths' distributions
+    rounds: int = 0  # passes of the model in which drafts were tested
+    refused: int = 0  # tokens that were drawn anew
+    trials: int = 0  # in how many trials
 
     def note(self, turn: int, chance: float, gap: float) -> None:
         """Book one test."""

@@ -70,23 +70,19 @@ def exact(
         kept = coins(drawn.seeds[here.of], L, here.at, 0) < chance
         stats.rounds += 1
         facts = torch.stack([kept, chance, -ratio], 1).tolist()
-        stand, first, found, whole = _stand(drawn, drafts, facts, at, stats)
+        stand, first, source_of, whole = _stand(drawn, drafts, facts, at, stats)
         (stood,) = indices(x.device, stand)
         drawn.put(here.of[stood], here.at[stood], x[stood])
         if isinstance(drafter, SelfDrafter):
-            drafter.learn(source, found, whole)
+            drafter.learn(source, source_of, whole)
         refused = [(drafts[i], z[:, i]) for i in first]
         drafts = drafter.wanted(drawn)
 
 
 def _verify(
-    runner: MarRunner,
-    drawn: MarState,
-    drafts: list[MarDraft],
-    here: Cells,
-    x: Tensor,
+    runner: MarRunner, drawn: MarState, drafts: list[MarDraft], here: Cells, x: Tensor,
     drafter: SelfDrafter | SmallerDrafter,
-) -> tuple[Tensor, Tensor, dict[tuple[int, int], int]]:
+) -> tuple[Tensor, Tensor, dict[tuple[int, int], int]]:  # fmt: skip
     """The model's conditioning [streams, R, D] of every drafted token, knowing those before it.
 
     And that [streams, M, L, D] of all places that there is, with a table from picture and number of tokens known to
@@ -136,7 +132,7 @@ def _stand(
     """
     stand: list[int] = []
     refused: list[int] = []
-    found: dict[int, int] = {}
+    known: dict[int, int] = {}
     whole, begin = [], 0
     for b, some in groupby(draft.row for draft in drafts):
         end = begin + len(list(some))
@@ -147,13 +143,13 @@ def _stand(
                 stats.note(drafts[i].turn, *facts[i][1:])
         n = drawn.counts[b] + first - begin
         if (b, n) in at:
-            found[b] = at[b, n]
+            known[b] = at[b, n]
         if first < end:
             refused.append(first)
         else:
             whole.append(b)
         drawn.counts[b], begin = n + (first < end), end
-    return stand, refused, found, whole
+    return stand, refused, known, whole
 
 
 def _chains(

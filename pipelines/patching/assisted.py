@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mmspec.config import Options
 from mmspec.drafters.ngram import NgramDrafter
 from mmspec.pipelines.host import assisted
 from mmspec.pipelines.host.assisted import Assistance
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.patching import choose, drafting
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.patching.obstacles import Obstacle
@@ -16,24 +18,18 @@ from mmspec.pipelines.patching.obstacles import Obstacle
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """What a call asks to draft with.
+    """What a call asks to draft with."""
 
-    Attributes:
-        key: the same for calls that ask for the same.
-        drafter: as `enable` takes it.
-        given: its options.
-    """
-
-    key: Any
-    drafter: Any
-    given: Mapping[str, Any]
+    key: Hashable  # the same for calls that ask for the same
+    drafter: Any  # as `enable` takes it
+    given: Options  # its options
 
 
-def requested(model: Any, kwargs: Mapping[str, Any]) -> tuple[DraftRequest, dict[str, Any]] | None:
+def requested(model: GenerativeModel, kwargs: Mapping[str, Any]) -> tuple[DraftRequest, dict[str, Any]] | None:
     """What a call of `generate` asks to draft with, and its arguments without that; None: nothing, or only stock
     knows."""
-    found = assisted.requested(model, kwargs)
-    return None if found is None else (_request(found[0]), found[1])
+    wish = assisted.requested(model, kwargs)
+    return None if wish is None else (_request(wish[0]), wish[1])
 
 
 def _request(wish: Assistance) -> DraftRequest:
@@ -46,7 +42,7 @@ def _request(wish: Assistance) -> DraftRequest:
     return DraftRequest((id(wish.model), wish.count), wish.model, given)
 
 
-def patch_for(model: Any, patch: Patch, what: DraftRequest) -> Patch:
+def patch_for(model: GenerativeModel, patch: Patch, what: DraftRequest) -> Patch:
     """A patch that drafts so, for one call, and is like the model's own otherwise; made once for each key.
 
     Raises:

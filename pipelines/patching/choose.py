@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from mmspec.checkpoints.files import CONFIG, locate, read_config
 from mmspec.checkpoints.load import drafter_of, load_drafter
-from mmspec.config import SpecConfig, option_names
+from mmspec.config import Options, SpecConfig, option_names
 from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.host import hooks, loading
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.names import own_setting
 from mmspec.protocols import TargetInfo
 from mmspec.registry import DRAFTERS, PUBLISHED, USUAL, drafter_class
@@ -22,7 +22,7 @@ _NEEDED = ("features", "nodes", "fit", "start", "propose")  # of any drafter
 _log = logging.getLogger("mmspec")
 
 
-def chosen(drafter: Any, given: Mapping[str, Any], target: TargetInfo, model: Any) -> tuple[Any, dict[str, Any]]:
+def chosen(drafter: Any, given: Options, target: TargetInfo, model: GenerativeModel) -> tuple[Any, dict[str, Any]]:
     """A drafter fitted to the target, and the options that it was given.
 
     Args:
@@ -40,10 +40,7 @@ def chosen(drafter: Any, given: Mapping[str, Any], target: TargetInfo, model: An
     return fitted(_shipped(model, target) if named is None else named, rest, target, model), rest
 
 
-# -- what the user names ----------------------------------------------------------------------------------------------
-
-
-def _instance(drafter: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _instance(drafter: Any, given: Options) -> tuple[Any, dict[str, Any]]:
     """The drafter that a model of transformers is made into, anything else as it is; and the options that are left.
 
     Raises:
@@ -66,7 +63,7 @@ def _instance(drafter: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, An
     return (assistant.AssistantDrafter(made.model) if kind in gemma4_assistant.CLASSES else made), rest
 
 
-def fitted(drafter: Any, given: Mapping[str, Any], target: TargetInfo, model: Any = None) -> Any:
+def fitted(drafter: Any, given: Options, target: TargetInfo, model: Any = None) -> Any:
     """A drafter fitted to the target, with the errors of `chosen`; see there."""
     made = _made(drafter, target, model)
     if isinstance(made, type):
@@ -74,14 +71,15 @@ def fitted(drafter: Any, given: Mapping[str, Any], target: TargetInfo, model: An
     if lacking := [name for name in _NEEDED if not hasattr(made, name)]:
         raise ValueError(f"a drafter has {', '.join(_NEEDED)}; {type(made).__name__} has no {', '.join(lacking)}")
     own = option_names(getattr(made, "options", None))
-    others = [name for name in given if name not in own]
-    if others and (unknown := set(others) - {name for one in DRAFTERS for name in _names(one)}):
+    others = {name for name in given if name not in own}
+    every = (option_names(getattr(drafter_class(name), "options", None)) for name in (DRAFTERS if others else ()))
+    if unknown := others.difference(*every):
         shared = option_names(SpecConfig)
         raise TypeError(f"unknown option {min(unknown)!r}; choose from {', '.join([*own, *shared])}")
     return made.fit(target, given)
 
 
-def _made(drafter: Any, target: TargetInfo, model: Any) -> Any:
+def _made(drafter: Any, target: TargetInfo, model: GenerativeModel) -> Any:
     """The drafter that is named; an instance names itself."""
     if not isinstance(drafter, (str, Path)):
         return drafter
@@ -99,7 +97,7 @@ def _made(drafter: Any, target: TargetInfo, model: Any) -> Any:
     return _opened(Path(drafter), target, model) if Path(drafter).is_dir() else load_drafter(drafter, target=target)
 
 
-def _opened(folder: Path, target: TargetInfo, model: Any) -> Any:
+def _opened(folder: Path, target: TargetInfo, model: GenerativeModel) -> Any:
     """The drafter in a folder: heads of the model's own classes, or a network of ours.
 
     Raises:
@@ -113,14 +111,7 @@ def _opened(folder: Path, target: TargetInfo, model: Any) -> Any:
     return load_drafter(folder, target=target)
 
 
-def _names(name: str) -> list[str]:
-    return option_names(getattr(drafter_class(name), "options", None))
-
-
-# -- what a model ships with -----------------------------------------------------------------------------------------
-
-
-def _shipped(model: Any, target: TargetInfo) -> Any:
+def _shipped(model: GenerativeModel, target: TargetInfo) -> Any:
     """What `enable` drafts with where nobody says: what the model ships with, else registry's USUAL.
 
     One line of the log says what, and why; where a drafter is published for this model, by which name. Nothing is
@@ -129,38 +120,36 @@ def _shipped(model: Any, target: TargetInfo) -> Any:
     where, name = own_files.folder(model), target.name
     for folder in _folders(model, where):
         try:
-            found = _in_folder(folder, target, model)
+            drafter = _in_folder(folder, target, model)
         except (ValueError, OSError) as error:
             _log.warning("mmspec leaves the drafter in %s alone: %s", folder, error)
             continue
         _log.info("mmspec drafts for %s with the drafter in %s", name, folder)
-        return found
+        return drafter
     if where is not None:
         try:
-            found = _heads(model)
+            drafter = _heads(model)
         except (ValueError, OSError) as error:
             _log.warning("mmspec leaves the multi-token-prediction heads of %s alone: %s", name, error)
-            found = None
-        if found is not None:
+            drafter = None
+        if drafter is not None:
             _log.info("mmspec drafts for %s with the multi-token-prediction heads in its own files", name)
-            return found
+            return drafter
     _fell_back(name)
     return USUAL
 
 
-def _folders(model: Any, where: Path | None) -> list[Path]:
+def _folders(model: GenerativeModel, where: Path | None) -> list[Path]:
     """Folders that may hold a drafter: the one that the model's config names, then those of usual names."""
     if where is None:
         return []
     named = own_setting(model, "drafter")
     names = [named] if isinstance(named, str) else []
-    inside = [
-        Path(name) for name in (*names, *FOLDERS) if not Path(name).is_absolute() and ".." not in Path(name).parts
-    ]
-    return [where / name for name in inside if (where / name / CONFIG).is_file()]
+    inside = (path for path in map(Path, (*names, *FOLDERS)) if not path.is_absolute() and ".." not in path.parts)
+    return [where / path for path in inside if (where / path / CONFIG).is_file()]
 
 
-def _in_folder(folder: Path, target: TargetInfo, model: Any) -> Any:
+def _in_folder(folder: Path, target: TargetInfo, model: GenerativeModel) -> Any:
     """A drafter that mmspec reads, or a model of transformers that drafts.
 
     Raises:
@@ -172,7 +161,7 @@ def _in_folder(folder: Path, target: TargetInfo, model: Any) -> Any:
     return _opened(folder, target, model).fit(target, {})
 
 
-def _heads(model: Any) -> Any:
+def _heads(model: GenerativeModel) -> Any:
     """The model's multi-token-prediction heads, or None."""
     from mmspec.pipelines.drafters import mtp, mtp_files
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from typing import Any
 from weakref import WeakKeyDictionary
+
+from torch import nn
 
 from mmspec.compile.draft import CapturedDraft
 from mmspec.compile.held import Held, weights
@@ -15,17 +18,17 @@ from mmspec.drafters.feature import FeatureDrafter
 from mmspec.drafters.heads import HeadsDrafter
 from mmspec.pipelines.host import devices
 from mmspec.pipelines.target import captures
-from mmspec.protocols import Compilable, TargetInfo
+from mmspec.protocols import Compilable, Drafter, Proposer, TargetInfo
 from mmspec.switch import Known, Switch
 
 SWITCHED = True  # whether drafters without weights are turned off where nobody asks for it and they do not pay
 # By model and by the drafter's layer, or its class where it has none: what is known outlives `disable`.
-_KNOWN: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Any, Known]]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[object, WeakKeyDictionary[object, dict[Hashable, Known]]] = WeakKeyDictionary()
 # What was captured of heads, by their first layer, which all fitted copies share.
-_HEADS: weakref.WeakKeyDictionary[Any, Held] = weakref.WeakKeyDictionary()
+_HEADS: WeakKeyDictionary[object, Held] = weakref.WeakKeyDictionary()
 
 
-def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, drafts: bool = True) -> Any:
+def proposer(model: object, drafter: Drafter, config: SpecConfig, target: TargetInfo, drafts: bool = True) -> Proposer:
     """The drafter, what it drafts captured with `compile`, and with `auto` behind a switch.
 
     Args:
@@ -40,22 +43,23 @@ def proposer(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo, d
             "alike; leave auto out, and choose depth, width and size"
         )
     compile = config.compile if drafts or isinstance(drafter, HeadsDrafter) else False
-    if getattr(getattr(drafter, "options", None), "adaptive", False):
-        depth, each = drafter.options.depth, variants(drafter)
-        ready: Any = Adaptive({n: _captured(model, one, compile, target, depth) for n, one in each.items()})
+    options = getattr(drafter, "options", None)
+    if options is not None and getattr(options, "adaptive", False):
+        depth, each = options.depth, variants(drafter)
+        ready: Proposer = Adaptive({n: _captured(model, one, compile, target, depth) for n, one in each.items()})
     else:
         ready = _captured(model, drafter, compile, target)
     auto = config.auto if config.auto is not None else drafts and _costs_no_seed(model, drafter, config)
     return Switch(ready, _known(model, drafter, config, target)) if auto and drafter.nodes > 1 else ready
 
 
-def _costs_no_seed(model: Any, drafter: Any, config: SpecConfig) -> bool:
+def _costs_no_seed(model: object, drafter: Drafter, config: SpecConfig) -> bool:
     """Whether a drafter without weights may be turned off: what a seed draws does not depend on it."""
     lossless = config.rule == "exact" or getattr(config.rule, "lossless", False)
     return SWITCHED and lossless and getattr(drafter, "shares", False) and not devices.shared(model)
 
 
-def _captured(model: Any, drafter: Any, compile: bool, target: TargetInfo, depth: int | None = None) -> Any:
+def _captured(model: object, drafter: Drafter, compile: bool, target: TargetInfo, depth: int | None = None) -> Proposer:
     """What drafts as the drafter does, from captures of what it computes where that can be captured.
 
     Args:
@@ -69,6 +73,7 @@ def _captured(model: Any, drafter: Any, compile: bool, target: TargetInfo, depth
         return drafter.compiled(compile)
     if not (isinstance(drafter, FeatureDrafter | BlockDrafter) and drafter.capturable):
         return drafter
+    assert isinstance(model, nn.Module)
     ours = captures.of(model)
     assert ours is not None
     held = ours.beside(drafter.block, type(drafter).__name__)
@@ -76,7 +81,7 @@ def _captured(model: Any, drafter: Any, compile: bool, target: TargetInfo, depth
     return CapturedDraft(drafter, lambda: weights(alive()), target.vocab, held, depth)
 
 
-def _known(model: Any, drafter: Any, config: SpecConfig, target: TargetInfo) -> Known:
+def _known(model: object, drafter: Any, config: SpecConfig, target: TargetInfo) -> Known:
     """Of this drafter with these options on this model; of a rule only its name tells how much it keeps."""
     layer = getattr(drafter, "block", None)
     how = repr(drafter) if layer is None else drafter.options  # of a drafter without weights all that it is made of

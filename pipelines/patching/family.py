@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -14,43 +14,38 @@ from mmspec.pipelines.target.request import Request
 from mmspec.protocols import Target, TargetInfo
 from mmspec.rules import Rule
 
+M = TypeVar("M")  # the models of the kind, or pipelines
 
-class Family:
-    """How models of one kind are patched; the table in pipelines/families/table.py says which family a class has.
 
-    Attributes:
-        mixin: goes in front of the model's class.
-        drafter: what drafts unless `enable` is told otherwise; None: what the model ships with (see choose.py).
-        captures_drafts: whether `compile` captures what drafters do.
-        guided: whether the forward of a negative prompt (`guidance_scale`) may share a batch with the prompt's.
-    """
+class Family(Generic[M]):
+    """How models of one kind are patched; the table in pipelines/families/table.py says which family a class has."""
 
-    mixin: type
-    drafter: str | None = None
-    captures_drafts = True
-    guided = False
+    mixin: type  # goes in front of the model's class
+    drafter: str | None = None  # that drafts unless `enable` is told otherwise; None: what the model ships with
+    captures_drafts = True  # whether `compile` captures what drafters do
+    guided = False  # whether the forward of a negative prompt (`guidance_scale`) may share a batch with the prompt's
 
-    def unsupported(self, model: Any) -> str | None:
+    def unsupported(self, model: M) -> str | None:
         """Why this model cannot be accelerated; None: it can."""
         return None
 
-    def note(self, model: Any) -> str | None:
+    def note(self, model: M) -> str | None:
         """A note for the log on how this model reads drafts; None: nothing to say."""
         return None
 
-    def describe(self, model: Any) -> TargetInfo:
+    def describe(self, model: M) -> TargetInfo:
         """What a drafter has to fit."""
         raise NotImplementedError
 
-    def codebook(self, model: Any) -> Tensor | None:
+    def codebook(self, model: M) -> Tensor | None:
         """The code of each token of the head, [V, c], for rules that know which tokens look alike; text has none."""
         return None
 
-    def embeddings(self, model: Any) -> Tensor | None:
+    def embeddings(self, model: M) -> Tensor | None:
         """The input embedding of each token of the head, [V, H]; None: it has another vocabulary."""
         return None
 
-    def taps(self, model: Any, features: tuple[int, ...]) -> Taps:
+    def taps(self, model: M, features: tuple[int, ...]) -> Taps:
         """What records the features that a drafter reads of the model.
 
         Raises:
@@ -58,9 +53,7 @@ class Family:
         """
         raise NotImplementedError
 
-    # -- of one call ---------------------------------------------------------------------------------------------------
-
-    def target(self, model: Any, features: tuple[int, ...], guidance: Guidance | None) -> Target:
+    def target(self, model: M, features: tuple[int, ...], guidance: Guidance | None) -> Target:
         """A session's view of the model, for one call."""
         raise NotImplementedError
 

@@ -17,6 +17,7 @@ from mmspec.pipelines.drafters import forced
 from mmspec.pipelines.host import devices, reach, release
 from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.call import Call, Custom, current, output
+from mmspec.pipelines.host.kinds import GenerativeModel, ModelOutput
 from mmspec.pipelines.host.model import HostModel
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.host.processors import followed
@@ -29,13 +30,13 @@ from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.pipelines.target.noise import CounterNoise, Noise, TorchNoise
 from mmspec.pipelines.target.request import Request, Sampler
 from mmspec.pipelines.target.state import State
-from mmspec.protocols import Drafter, Target
+from mmspec.protocols import Proposer, Target
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats
 from mmspec.types import Round
 
 
-def _stateful(model: Any, host: HostModel, call: Call, patch: Patch) -> Obstacle | None:
+def _stateful(model: GenerativeModel, host: HostModel, call: Call, patch: Patch) -> Obstacle | None:
     """A processor that may not be asked about drafts: it is never skipped, never guessed."""
     processors, rows = list(call.logits_processor), len(call.input_ids)
     if patch.family.guided and processors and guided.stands_for(processors[0], model):
@@ -46,7 +47,7 @@ def _stateful(model: Any, host: HostModel, call: Call, patch: Patch) -> Obstacle
 
 
 # Why a call cannot be accelerated: (condition, reason). The first that holds is reported.
-_OBSTACLES: tuple[tuple[Callable[[Call], Any], str], ...] = (
+_OBSTACLES: tuple[tuple[Callable[[Call], object], str], ...] = (
     (lambda c: not c.input_ids.numel() and c.arguments.get("inputs_embeds") is None, "input_ids is empty"),
     (lambda c: c.input_ids.shape[1] == 0, "a prompt of inputs_embeds alone has no token ids to draft from"),
     (lambda c: not c.arguments.get("use_cache", True), "use_cache=False re-reads the whole prefix for every token"),
@@ -58,22 +59,25 @@ _OBSTACLES: tuple[tuple[Callable[[Call], Any], str], ...] = (
     (lambda c: getattr(c.cache, "offloading", False), "an offloading cache saves memory that a draft needs at once"),
     (lambda c: c.filled and len(c.input_ids) > 1, "continuing a filled cache works for one row only"),
     (lambda c: c.owned and len(c.input_ids) > 1, "a cache of the caller's own is filled for one row only"),
-    (lambda c: c.filled and not RaggedCache.can_adopt(c.cache), "a filled cache with sliding windows has lost keys"),
+    (
+        lambda c: c.cache is not None and c.filled and not RaggedCache.can_adopt(c.cache),
+        "a filled cache with sliding windows has lost keys",
+    ),
 )
 
 
-def obstacle(model: Any, call: Call, patch: Patch) -> Obstacle | None:
+def obstacle(model: GenerativeModel, call: Call, patch: Patch) -> Obstacle | None:
     """Why this call on an enabled model has to run the stock path, or None."""
-    found = next((Obstacle(why) for holds, why in _OBSTACLES if holds(call)), None)
+    first = next((Obstacle(why) for holds, why in _OBSTACLES if holds(call)), None)
     here, host = obstacles.now(model, call.generation_config, len(call.input_ids)), HostModel.of(model)
-    found = here or found or _kept(host, call) or _turning(host, call)
-    if found is None and (tied := host.tied(call.arguments.get("attention_mask"))) is not None:
-        found = Obstacle(tied)
-    found = found or _elsewhere(model, patch, call)
-    if found is None and host.cacheless:  # a training loop that generates in between
+    first = here or first or _kept(host, call) or _turning(host, call)
+    if first is None and (tied := host.tied(call.arguments.get("attention_mask"))) is not None:
+        first = Obstacle(tied)
+    first = first or _elsewhere(model, patch, call)
+    if first is None and host.cacheless:  # a training loop that generates in between
         why = "gradient checkpointing in training mode takes the cache away from the layers; call model.eval() first"
-        found = Obstacle(why, always_falls_back=True)
-    return found or _stateful(model, host, call, patch)
+        first = Obstacle(why, always_falls_back=True)
+    return first or _stateful(model, host, call, patch)
 
 
 def _kept(host: HostModel, call: Call) -> Obstacle | None:
@@ -102,7 +106,7 @@ def _turning(host: HostModel, call: Call) -> Obstacle | None:
     )
 
 
-def _elsewhere(model: Any, patch: Patch, call: Call) -> Obstacle | None:
+def _elsewhere(model: GenerativeModel, patch: Patch, call: Call) -> Obstacle | None:
     """Noise on another device than the distribution is not what stock would draw there."""
     fixed = patch.config.reproducible and call.generation_config.do_sample
     if fixed and call.for_model(model).input_ids.device != call.input_ids.device:
@@ -111,7 +115,7 @@ def _elsewhere(model: Any, patch: Patch, call: Call) -> Obstacle | None:
     return None
 
 
-def generate(model: Any, handle: Patch, call: Call) -> tuple[Any, Stats]:
+def generate(model: GenerativeModel, handle: Patch, call: Call) -> tuple[Tensor | ModelOutput, Stats]:
     """Run one call to its end: the stock return value, and what happened."""
     config, drafter = call.generation_config, handle.fitting(model)
     for what in _left_out(model, call):
@@ -170,7 +174,7 @@ def fixed_noise(patch: Patch, sample: bool) -> Noise | None:
     return CounterNoise() if getattr(patch.drafter, "shares", False) and patch.rule.lossless else None
 
 
-def rounds(target: Target, drafter: Drafter, rows: list[Row], inputs: Any) -> Iterator[tuple[Session, Round]]:
+def rounds(target: Target, drafter: Proposer, rows: list[Row], inputs: Any) -> Iterator[tuple[Session, Round]]:
     """The prefill's round and all that follow; whoever watches the call is given each of them."""
     watch = None if (now := current.get()) is None else now.watch
     session, first = start(target, drafter, rows, inputs)
@@ -181,26 +185,26 @@ def rounds(target: Target, drafter: Drafter, rows: list[Row], inputs: Any) -> It
         yield session, round_
 
 
-def watched(custom: Callable[..., Any], handle: Patch) -> Callable[..., Any]:
+def watched(custom: Callable[..., object], handle: Patch) -> Callable[..., object]:
     """The same `custom_generate`; a warning says so where it makes no call that mmspec could accelerate."""
 
     @functools.wraps(custom)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         now, seen = current.get(), Custom(kwargs.get(CACHE))
         assert now is not None
         before, now.custom = now.custom, seen
         try:
-            found = custom(*args, **kwargs)
+            made = custom(*args, **kwargs)
         finally:
             now.custom = before
         if not seen.called:
             handle.say("mmspec does not accelerate this custom_generate: its loop is its own")
-        return found
+        return made
 
     return run
 
 
-def _left_out(model: Any, call: Call) -> Iterator[str]:
+def _left_out(model: GenerativeModel, call: Call) -> Iterator[str]:
     """What stock would have done besides, where the tokens do not depend on it."""
     config = call.generation_config
     if call.pieces is not None:
@@ -211,7 +215,7 @@ def _left_out(model: Any, call: Call) -> Iterator[str]:
         yield "mmspec returns no KV cache of layers that keep more than keys and values"
 
 
-def row_seeds(model: Any, count: int, drawing: bool) -> list[int]:
+def row_seeds(model: GenerativeModel, count: int, drawing: bool) -> list[int]:
     """Seeds of the rows' noise, from torch's global generator; it is left alone where nothing is drawn by them."""
     return devices.agreed(model, torch.randint(2**62, (count,)).tolist() if drawing else [0] * count)
 
@@ -259,7 +263,7 @@ class _Collected:
             self.call.streamer.put(torch.tensor(self._column(index)))
         self.streamed = max(self.streamed, ready)
 
-    def result(self, state: State | None) -> Any:
+    def result(self, state: State | None) -> Tensor | ModelOutput:
         if self.call.streamer is not None:
             self._stream(last=True)
             self.call.streamer.end()
@@ -269,9 +273,8 @@ class _Collected:
         new = torch.tensor(columns, dtype=torch.long, device=ids.device)
         sequences = torch.cat([ids, new.view(length, -1).T], 1)  # int64, whatever integers came
         mine = None
-        if (
-            self.call.returns_cache and state is not None and len(ids) == 1 and state.cache.only_keys
-        ):  # ragged rows have no common cache
+        alone = len(ids) == 1  # ragged rows have no common cache
+        if self.call.returns_cache and state is not None and alone and state.cache.only_keys:
             first = state.open_slots.new_zeros(1, dtype=torch.long)
             slots = state.cache if state.streams == 1 else state.cache.select(first)
             mine = slots.hand_back(self.call.cache, self.read + length - 1)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mmspec.config import SpecConfig, UnsupportedError
+from mmspec.config import Options, SpecConfig, UnsupportedError
 from mmspec.pipelines.host import devices
 from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.hooks import restore, swap
@@ -17,7 +17,7 @@ from mmspec.pipelines.patching import drafting
 from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.prefix_store import PrefixStore
-from mmspec.protocols import TargetInfo
+from mmspec.protocols import Proposer, TargetInfo
 from mmspec.rules import Rule, exact
 from mmspec.statistics import Stats
 
@@ -25,56 +25,39 @@ _switching = threading.RLock()  # enable and disable may come from any thread
 
 
 class Patch:
-    """What all calls on an enabled model share. It is an attribute of the swapped class, and keeps no model alive.
-
-    Attributes:
-        family: what is to be known of this kind of model.
-        drafter: the one in use, fitted to the model; None where the model was left as it is.
-        config: the options that every drafter shares.
-        given: those of the drafter, as they were given.
-        rule: what is kept of a draft.
-        proposer: what the loop asks for drafts: the drafter, or what `compile` and `auto` make of it.
-        target: what the drafter was fitted to; None where the model was left as it is.
-        fitted: proposers for what a model draws beside its text, by what they have to fit.
-        stats: what all calls did so far.
-        by_request: patches for calls that name another drafter, by what they name (see assisted.py).
-        prefixes: what is kept of prompts and answers; None: nothing.
-        keeps: what such a patch was made of, kept alive.
-        handle: what the user holds of it; None once that is gone.
-    """
+    """What all calls on an enabled model share. It is an attribute of the swapped class, and keeps no model alive."""
 
     def __init__(
-        self, family: Family, drafter: Any, config: SpecConfig, rule: Rule = exact, proposer: Any = None,
-        given: Mapping[str, Any] | None = None, target: TargetInfo | None = None,
+        self, family: Family, drafter: Any, config: SpecConfig, rule: Rule = exact, proposer: Proposer | None = None,
+        given: Options | None = None, target: TargetInfo | None = None,
     ) -> None:  # fmt: skip
-        self.family = family
-        self.drafter = drafter
-        self.config = config
-        self.given = dict(given or {})
-        self.rule = rule
+        self.family, self.rule = family, rule
+        self.config, self.given = config, dict(given or {})  # options that every drafter shares, and this one's
+        # fitted to `target`; both None where the model was left as it is
+        self.drafter, self.target = drafter, target
+        # what the loop asks for drafts: the drafter, or what `compile` and `auto` make of it
         self.proposer = drafter if proposer is None else proposer
-        self.target = target
-        self.fitted: dict[TargetInfo, Any] = {}
-        self.stats = Stats()
-        self.by_request: dict[Any, Patch] = {}
-        self.prefixes = PrefixStore(config.kept_bytes) if config.kept_bytes else None
-        self.keeps: Any = None
-        self.handle: Callable[[], Handle | None] = lambda: None
+        self.fitted: dict[TargetInfo, Proposer] = {}  # for what a model draws beside its text
+        self.stats = Stats()  # of all calls so far
+        self.by_request: dict[Hashable, Patch] = {}  # for calls that name another drafter, see assisted.py
+        self.prefixes = PrefixStore(config.kept_bytes) if config.kept_bytes else None  # of prompts and answers
+        self.keeps: object = None  # what a patch for such a call was made of
+        self.handle: Callable[[], Handle | None] = lambda: None  # what the user holds of it; None once that is gone
         self._lock = threading.Lock()
         self._warned: set[str] = set()
 
     @classmethod
-    def of(cls, model: Any) -> Patch | None:
+    def of(cls, model: object) -> Patch | None:
         """That of a model; None: it is not enabled, or not any more."""
         return getattr(type(model), "_mmspec_patch", None)
 
     @contextmanager
-    def running(self, model: Any) -> Iterator[None]:
+    def running(self, model: object) -> Iterator[None]:
         """A call: its feature hooks stay to its end, whoever disables the model meanwhile."""
         with self.family.taps(model, self.drafter.features):
             yield
 
-    def fitting(self, model: Any) -> Any:
+    def fitting(self, model: object) -> Proposer:
         """What drafts for a call: `proposer`, fitted anew where the model was moved or cast since."""
         now = self.family.describe(model)
         with self._lock:
@@ -124,7 +107,7 @@ class Patch:
             warnings.warn(what, stacklevel=5)
 
 
-def put_on(model: Any, patch: Patch | None) -> Patch | None:
+def put_on(model: object, patch: Patch | None) -> Patch | None:
     """Put a patch on a model, in place of the one that is there, which is returned; None: give its own class back.
 
     Raises:
@@ -161,9 +144,10 @@ class Handle:
         stats: what all calls did so far.
     """
 
-    def __init__(self, model: Any, patch: Patch, before: Patch | None) -> None:
+    def __init__(self, model: object, patch: Patch, before: Patch | None) -> None:
         self._model = weakref.ref(model)
-        self._patch, self._before, self._held, self._inside = patch, before, model, False
+        self._held: object = model
+        self._patch, self._before, self._inside = patch, before, False
         patch.handle = weakref.ref(self)
         self.config, self.given, self.rule, self.stats = patch.config, patch.given, patch.rule, patch.stats
 
@@ -172,7 +156,7 @@ class Handle:
         return self._patch.drafter
 
     @property
-    def proposer(self) -> Any:
+    def proposer(self) -> Proposer:
         return self._patch.proposer
 
     @property
@@ -208,7 +192,7 @@ class Handle:
         self._held, self._inside = self.model, True
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         model, self._held, self._inside = self._held, None, False
         with _switching:
             if Patch.of(model) is self._patch:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from mmspec.pipelines.host import adapters
 from mmspec.pipelines.host.assisted import assists
+from mmspec.pipelines.host.kinds import GenerationConfig, GenerativeModel
 from mmspec.pipelines.host.model import HostModel
 
 BEAMS = "beam search (num_beams > 1) ranks whole sequences; a draft has nothing to save there"
@@ -14,18 +14,14 @@ BEAMS = "beam search (num_beams > 1) ranks whole sequences; a draft has nothing 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why a call has to run the stock path.
+    """Why a call has to run the stock path."""
 
-    Attributes:
-        reason: what stands in the way, for an error or a warning.
-        always_falls_back: take the stock path whatever `on_unsupported` says, since the user could not have known.
-    """
-
-    reason: str
+    reason: str  # what stands in the way, for an error or a warning
+    # take the stock path whatever `on_unsupported` says, since the user could not have known
     always_falls_back: bool = False
 
 
-def now(model: Any, config: Any, rows: int) -> Obstacle | None:
+def now(model: GenerativeModel, config: GenerationConfig, rows: int) -> Obstacle | None:
     """Why the model cannot be accelerated now: its attention was changed, adapters were added, it assists another
     model.
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from mmspec.compile.version import version
 from mmspec.modes import ambient
 from mmspec.pipelines.host.call import ENCODED, ONCE, PICTURES, TYPES, Call
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.host.vision import by_row, encoded, media
 
@@ -31,29 +32,17 @@ POSITIONS = 5 + len(TYPES)
 
 @dataclass(frozen=True)
 class Text:
-    """A row's prompt, L tokens without padding, and how it may be resumed.
+    """A row's prompt, L tokens without padding, and how it may be resumed."""
 
-    Attributes:
-        row: its place in the call.
-        pad: slots of padding before it in the call.
-        key: int64 [L, C], see above.
-        onward: int64 [C], of the token after it; positions go up by one from there, the others stay.
-        free: bool [L + 1], whether so many tokens end before all of its pictures or behind them.
-        behind: how many tokens it has up to its last picture's end.
-        media: the pictures of this row, as the forward takes them.
-        age: of the store.
-        cuts: see Segment; filled in once it is read.
-    """
-
-    row: int
-    pad: int
-    key: Tensor
-    onward: Tensor
-    free: Tensor
-    behind: int
-    media: Mapping[str, Any]
-    age: int
-    cuts: Tensor | None = None
+    row: int  # its place in the call
+    pad: int  # slots of padding before it in the call
+    key: Tensor  # int64 [L, C], see above
+    onward: Tensor  # int64 [C], of the token after it; positions go up by one from there, the others stay
+    free: Tensor  # bool [L + 1], whether so many tokens end before all of its pictures or behind them
+    behind: int  # how many tokens it has up to its last picture's end
+    media: Mapping[str, Tensor]  # the pictures of this row, as the forward takes them
+    age: int  # of the store
+    cuts: Tensor | None = None  # see Segment; filled in once it is read
 
     @property
     def allowed(self) -> Tensor:
@@ -71,7 +60,7 @@ class Text:
 
 
 # Why a call's prompts are read from their beginnings, and not kept. The first that holds is counted in the stats.
-_WHOLE: tuple[tuple[Callable[[Any, Call], Any], str], ...] = (
+_WHOLE: tuple[tuple[Callable[[Any, Call], object], str], ...] = (
     (lambda t, c: t.streams > 1, "guided calls read two prompts for each row"),
     (lambda t, c: t.stateful, "its layers keep more than keys, values and recurrent states"),
     (lambda t, c: c.filled or c.owned, "the cache is the caller's own"),
@@ -110,7 +99,7 @@ def texts(target: Any, call: Call) -> tuple[list[Text], str | None]:
     return [_text(key[b], visual[b], pads[b], own[b], age, b) for b in range(B)], None
 
 
-def _text(key: Tensor, visual: Tensor, padding: int, pictures: Mapping[str, Any], age: int, row: int) -> Text:
+def _text(key: Tensor, visual: Tensor, padding: int, pictures: Mapping[str, Tensor], age: int, row: int) -> Text:
     key, seen = key[padding:], visual[padding:].nonzero()[:, 0]
     place, L = torch.arange(len(key) + 1), len(key)
     first, behind = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (L, 0)
@@ -120,7 +109,7 @@ def _text(key: Tensor, visual: Tensor, padding: int, pictures: Mapping[str, Any]
     return Text(row, padding, key, onward, free, behind, pictures, age)
 
 
-def _digest(values: Mapping[str, Any]) -> list[int]:
+def _digest(values: Mapping[str, object]) -> list[int]:
     """Two numbers of 64 bits, alike for what is alike byte by byte."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(values):
@@ -141,7 +130,7 @@ def _placed(call: Call) -> bool:
     return isinstance(places, Tensor) and places.shape[-2:] == call.input_ids.shape
 
 
-def _unknown(model: Any, call: Call) -> bool:
+def _unknown(model: GenerativeModel, call: Call) -> bool:
     """Whether the prefill is given something that is not read by a vision tower alone."""
     known = encoded(model) | {ENCODED}
     types = [call.arguments.get(name) for name in TYPES]
@@ -149,7 +138,7 @@ def _unknown(model: Any, call: Call) -> bool:
     return wide or any(call.arguments.get(name) is not None for name in PICTURES if name not in known)
 
 
-def _no_tensors(model: Any, call: Call) -> bool:
+def _no_tensors(model: GenerativeModel, call: Call) -> bool:
     """Whether the tower is told which layer to read, or how, or given lists: what is kept is found by tensors."""
     values = [call.arguments.get(name) for name in encoded(model)]
     return any(value is not None and not isinstance(value, Tensor) for value in values)

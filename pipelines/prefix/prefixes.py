@@ -28,10 +28,8 @@ from mmspec.tree import chain
 from mmspec.types import Prompt, Round, gather_rows
 
 MOST = 64  # tokens of text that are read like a draft, for all rows at once
-FILLED = (
-    16  # where forwards are captured, such a text is filled up to a multiple of so many, so that few shapes come up
-)
-Found = list[tuple[int, Segment | None]]  # of each row: how many tokens are kept, and what has them
+FILLED = 16  # where forwards are captured, such a text is filled up to a multiple of so many: few shapes come up
+Starts = list[tuple[int, Segment | None]]  # of each row: how many tokens are kept, and what has them
 
 
 def read(target: Any, session: Session, call: Call, reserve: int) -> tuple[State, Prompt, Tensor]:
@@ -40,16 +38,16 @@ def read(target: Any, session: Session, call: Call, reserve: int) -> tuple[State
     texts, why = prefix_keys.texts(target, call)
     if why is not None:
         stats.read_whole[why] += B
-        return target.first(call, reserve)  # type: ignore[no-any-return]
-    found = [store.find(text.age, text.key, text.allowed) for text in texts]
+        return target.first(call, reserve)
+    starts = [store.find(text.age, text.key, text.allowed) for text in texts]
     tokens = sum(len(text.key) for text in texts)
-    alike = [max(at, _shared(target, text)) for text, (at, _) in zip(texts, found, strict=True)]
+    alike = [max(at, _shared(target, text)) for text, (at, _) in zip(texts, starts, strict=True)]
     alone = B == 1 or 2 * sum(alike) >= tokens  # rows are resumed one by one, which has to pay
-    resumed = sum(at for at, _ in found) if alone else 0
-    if alone and all(_short(text, *one) for text, one in zip(texts, found, strict=True)):
-        state, raw = _drafted(target, session, call, texts, found, reserve)
+    resumed = sum(at for at, _ in starts) if alone else 0
+    if alone and all(_short(text, *one) for text, one in zip(texts, starts, strict=True)):
+        state, raw = _drafted(target, session, call, texts, starts, reserve)
     elif alone:
-        parts = [_resumed(target, call, text, reserve, *one) for text, one in zip(texts, found, strict=True)]
+        parts = [_resumed(target, call, text, reserve, *one) for text, one in zip(texts, starts, strict=True)]
         state, raw = reduce(State.join, [state for _, state, _ in parts]), torch.cat([raw for *_, raw in parts])
         texts = [text for text, *_ in parts]
     else:
@@ -114,18 +112,16 @@ def _short(text: Text, at: int, kept: Segment | None) -> bool:
 
 
 def _drafted(
-    target: Any, session: Session, call: Call, texts: list[Text], found: Found, reserve: int
+    target: Any, session: Session, call: Call, texts: list[Text], starts: Starts, reserve: int
 ) -> tuple[State, Tensor]:
     """The rest of all rows in one forward, as a draft that stands whole; the state, and raw logits [B, 1, V]."""
     ids, B, caches = call.input_ids, len(texts), []
-    for at, kept in found:
+    for at, kept in starts:
         assert kept is not None
         caches.append(RaggedCache(1, ids.device, reserve))
         caches[-1].resume(kept.first(at), kept.state)
-    cache, counts = (
-        reduce(RaggedCache.join, caches),
-        [len(text.key) - at for text, (at, _) in zip(texts, found, strict=True)],
-    )
+    cache = reduce(RaggedCache.join, caches)
+    counts = [len(text.key) - at for text, (at, _) in zip(texts, starts, strict=True)]
     N = max(counts) if target.captured is None else -(-max(counts) // FILLED) * FILLED
     count = torch.tensor(counts, device=ids.device)
     place = (ids.shape[1] - count[:, None] + torch.arange(N, device=ids.device)).clamp(max=ids.shape[1] - 1)
@@ -143,7 +139,7 @@ def _drafted(
     if hidden:
         cache.keep_features(hidden[0], target.embed(tokens))
     cache.commit(torch.arange(N, device=ids.device).expand(B, N), tuple(counts), count, True)
-    for b, (text, (at, kept)) in enumerate(zip(texts, found, strict=True)):
+    for b, (text, (at, kept)) in enumerate(zip(texts, starts, strict=True)):
         assert kept is not None
         texts[b] = replace(text, cuts=pad(kept.cuts[: at + 1], (0, counts[b]), value=True))
     return state, gather_rows(raw, count[:, None] - 1).clone()

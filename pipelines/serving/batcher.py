@@ -16,6 +16,7 @@ from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host import readable
 from mmspec.pipelines.host.assisted import setting
 from mmspec.pipelines.host.call import TYPES
+from mmspec.pipelines.host.kinds import GenerativeModel, Processor
 from mmspec.pipelines.host.processors.stopping import at_strings, string_end
 from mmspec.statistics import Stats
 
@@ -77,7 +78,9 @@ class Batcher:
         stats: what happened so far, where mmspec took part.
     """
 
-    def __init__(self, model: Any, processor: Any, rows: int, scored: bool = False, **generation: Any) -> None:
+    def __init__(
+        self, model: GenerativeModel, processor: Processor, rows: int, scored: bool = False, **generation: Any
+    ) -> None:
         """
         Args:
             model: a transformers model, or what wraps one.
@@ -94,7 +97,7 @@ class Batcher:
         self.model, self.rows, self.stats, self.scored = families.unwrap(model), rows, Stats(), scored
         self.generation = generation
         self._one_answer()
-        self._tokenizer = getattr(processor, "tokenizer", processor)
+        self._tokenizer: Any = getattr(processor, "tokenizer", processor)
         self._criteria: dict[tuple[str, ...], Any] = {}  # of `stop_strings`, by these
         self._waiting: list[QueuedPrompt] = []
         self._finished: list[FinishedPrompt] = []
@@ -155,8 +158,8 @@ class Batcher:
             self._restart()
             self._waiting = [one for one in before if one.ticket not in ended]
             raise
-        found, self._finished = self._finished, []
-        return found
+        finished, self._finished = self._finished, []
+        return finished
 
     def _work(self) -> None:
         """That part; what has ended goes to `_finished`."""
@@ -294,8 +297,8 @@ def logprobs(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
     """[B], float32: log-probability of each row's tokens, the law of token i being that of logits [B, T, V] at i."""
     most = max(map(len, tokens))
     padded = torch.tensor([[*row, *[-1] * (most - len(row))] for row in tokens], device=logits.device)
-    found = logits[:, :most].float().log_softmax(-1).gather(2, padded.clamp(min=0)[..., None])[..., 0]
-    return torch.where(padded >= 0, found, 0.0).sum(1)
+    each = logits[:, :most].float().log_softmax(-1).gather(2, padded.clamp(min=0)[..., None])[..., 0]
+    return torch.where(padded >= 0, each, 0.0).sum(1)
 
 
 def answer_length(row: list[int], eos: int | list[int] | Tensor | None) -> int:
@@ -311,10 +314,10 @@ def _padded(prompts: list[dict[str, Any]], fill: int) -> dict[str, Any]:
     longest = max(prompt["input_ids"].shape[1] for prompt in prompts)
 
     def one(name: str) -> Tensor:
-        found = [prompt[name] for prompt in prompts]
+        parts = [prompt[name] for prompt in prompts]
         if name in _TEXT:
-            found = [pad(t, (longest - t.shape[1], 0), value=fill if name == "input_ids" else 0) for t in found]
-        return torch.cat(found)
+            parts = [pad(t, (longest - t.shape[1], 0), value=fill if name == "input_ids" else 0) for t in parts]
+        return torch.cat(parts)
 
     return {name: one(name) for name in prompts[0]}
 

@@ -13,6 +13,7 @@ from mmspec.config import UnsupportedError
 from mmspec.loop import decode, start
 from mmspec.pipelines.drafters import forced
 from mmspec.pipelines.host.call import Call
+from mmspec.pipelines.host.kinds import GenerativeModel, Processor
 from mmspec.pipelines.host.loops import as_call
 from mmspec.pipelines.host.processors.stopping import Endings
 from mmspec.pipelines.host.processors.table import Processors
@@ -45,7 +46,9 @@ class ContinuousBatcher(Batcher):
     run as `model.generate` runs them, one by one.
     """
 
-    def __init__(self, model: Any, processor: Any, rows: int, scored: bool = False, **generation: Any) -> None:
+    def __init__(
+        self, model: GenerativeModel, processor: Processor, rows: int, scored: bool = False, **generation: Any
+    ) -> None:
         """As Batcher, on an enabled model.
 
         Raises:
@@ -140,8 +143,8 @@ class ContinuousBatcher(Batcher):
             if len(group) == 1:
                 self._fail(group[0], error)
                 return True
-            found = [self._admit([one]) for one in group]
-            return all(found)
+            admitted = [self._admit([one]) for one in group]
+            return all(admitted)
         try:
             if guest is not None:
                 self._session.admit(guest)
@@ -178,11 +181,8 @@ class ContinuousBatcher(Batcher):
             self._answer(group)
             return None
         call = call.for_model(model)
-        processors, config, ends = (
-            Processors(call.processors),
-            call.generation_config,
-            Endings(call.stopping_criteria, 1, call.input_ids.device),
-        )
+        processors, config = Processors(call.processors), call.generation_config
+        ends = Endings(call.stopping_criteria, 1, call.input_ids.device)
         self._together = not (processors.private or call.guidance) and config.max_new_tokens is not None
         if not self._together and len(group) > 1:
             raise UnsupportedError("these settings hold for one prompt")

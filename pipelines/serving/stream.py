@@ -16,6 +16,7 @@ from mmspec.modes import LOOKS_ON
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host.assisted import setting
 from mmspec.pipelines.host.call import calling
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.streaming import StepStreamer, Stopped
 from mmspec.types import Round
 
@@ -39,7 +40,7 @@ class Step:
 
 
 def stream(
-    model_or_pipe: Any, inputs: Any, stop: threading.Event | None = None, **settings: Any
+    model_or_pipe: object, inputs: Any, stop: threading.Event | None = None, **settings: Any
 ) -> Generator[Step, None, None]:
     """Generate in a thread of its own and yield each step as it is made, on an enabled model and on a stock one alike.
 
@@ -94,7 +95,7 @@ class _Relay:
         self._ends = [self.closed, *([stop] if stop is not None else [])]
         self._in_rounds = False
 
-    def run(self, model: Any, inputs: Any, settings: dict[str, Any]) -> None:
+    def run(self, model: GenerativeModel, inputs: Any, settings: dict[str, Any]) -> None:
         self._thread, self._began = threading.get_ident(), time.perf_counter()
         criteria = [*(settings.get("stopping_criteria") or ()), Stopped(self._ends)]
         self._hook = model.register_forward_hook(self._read)
@@ -108,7 +109,7 @@ class _Relay:
         finally:
             self._hook.remove()
 
-    def _read(self, model: Any, *_: Any) -> None:
+    def _read(self, model: GenerativeModel, *_: object) -> None:
         """The first forward pass of this call has ended: the prompt has been read."""
         if threading.get_ident() != self._thread:
             return

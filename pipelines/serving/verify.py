@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from mmspec.config import UnsupportedError
 from mmspec.pipelines.families import table as families
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.patching.handle import Patch, put_on
 
 _PICTURES = ("pixel_values", "pixel_values_videos")
@@ -61,7 +62,7 @@ class Report:
         return f"{same}; {seen[self.image_matters]}; {self.tokens_per_target_call:.2f} tokens per target call"
 
 
-def verify(model_or_pipe: Any, inputs: Any, max_new_tokens: int = 64) -> Report:
+def verify(model_or_pipe: object, inputs: Any, max_new_tokens: int = 64) -> Report:
     """Generate greedily with mmspec and on the stock path, and again with another picture.
 
     Where the other picture changes nothing, the stock path reads it, too: a picture that got lost shows there.
@@ -111,7 +112,7 @@ def verify(model_or_pipe: Any, inputs: Any, max_new_tokens: int = 64) -> Report:
     return Report(where is None, len(fast), fast.shape[1] - prompt, where, gap, changed, tau)
 
 
-def _stock(model: Any, inputs: Any, settings: dict[str, Any]) -> Any:
+def _stock(model: GenerativeModel, inputs: Any, settings: dict[str, Any]) -> Any:
     """One call on the stock path; the patch comes back whatever happens."""
     patch, scored = put_on(model, None), {"return_dict_in_generate": True, "output_scores": True}
     try:
@@ -122,16 +123,16 @@ def _stock(model: Any, inputs: Any, settings: dict[str, Any]) -> Any:
 
 def _other_picture(inputs: Any) -> dict[str, Any] | None:
     """The same inputs with every picture turned into its negative; None where there is no picture."""
-    found = {name: -inputs[name] for name in _PICTURES if inputs.get(name) is not None}
-    return {**inputs, **found} if found else None
+    negatives = {name: -inputs[name] for name in _PICTURES if inputs.get(name) is not None}
+    return {**inputs, **negatives} if negatives else None
 
 
-def _fill(model: Any) -> int:
+def _fill(model: GenerativeModel) -> int:
     """What `generate` puts behind the rows that have ended."""
     config = model.generation_config
     ends = config.eos_token_id
-    found = ends if config.pad_token_id is None else config.pad_token_id
-    return next(iter(found), -1) if isinstance(found, list) else -1 if found is None else found
+    fill = ends if config.pad_token_id is None else config.pad_token_id
+    return next(iter(fill), -1) if isinstance(fill, list) else -1 if fill is None else fill
 
 
 def _first_difference(fast: Tensor, stock: Tensor, prompt: int, fill: int) -> tuple[int, int] | None:

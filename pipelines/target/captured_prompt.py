@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,11 +21,10 @@ from mmspec.functional import LayerAttention, sdpa
 from mmspec.modes import computed_in, lasting
 from mmspec.pipelines.host.cache import PassThroughCache, RaggedCache
 from mmspec.pipelines.host.call import BOTH_WAYS
-from mmspec.pipelines.host.forward import now, reading
+from mmspec.pipelines.host.forward import Decode, now, reading
 from mmspec.pipelines.host.names import CACHE, FEATURES
 from mmspec.pipelines.target import masks
 from mmspec.pipelines.target.captures import Forward, capturable
-from mmspec.ragged_cache import RaggedBuffer
 from mmspec.types import FINAL
 
 MOST = 4  # shapes of prompts that are captured of a model
@@ -37,14 +36,14 @@ _MASK = "attention_mask"
 class _Shapes:
     """What is known of the prompts of one model."""
 
-    seen: Counter[Any] = field(default_factory=Counter)
-    tried: dict[Any, type] = field(default_factory=dict)  # the class of what the decoder gives
+    seen: Counter[Hashable] = field(default_factory=Counter)
+    tried: dict[Hashable, type] = field(default_factory=dict)  # the class of what the decoder gives
 
 
 _OF: WeakKeyDictionary[Forward, _Shapes] = WeakKeyDictionary()
 
 
-def reader(target: Any, slots: RaggedCache, valid: Tensor) -> Callable[..., Any] | None:
+def reader(target: Any, slots: RaggedCache, valid: Tensor) -> Decode | None:
     """What is called in a prefill in the place of the decoder, with the decoder's own call before its arguments.
 
     None: the decoder reads by itself, such as prompts with padding, or what follows a text that is cached.
@@ -60,7 +59,7 @@ def reader(target: Any, slots: RaggedCache, valid: Tensor) -> Callable[..., Any]
     return partial(_read, target, slots) if bool(valid.all()) else None
 
 
-def _read(target: Any, slots: RaggedCache, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _read(target: Any, slots: RaggedCache, run: Callable[..., Any], *args: object, **kwargs: Any) -> Any:
     """As `run`: from a capture where there is one, else by itself; of a shape that is seen again a capture is made."""
     given = {name: value for name, value in kwargs.items() if name not in (CACHE, _MASK)}
     leaves, spec = tree_flatten(given)
@@ -93,7 +92,9 @@ def _read(target: Any, slots: RaggedCache, run: Callable[..., Any], *args: Any, 
     return out
 
 
-def _replayed(target: Any, slots: RaggedCache, kind: type, captured: PiecewiseFunction, tensors: list[Tensor]) -> Any:
+def _replayed(
+    target: Any, slots: RaggedCache, kind: type, captured: PiecewiseFunction, tensors: list[Tensor]
+) -> object:
     """What the decoder would give, of this class, its layers' inputs noted."""
     hidden, *features = captured(_attending(slots), *tensors)
     if (read := now().read) is not None:
@@ -121,14 +122,13 @@ def _checked(
     with lasting():
         captured = PiecewiseFunction(read, [t.clone() for t in tensors], weights(target.model), graphed=False)
     scratch = RaggedCache(B, final.device, L)
-    found = captured(_attending(scratch), *tensors)[0]
-    mine, theirs = ([t[:, :, :L] for held in cache.slots for t in _both(held)] for cache in (scratch, slots))
-    compare([found, *mine], [final, *theirs], computed_in(final.dtype, final.device))
+    hidden = captured(_attending(scratch), *tensors)[0]
+    mine, theirs = (
+        [t[:, :, :L] for held in cache.slots for t in (held.keys, held.values) if t is not None]
+        for cache in (scratch, slots)
+    )
+    compare([hidden, *mine], [final, *theirs], computed_in(final.dtype, final.device))
     return captured
-
-
-def _both(held: RaggedBuffer) -> list[Tensor]:
-    return [t for t in (held.keys, held.values) if t is not None]
 
 
 def _layers(target: Any) -> list[int]:

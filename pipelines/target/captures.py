@@ -21,6 +21,7 @@ from mmspec.modes import computed_in, lasting
 from mmspec.pipelines.host import adapters, recurrent, tree_attention
 from mmspec.pipelines.host.cache import PassThroughCache
 from mmspec.pipelines.host.forward import now
+from mmspec.pipelines.host.kinds import Mask
 from mmspec.pipelines.host.recurrent_state import RecurrentLayers
 from mmspec.pipelines.target import masks
 from mmspec.pipelines.target.model import ModelTarget
@@ -30,7 +31,7 @@ from mmspec.pipelines.target.state import State
 class Forward(Held):
     """Captured forwards of one model, by shape."""
 
-    def read(self, target: ModelTarget, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:
+    def read(self, target: ModelTarget, state: State, tokens: Tensor, places: Tensor, mask: Mask) -> tuple[Tensor, ...]:
         """As `target.read`: raw logits [S·B, N, V], and the features [S·B, N, F] where the drafter asked for some."""
         shapes = tokens.shape, places.shape
         constants = tuple((name, v) for name, v in state.arguments.items() if type(v) in PLAIN)
@@ -55,10 +56,10 @@ class Forward(Held):
         if captured is None:
             return stock()
         read = iter(captured(attend, *inputs))
-        found = tuple(islice(read, 1 + bool(target.features)))
+        scored = tuple(islice(read, 1 + bool(target.features)))
         for layer in kept:
             layer.put(read)
-        return found
+        return scored
 
 
 of = Forward.of
@@ -66,11 +67,11 @@ of = Forward.of
 
 def _inputs(state: State, tokens: Tensor, places: Tensor) -> list[Tensor]:
     """What a forward reads: nodes and types; of layers with a recurrent state also the tree, and those states."""
-    found = [tokens, places, *state.types.values()]
+    inputs = [tokens, places, *state.types.values()]
     tree, kept = now().draft, state.cache.recurrent.values()
     if kept and tree is not None:
-        found += [tree.parents, tree.depth, tree.ancestors, *(t for layer in kept for t in layer.held())]
-    return [t.contiguous() for t in found]
+        inputs += [tree.parents, tree.depth, tree.ancestors, *(t for layer in kept for t in layer.held())]
+    return [t.contiguous() for t in inputs]
 
 
 def capturable(target: ModelTarget) -> None:
@@ -97,8 +98,8 @@ def _capture(target: ModelTarget, state: State, tokens: Tensor, places: Tensor) 
         cache.recurrent = RecurrentLayers((index, kept.before(given)) for index, kept in state.cache.recurrent.items())
         with capture.Cut(cache, masked=True), nullcontext() if tree is None else recurrent.reads(*tree):
             mask = kinds if target.mixed else seen
-            found = target.read(replace(state, cache=cache, types=types), tokens, places, mask)
-        return [*found, *(t for layer in cache.recurrent.values() for t in layer.read())]
+            outputs = target.read(replace(state, cache=cache, types=types), tokens, places, mask)
+        return [*outputs, *(t for layer in cache.recurrent.values() for t in layer.read())]
 
     with lasting():
         inputs = [t.clone() for t in _inputs(state, tokens, places)]

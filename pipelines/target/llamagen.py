@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmspec.models.llamagen import PREFIX, visible
+from mmspec.drafters.draft_vocab import DraftVocab
+from mmspec.models.llamagen import PREFIX, LlamaGenTransformer, visible
 from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.forward import reading
+from mmspec.pipelines.host.kinds import Mask
 from mmspec.pipelines.host.modes import mode_of
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.target.captures import Forward
@@ -49,13 +50,9 @@ class LlamaGenTarget(ModelTarget):
     last: int
 
     def __init__(
-        self,
-        transformer: Any,
-        features: tuple[int, ...],
-        guidance: Guidance | None = None,
-        captured: Forward | None = None,
-        rows: int = 0,
-    ) -> None:
+        self, transformer: LlamaGenTransformer, features: tuple[int, ...], guidance: Guidance | None = None,
+        captured: Forward | None = None, rows: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__(features, guidance)
         self.model, self.captured, self.rows = transformer, captured, rows
         self.device = transformer.device
@@ -67,7 +64,7 @@ class LlamaGenTarget(ModelTarget):
         """[B, n, H]; both streams read the same tokens."""
         return self.model.tok_embeddings(ids)
 
-    def logits(self, hidden: Tensor, vocab: Any = None) -> Tensor:
+    def logits(self, hidden: Tensor, vocab: DraftVocab | None = None) -> Tensor:
         return self.model.head(hidden)
 
     def weigh(self, logits: Tensor, session: SessionView, position: Tensor) -> Tensor:
@@ -104,7 +101,8 @@ class LlamaGenTarget(ModelTarget):
         rows = len(session.rows)
         return not (rows < self.rows and rows.bit_count() > 1)
 
-    def read(self, state: State, tokens: Tensor, places: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    def read(self, state: State, tokens: Tensor, places: Tensor, mask: Mask) -> tuple[Tensor, ...]:
+        assert isinstance(mask, Tensor)
         hidden, *features = self._forward(self.embed(tokens), places, mask[:, 0], state.cache)
         return self.model.head(hidden), *features
 
@@ -112,5 +110,5 @@ class LlamaGenTarget(ModelTarget):
         """Final hidden states [B·S, n, H], and the features [B·S, n, F] where the drafter asked for some."""
         with reading() as read:
             read.final = hidden = self.model(embeds, place, seen, cache)
-        found = read.features(self.features)
-        return (hidden, torch.cat(found, -1)) if found else (hidden,)
+        features = read.features(self.features)
+        return (hidden, torch.cat(features, -1)) if features else (hidden,)

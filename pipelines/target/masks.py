@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from mmspec.pipelines.host import recurrent, tree_attention
+from mmspec.pipelines.host.kinds import Mask
 from mmspec.pipelines.host.model import HostModel
 from mmspec.pipelines.target.state import State
 from mmspec.ragged_cache import visibility
@@ -19,17 +19,11 @@ from mmspec.ragged_cache import visibility
 
 @dataclass(frozen=True)
 class Visibility:
-    """Where the nodes of a draft and the slots of the cache stand to each other.
+    """Where the nodes of a draft and the slots of the cache stand to each other."""
 
-    Attributes:
-        state: of the rows, before the nodes.
-        ancestors: bool [B, n, n].
-        depth: int64 [B, n].
-    """
-
-    state: State
-    ancestors: Tensor
-    depth: Tensor
+    state: State  # of the rows, before the nodes
+    ancestors: Tensor  # bool [B, n, n]
+    depth: Tensor  # int64 [B, n]
 
     @cached_property
     def all(self) -> Tensor:
@@ -87,19 +81,12 @@ def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Masks:
-    """The masks that a decoder wants.
+    """The masks that a decoder wants."""
 
-    Attributes:
-        host: the facts of the model.
-        name: the attention implementation that reads drafts.
-        kinds: the types of its attentions.
-        mixed: whether it takes one for each type, rather than one for all layers.
-    """
-
-    host: HostModel
-    name: str
-    kinds: frozenset[str]
-    mixed: bool
+    host: HostModel  # the facts of the model
+    name: str  # the attention implementation that reads drafts
+    kinds: frozenset[str]  # the types of its attentions
+    mixed: bool  # whether it takes one for each type, rather than one for all layers
 
     @classmethod
     def of(cls, host: HostModel, name: str) -> Masks:
@@ -120,7 +107,7 @@ class Masks:
         reach = (near[kind] for kind in self.kinds if kind in near)
         return self.kinds <= {"full_attention", *near} and all(size is not None and size >= n for size in reach)
 
-    def made(self, visible: Visibility, dtype: torch.dtype, chain: bool) -> Any:
+    def made(self, visible: Visibility, dtype: torch.dtype, chain: bool) -> Mask:
         """One mask, bool or additive [B, 1, n, T], or one for each type of layers.
 
         Args:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.modes import Mode
+from mmspec.pipelines.host.kinds import Mask
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.target.state import State, each_stream
 from mmspec.protocols import SessionView
@@ -21,33 +23,24 @@ from mmspec.types import FINAL, LIKELIEST, RANKS, Draft, Round, Scores, Tree, fo
 
 
 class ModelTarget:
-    """A view of a model, under the guidance of its calls; what changes lies in the session.
+    """A view of a model, under the guidance of its calls, a `protocols.Target`; what changes lies in the session.
 
     A subclass says how the model reads (`prefill`, `read`), what it sees (`mask`), how it embeds and where its head is.
-
-    Attributes:
-        model: what computes.
-        device, inference, features, streams, guidance, weighs: see `mmspec.protocols.Target`.
-        captured: captures and compiles `read`; None: it runs as it is.
-        last: the last position that any node may have; None: there is no last one.
-        ranks: whether the drafter asked for LIKELIEST.
-        stateful: whether layers keep more than keys, values and recurrent states, which is not captured.
-        eager, tree, mixed: how its decoder attends, as far as masks and captures depend on it.
-        kinds: the type of each layer, where masks differ by it.
     """
 
-    model: Any
+    model: Any  # what computes
     device: torch.device
     inference: Mode
     features: tuple[int, ...]
-    captured: Any = None
-    last: int | None = None
-    kinds: tuple[str, ...] = ()
-    weighs = stateful = eager = tree = mixed = False
+    captured: Any = None  # `captures.Forward`, that captures and compiles `read`; None: it runs as it is
+    last: int | None = None  # the last position that any node may have; None: there is no last one
+    kinds: tuple[str, ...] = ()  # the type of each layer, where masks differ by it
+    stateful = False  # whether layers keep more than keys, values and recurrent states, which is not captured
+    weighs = eager = tree = mixed = False  # how its decoder attends, as far as masks and captures depend on it
 
     def __init__(self, features: tuple[int, ...], guidance: Guidance | None = None) -> None:
         self.features = tuple(i for i in features if i >= FINAL)
-        self.ranks = LIKELIEST in features
+        self.ranks = LIKELIEST in features  # whether the drafter asked for them
         self.guidance = guidance
         self.streams = 1 if guidance is None else 2
 
@@ -70,7 +63,7 @@ class ModelTarget:
     def commit(self, session: Session, round_: Round) -> None:
         session.cache.commit(round_)
 
-    def head(self, hidden: Tensor, vocab: Any = None) -> Tensor:
+    def head(self, hidden: Tensor, vocab: DraftVocab | None = None) -> Tensor:
         """Logits [B, n, V], guided where there are two streams, of features [B, n, S·H]; of `vocab` alone if given."""
         raw = self.logits(fold(hidden, self.streams), vocab)
         return self.guided(raw, hidden.new_zeros(1, 1, dtype=torch.long)).to(hidden.device)
@@ -81,12 +74,12 @@ class ModelTarget:
 
     # -- what a subclass may say ---------------------------------------------------------------------------------------
 
-    def read(self, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:
+    def read(self, state: State, tokens: Tensor, places: Tensor, mask: Mask) -> tuple[Tensor, ...]:
         """Raw logits [B·S, N, V] of one forward, and the features [B·S, N, F] where the drafter asked for some."""
         raise NotImplementedError
 
     @property
-    def reader(self) -> Callable[..., Any]:
+    def reader(self) -> Callable[..., tuple[Tensor, ...]]:
         """`read`, from captures where it is captured."""
         return self.read if self.captured is None else partial(self.captured.read, self)
 
@@ -94,11 +87,11 @@ class ModelTarget:
         """Within, forwards read this tree, for layers that a mask does not tell enough; most have none."""
         return nullcontext()
 
-    def mask(self, state: State, ancestors: Tensor, depth: Tensor, chain: bool = False) -> Any:
+    def mask(self, state: State, ancestors: Tensor, depth: Tensor, chain: bool = False) -> Mask:
         """What the nodes see, as the model takes it; `chain`: the host knows them to be one."""
         raise NotImplementedError
 
-    def logits(self, hidden: Tensor, vocab: Any = None) -> Tensor:
+    def logits(self, hidden: Tensor, vocab: DraftVocab | None = None) -> Tensor:
         """Raw logits [B·S, n, V] of final features [B·S, n, H]."""
         raise NotImplementedError
 
@@ -115,10 +108,10 @@ class ModelTarget:
     def scores(self, raw: Tensor, session: Session, draft: Draft, hidden: Tensor | None) -> Scores:
         """The distribution of each node: what the request of its row makes of the logits."""
         logits = self.guided(raw, session.emitted[:, None] + draft.tree.depth)
-        found = self._scores(logits, raw, session, draft, hidden)
+        made = self._scores(logits, raw, session, draft, hidden)
         if not self.ranks:
-            return found
-        return replace(found, likeliest=logits.topk(min(RANKS, logits.shape[-1]), -1).indices)
+            return made
+        return replace(made, likeliest=logits.topk(min(RANKS, logits.shape[-1]), -1).indices)
 
     def _scores(
         self, logits: Tensor, raw: Tensor, session: Session, draft: Draft, hidden: Tensor | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -125,7 +125,7 @@ class TorchNoise:
             self._generator(self._q).set_state(self._after[steps - self._begin])
             self._q = None
 
-    def _generator(self, like: Tensor) -> Any:
+    def _generator(self, like: Tensor) -> torch.Generator:
         if self.generator is not None:
             return self.generator
         if like.is_mps:

@@ -31,10 +31,7 @@ class Sampler:
     """
 
     def __init__(
-        self,
-        processors: LogitsProcessorList | Process,
-        sample: bool = True,
-        noise: Noise | None = None,
+        self, processors: LogitsProcessorList | Process, sample: bool = True, noise: Noise | None = None
     ) -> None:
         stock = isinstance(processors, list)
         self.process: Process = Processors(processors) if stock else processors  # type: ignore[arg-type, assignment]
@@ -71,19 +68,13 @@ class Sampler:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What a call asks of the logits of its rows, which carry it.
+    """What a call asks of the logits of its rows, which carry it."""
 
-    Attributes:
-        sampler: processors, and how to draw.
-        keep: hand processed and raw logits back with the scores.
-        widen: process logits in float32, as `_sample` does.
-        allowed: what the model itself lets through, before any processor: a function of logits [B, N, V] and of the
-            numbers [B, N] of the new tokens that they are for; None: everything.
-    """
-
-    sampler: Sampler
-    keep: bool = False
-    widen: bool = True
+    sampler: Sampler  # processors, and how to draw
+    keep: bool = False  # hand processed and raw logits back with the scores
+    widen: bool = True  # process logits in float32, as `_sample` does
+    # what the model itself lets through, before any processor: a function of logits [B, N, V] and of the numbers [B, N]
+    # of the new tokens that they are for; None: everything
     allowed: Callable[[Tensor, Tensor], Tensor] | None = None
 
     @property

@@ -18,6 +18,7 @@ from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.exotic import by_path
 from mmspec.pipelines.host.forward import Read, during, reading
+from mmspec.pipelines.host.kinds import GenerativeModel, Mask, ModelOutput
 from mmspec.pipelines.host.model import HostModel
 from mmspec.pipelines.host.processors.guidance import Guidance, NegativePrompt
 from mmspec.pipelines.host.vision import media
@@ -44,11 +45,12 @@ class VlmTarget(ModelTarget):
     """
 
     def __init__(
-        self, model: Any, features: tuple[int, ...], guidance: Guidance | None = None, prefixes: Any = None
+        self, model: GenerativeModel, features: tuple[int, ...], guidance: Guidance | None = None, prefixes: Any = None
     ) -> None:
         super().__init__(features, guidance)
         self.host = host = HostModel.of(model)
         self.prefixes, self.recurrent = prefixes, bool(prefixes and host.recurrent)
+        assert host.head is not None  # of an enabled model
         self.model, self.output = model, host.head
         self.device = devices.execution(host.embedding)
         self.inference = host.mode
@@ -132,15 +134,10 @@ class VlmTarget(ModelTarget):
         if self.prefixes is not None:
             state.cuts = prefixes.cuts(given.arguments, valid, past)
         prompt = Prompt(
-            ids=new,
-            embeds=embeds,
-            hidden=hidden,
-            visual=visual,
-            valid=valid[:, past:],
-            grid=self._grid(given),
+            ids=new, embeds=embeds, hidden=hidden, visual=visual, valid=valid[:, past:], grid=self._grid(given),
             positions=positions_read(given.arguments.get("position_ids"), places, ids.new_zeros(len(ids), 1), read),
             given=call.given,
-        )
+        )  # fmt: skip
         return state, prompt, self._logits(out, given)[:, -1:]
 
     def _second(
@@ -185,21 +182,20 @@ class VlmTarget(ModelTarget):
         """[B·S, N, F] of one forward, or None where the drafter wants none."""
         if not self.features:
             return None
-        found = [t.to(self.device) for t in read.features(self.features)]
-        return torch.cat(found, -1) if found[1:] else found[0]
+        each = [t.to(self.device) for t in read.features(self.features)]
+        return torch.cat(each, -1) if each[1:] else each[0]
 
     def _logits(self, out: Any, read: Read) -> Tensor:
         """Raw logits [B·S, N, V] of one forward."""
         return out.logits.to(self.device)
 
-    def read(self, state: State, tokens: Tensor, places: Tensor, mask: Any) -> tuple[Tensor, ...]:
-        """Raw logits [B·S, N, V] of one forward, and the features [B·S, N, F] where the drafter asked for some."""
+    def read(self, state: State, tokens: Tensor, places: Tensor, mask: Mask) -> tuple[Tensor, ...]:
         with reading() as read:
             out = self._forward(state, tokens, places, mask)
         hidden, raw = self._features(read), self._logits(out, read)
         return (raw,) if hidden is None else (raw, hidden)
 
-    def _forward(self, state: State, ids: Tensor, places: Tensor, mask: Any) -> Any:
+    def _forward(self, state: State, ids: Tensor, places: Tensor, mask: Mask) -> ModelOutput | Tensor:
         """The model's own decoding step, over nodes [B·S, N]."""
         with nullcontext() if mask is None or self.instead is None else during(attention=self.instead):
             return forward.step(self.model, state.arguments, state.types, state.cache, ids, places, mask)
@@ -209,7 +205,7 @@ class VlmTarget(ModelTarget):
             return nullcontext()
         return by_path.reads(tree.parents, tree.depth, tree.ancestors, lengths)
 
-    def mask(self, state: State, ancestors: Tensor, depth: Tensor, chain: bool = False) -> Any:
+    def mask(self, state: State, ancestors: Tensor, depth: Tensor, chain: bool = False) -> Mask:
         """bool or additive [B, 1, N, T]; one per layer type where the model has sliding windows; None: all is seen."""
         if state.cache.lengths.even and not state.padded and self.captured is None:
             alone = depth.shape[1] == 1 and self.masks.plain

@@ -26,18 +26,12 @@ from mmspec.ragged_cache import Lengths, visibility
 
 @dataclass(frozen=True)
 class Paths:
-    """A draft's nodes as rows of their own: of each node's row, place s holds what stock would have in slot s.
+    """A draft's nodes as rows of their own: of each node's row, place s holds what stock would have in slot s."""
 
-    Attributes:
-        parents, depth: int64 [B, n].
-        ancestors: bool [B, n, n], a node counts among its own.
-        lengths: slots of each row before the nodes.
-    """
-
-    parents: Tensor
-    depth: Tensor
-    ancestors: Tensor
-    lengths: Lengths
+    parents: Tensor  # int64 [B, n]
+    depth: Tensor  # int64 [B, n]
+    ancestors: Tensor  # bool [B, n, n], a node counts among its own
+    lengths: Lengths  # slots of each row before the nodes
 
     @cached_property
     def slots(self) -> int:
@@ -98,8 +92,8 @@ class Paths:
         if scores.device.type != "cpu":
             return scores.topk(k).indices
         slots = self.slot()
-        found = self.chosen_places(scores.gather(2, slots).flatten(0, 1), k, self.ends, [end - 1 for end in self.ends])
-        return slots.gather(2, found.view(*scores.shape[:2], k))
+        places = self.chosen_places(scores.gather(2, slots).flatten(0, 1), k, self.ends, [end - 1 for end in self.ends])
+        return slots.gather(2, places.view(*scores.shape[:2], k))
 
     @staticmethod
     def chosen_places(scores: Tensor, k: int, widths: Sequence[int], rest: Sequence[int]) -> Tensor:
@@ -107,12 +101,12 @@ class Paths:
 
         Which of several equal scores `topk` takes depends on the width on a CPU; on a GPU it takes the first.
         """
-        found = torch.tensor(rest)[:, None].repeat(1, k)
+        places = torch.tensor(rest)[:, None].repeat(1, k)
         for width in set(widths):
             rows = torch.tensor([i for i, own in enumerate(widths) if own == width])
             most = min(k, width)
-            found[rows, :most] = scores[rows, :width].topk(most).indices
-        return found
+            places[rows, :most] = scores[rows, :width].topk(most).indices
+        return places
 
     # -- between rows and nodes ----------------------------------------------------------------------------------------
 
@@ -132,8 +126,8 @@ class Paths:
         """
         B, n = self.depth.shape
         index = self.slot(first).to(held.device).flatten(1)[..., None].expand(-1, -1, held.shape[2])
-        found = held.gather(1, index).view(B * n, self.slots, -1)
-        return found.masked_fill(~self.live.to(held.device).transpose(1, 2), 0)
+        rows = held.gather(1, index).view(B * n, self.slots, -1)
+        return rows.masked_fill(~self.live.to(held.device).transpose(1, 2), 0)
 
     def real(self, mask: Tensor) -> Tensor:
         """A mask over places, [B, h, n, T], as one over slots; two nodes at one place share what it says."""
@@ -151,7 +145,7 @@ def reads(parents: Tensor, depth: Tensor, ancestors: Tensor, lengths: Lengths) -
 
 def paths() -> Paths | None:
     """Of the draft that is being read."""
-    return now().paths  # type: ignore[no-any-return]
+    return now().paths
 
 
 class Choosing(TorchFunctionMode):
@@ -161,7 +155,9 @@ class Choosing(TorchFunctionMode):
         super().__init__()
         self.choose = choose
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
         if function is not Tensor.topk:
             return function(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():
@@ -177,23 +173,23 @@ class RowCache:
 
     def __init__(self, cache: Any, paths: Paths, coming: Tensor | None = None) -> None:
         self.cache, self.paths, self.coming = cache, paths, coming
-        self.layers: Any = self
+        self.layers = self
 
-    def __getitem__(self, layer_idx: int) -> Any:
+    def __getitem__(self, layer_idx: int) -> _RowLayer:
         return _RowLayer(self, layer_idx)
 
     def update_indexer(self, new: Tensor, layer_idx: int) -> Tensor:
         return self.paths.rows(self.cache.update_indexer(self.paths.unfold(new), layer_idx))
 
-    def update_conv_state(self, new: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+    def update_conv_state(self, new: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
         """The inputs that each node's window covers, [B·n, C, W + 1], the node's own at the end."""
         x = self.paths.unfold(new.transpose(1, 2)).transpose(1, 2)  # [B, C, n]
         state = self.cache.get_conv_state(layer_idx, state_idx=state_idx)
         self.cache.update_conv_state(x, layer_idx, state_idx=state_idx)
         index = ops.conv_windows(self.paths.parents, self.paths.depth, state.shape[-1] + 1).to(x.device) - 1
         inputs = torch.cat([state, x.to(state.dtype)], 2).transpose(1, 2)
-        found = inputs[torch.arange(len(x), device=x.device)[:, None, None], index]  # [B, n, W + 1, C]
-        return found.flatten(0, 1).transpose(1, 2)
+        seen = inputs[torch.arange(len(x), device=x.device)[:, None, None], index]  # [B, n, W + 1, C]
+        return seen.flatten(0, 1).transpose(1, 2)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
         assert self.coming is not None
@@ -227,6 +223,5 @@ class OneChannel:
         held = self.cache.get_conv_state(layer_idx, state_idx=state_idx)
         return None if held is None else held[:, 0]
 
-    def update_conv_state(self, new: Tensor, layer_idx: int, **more: Any) -> Tensor:
-        found: Tensor = self.cache.update_conv_state(new[:, None], layer_idx, **more)[:, 0]
-        return found
+    def update_conv_state(self, new: Tensor, layer_idx: int, **more: object) -> Tensor:
+        return self.cache.update_conv_state(new[:, None], layer_idx, **more)[:, 0]

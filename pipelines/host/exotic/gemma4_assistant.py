@@ -9,35 +9,37 @@ import torch
 from torch import Tensor
 
 from mmspec.pipelines.host.decoder import decoder
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.names import FEATURES, LOGITS
 
 CLASSES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 
 
-def sizes(model: Any) -> dict[str, int]:
+def sizes(model: GenerativeModel) -> dict[str, int]:
     """Its target's width and vocabulary."""
     config = model.config
     return {"width": config.backbone_hidden_size, "vocabulary": config.get_text_config().vocab_size}
 
 
-def window(model: Any) -> int:
+def window(model: GenerativeModel) -> int:
     """Tokens that its layers with a sliding window see."""
     return int(model.config.get_text_config().sliding_window)
 
 
-def eager(model: Any) -> bool:
+def eager(model: GenerativeModel) -> bool:
     """Whether it takes additive masks."""
     return bool(model.config.get_text_config()._attn_implementation == "eager")
 
 
-def enters(model: Any) -> Tensor:
+def enters(model: GenerativeModel) -> Tensor:
     """The weight that says where, and in which dtype, it computes."""
-    return model.pre_projection.weight  # type: ignore[no-any-return]
+    return model.pre_projection.weight
 
 
 def read(
-    model: Any, x: Tensor, masks: dict[str, Tensor], places: Tensor, shared: dict[str, tuple[Tensor, Tensor]]
-) -> Tensor:
+    model: GenerativeModel, x: Tensor, masks: dict[str, Tensor], places: Tensor,
+    shared: dict[str, tuple[Tensor, Tensor]],
+) -> Tensor:  # fmt: skip
     """Features [B, n, H + H_a] of embeddings beside features [B, n, 2·H]: the next one's, and its head's."""
     known = inspect.signature(model.model.forward).parameters
     every = {LOGITS: torch.arange(x.shape[1], device=x.device)} if LOGITS in known else {}
@@ -52,15 +54,15 @@ def read(
     return torch.cat([model.post_projection(out), out], -1)
 
 
-def logits(model: Any, hidden: Tensor) -> Tensor:
+def logits(model: GenerativeModel, hidden: Tensor) -> Tensor:
     """Of features [B, n, H + H_a], on the assistant's device."""
     own = hidden[..., model.config.backbone_hidden_size :].to(model.lm_head.weight.device)
     ordered = model.config.use_ordered_embeddings
-    return model.masked_embedding(own, model.lm_head.weight) if ordered else model.lm_head(own)  # type: ignore[no-any-return]
+    return model.masked_embedding(own, model.lm_head.weight) if ordered else model.lm_head(own)
 
 
-def shared(model: Any) -> dict[str, int]:
+def shared(model: GenerativeModel) -> dict[str, int]:
     """Of each kind of a target's layers the one whose keys and values an assistant reads: the last that has its own."""
-    layers = [layer.self_attn for layer in decoder(model).layers if hasattr(layer, "self_attn")]
+    layers: list[Any] = [layer.self_attn for layer in decoder(model).layers if hasattr(layer, "self_attn")]
     own = [each for each in layers if not getattr(each, "is_kv_shared_layer", True)]
     return {each.layer_type: each.layer_idx for each in own}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 from mmspec.pipelines.host.forward import now
 from mmspec.pipelines.host.hooks import stock
@@ -14,7 +13,7 @@ _one_at_a_time = threading.Lock()
 class Listing:
     """Mixin of the inner model: each call records its own list, in any thread."""
 
-    def get_rope_index(self, *args: Any, **kwargs: Any) -> Any:
+    def get_rope_index(self, *args: object, **kwargs: object) -> object:
         with _one_at_a_time:
             index = stock(self).get_rope_index(self, *args, **kwargs)
             if (read := now().read) is not None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import ClassifierFreeGuidanceLogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import (
+    ClassifierFreeGuidanceLogitsProcessor,
+    LogitsProcessor,
+    LogitsProcessorList,
+)
 
 from mmspec.pipelines.host.call import calling, picture
 from mmspec.pipelines.host.hooks import stock
+from mmspec.pipelines.host.kinds import Cache, GenerationConfig, GenerativeModel, Mask
 from mmspec.pipelines.host.names import CACHE, FEATURES
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.host.processors.table import POINTWISE
@@ -24,7 +30,7 @@ class Prepared(Exception):
     embeds: Tensor  # [2B, L, H]
     arguments: dict[str, Any]  # of `prepare_inputs_for_generation`
     processors: LogitsProcessorList
-    config: Any
+    config: GenerationConfig
 
     @property
     def owns_cache(self) -> bool:
@@ -53,84 +59,86 @@ class Prepared(Exception):
 class Preparation:
     """What stock has made so far of the arguments of a call for pictures."""
 
-    processors: Any = None
-    config: Any = None
+    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    config: GenerationConfig = field(default_factory=GenerationConfig)
 
 
-def stock_generate(model: Any, *given: Any, **kwargs: Any) -> Any:
+def stock_generate(model: object, *given: Any, **kwargs: object) -> object:
     return stock(model).generate(model, *own(*given), **kwargs)
 
 
-def own(inputs: Any, attention_mask: Any, logits_processor: Any) -> tuple[Any, Any, LogitsProcessorList]:
+def own(
+    inputs: Tensor | None, attention_mask: Tensor | None, logits_processor: Iterable[LogitsProcessor] | None
+) -> tuple[Tensor | None, Tensor | None, LogitsProcessorList]:
     """These arguments of stock's `generate`, which adds to the list of processors that it is given."""
     return inputs, attention_mask, LogitsProcessorList(logits_processor or ())
 
 
-def prepared(model: Any, *args: Any, **kwargs: Any) -> Prepared | Any:
-    """What stock makes of the arguments of a call for pictures; or what it returns, disabled since."""
+def prepared(model: object, *args: object, **kwargs: object) -> object:
+    """What stock makes of the arguments of a call for pictures, Prepared; or what it returns, disabled since."""
     with calling(picture=Preparation()):
         try:
             return stock_generate(model, *args, **kwargs)  # an argument that stock refuses
-        except Prepared as found:
-            return found.with_traceback(None)  # which would hold on to all of stock's tensors
+        except Prepared as ready:
+            return ready.with_traceback(None)  # which would hold on to all of stock's tensors
 
 
 class UpToTheLoop:
     """Mixin of a Janus model."""
 
-    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_logits_processor(self, *args: object, **kwargs: Any) -> LogitsProcessorList:
         made = stock(self)._get_logits_processor(self, *args, **kwargs)
         if (call := picture(Preparation)) is not None:
             call.processors, call.config = made, kwargs["generation_config"]
         return made
 
-    def _prepare_static_cache(self, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_static_cache(self, *args: object, **kwargs: object) -> object:
         """No cache of stock's own while it prepares; some versions cannot even make theirs."""
         if picture(Preparation) is not None:
             return None
         return stock(self)._prepare_static_cache(self, *args, **kwargs)
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+    def prepare_inputs_for_generation(self, *args: object, **kwargs: Any) -> object:
         if (call := picture(Preparation)) is None:
             return stock(self).prepare_inputs_for_generation(self, *args, **kwargs)
         ids, embeds = kwargs.pop("input_ids"), kwargs.pop("inputs_embeds")
         raise Prepared(ids, embeds, kwargs, call.processors, call.config)
 
 
-def prefill(model: Any, ids: Tensor, embeds: Tensor, arguments: dict[str, Any], slots: Any) -> Any:
+def prefill(model: GenerativeModel, ids: Tensor, embeds: Tensor, arguments: dict[str, Any], slots: Cache) -> Tensor:
     """Stock's first forward, into this cache: the features [2B, L, H] of its language model."""
     arguments = arguments | {CACHE: slots}
     given = model.prepare_inputs_for_generation(input_ids=ids, inputs_embeds=embeds, **arguments)
     return model.model.language_model(**given)[FEATURES]
 
 
-def step(model: Any, embeds: Tensor, places: Tensor, mask: Any, slots: Any) -> Tensor:
+def step(model: GenerativeModel, embeds: Tensor, places: Tensor, mask: Mask, slots: Cache) -> Tensor:
     """The features [2B, N, H] of one forward of the language model."""
     return model.model.language_model(
         inputs_embeds=embeds, position_ids=places, attention_mask=mask, **{CACHE: slots}, use_cache=True
     )[FEATURES]
 
 
-def grid(model: Any) -> tuple[int, int]:
+def grid(model: GenerativeModel) -> tuple[int, int]:
     """Rows and columns of a picture."""
     rows, columns = model.model.vqmodel.quantize.quant_state_dims
     return rows, columns
 
 
-def tokens(model: Any) -> int:
+def tokens(model: GenerativeModel) -> int:
     """Of a picture."""
     return int(model.model.vision_model.config.num_image_tokens)
 
 
-def codes(model: Any) -> int:
+def codes(model: GenerativeModel) -> int:
     """How many codes there are."""
     return int(model.model.vqmodel.config.num_embeddings)
 
 
-def codebook(model: Any) -> Tensor:
+def codebook(model: GenerativeModel) -> Tensor:
     """The codes as the decoder of pictures sees them, [V, c]."""
     return torch.nn.functional.normalize(model.model.vqmodel.quantize.embedding.weight.detach(), dim=-1)
 
 
-def head(model: Any, hidden: Tensor) -> Tensor:
+def head(model: GenerativeModel, hidden: Tensor) -> Tensor:
     return model.model.generation_head(hidden)

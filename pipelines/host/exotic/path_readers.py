@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,7 +20,7 @@ from mmspec.pipelines.host.names import bound, cache_name
 class _Blocks:
     """MiniMax-M3's indexer: it chooses blocks of neighbouring slots by their best key."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         own, paths = stock(self), by_path.paths()
         if paths is None:
             return own.forward(self, *args, **kwargs)
@@ -28,10 +29,10 @@ class _Blocks:
         chosen = own.forward(self, **arguments)
         return paths.unfold(chosen.transpose(1, 2)).transpose(1, 2)  # [B, h, n, blocks], by places
 
-    def build_block_mask(self, block_indices: Tensor, attention_mask: Tensor, key_length: int, *more: Any) -> Tensor:
+    def build_block_mask(self, block_indices: Tensor, attention_mask: Tensor, key_length: int, *more: object) -> Tensor:
         own, paths = stock(self), by_path.paths()
         if paths is None:
-            return own.build_block_mask(self, block_indices, attention_mask, key_length, *more)  # type: ignore[no-any-return]
+            return own.build_block_mask(self, block_indices, attention_mask, key_length, *more)
         every = torch.ones_like(attention_mask, dtype=torch.bool)
         chosen = paths.real(own.build_block_mask(self, block_indices, every, key_length, *more))
         seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
@@ -44,16 +45,16 @@ class _Blocks:
 class _Keys:
     """The indexer of DeepSeek-V3.2 and its kin: it chooses tokens, of which many may have the score 0."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
         own, paths = stock(self), by_path.paths()
         with nullcontext() if paths is None else by_path.Choosing(paths.chosen):
-            return own.forward(self, *args, **kwargs)  # type: ignore[no-any-return]
+            return own.forward(self, *args, **kwargs)
 
 
 class _Pools:
     """GLM-5-next's indexer: it chooses pools of neighbouring tokens by a weighted mean of their keys."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         own, paths = stock(self), by_path.paths()
         if paths is None:
             return own.forward(self, *args, **kwargs)
@@ -80,7 +81,7 @@ class _Pools:
 class _VisibleBlocks:
     """Qwen4-Exp's indexer: as `_Pools`, of the tokens that the mask shows, turned at where a block begins."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         own, paths = stock(self), by_path.paths()
         if paths is None:
             return own.forward(self, *args, **kwargs)
@@ -103,7 +104,7 @@ class _Distances:
     def forward(self, relative_states: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         own, paths = stock(self), by_path.paths()
         if paths is None:
-            return own.forward(self, relative_states, query_positions, key_positions)  # type: ignore[no-any-return]
+            return own.forward(self, relative_states, query_positions, key_positions)
         extent: int = self.rel_extent  # type: ignore[attr-defined]
         back = torch.arange(extent, device=relative_states.device)
         by_distance = own.forward(self, relative_states, back.new_zeros(relative_states.shape[1]), -back)
@@ -115,7 +116,7 @@ class _Distances:
 class _DistanceBias:
     """Inkling-2's bias by the distance between two slots, from transformers 5.24 on: the decoder measures it."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         own, paths = stock(self), by_path.paths()
         if paths is None:
             return own.forward(self, *args, **kwargs)
@@ -128,7 +129,7 @@ class _DistanceBias:
 class _Tokens:
     """Qwen4-Exp's embedding of the last few tokens."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         own, paths = stock(self), by_path.paths()
         arguments = bound(own.forward, *args, **kwargs)
         name, ids = cache_name(own.forward), arguments["input_ids"]
@@ -144,7 +145,7 @@ class _Tokens:
 class _SpacedConvolution:
     """Qwen4-Exp's convolution with gaps between its taps."""
 
-    def _short_conv(self, *args: Any, **kwargs: Any) -> Any:
+    def _short_conv(self, *args: object, **kwargs: object) -> object:
         own, paths = stock(self), by_path.paths()
         if paths is None:
             return own._short_conv(self, *args, **kwargs)
@@ -156,7 +157,7 @@ class _SpacedConvolution:
 class _OwnTaps:
     """Inkling-2's convolution, whose taps each token makes itself."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         own, paths = stock(self), by_path.paths()
         if paths is None:
             return own.forward(self, *args, **kwargs)
@@ -167,7 +168,7 @@ class _OwnTaps:
 class _SlotPositions:
     """The positions of Kosmos: a slot, counted from behind the number of the padding token, which has that itself."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         own, arguments = stock(self), bound(stock(self).forward, *args, **kwargs)
         if by_path.paths() is not None:
             ids, place = arguments["input_ids"], arguments["position_ids"] + 1
@@ -176,7 +177,9 @@ class _SlotPositions:
         return own.forward(self, **arguments)
 
 
-def _by_row(method: Any, paths: Paths, nodes: tuple[str, ...], *args: Any, **kwargs: Any) -> dict[str, Any]:
+def _by_row(
+    method: Callable[..., object], paths: Paths, nodes: tuple[str, ...], *args: object, **kwargs: object
+) -> dict[str, Any]:
     """The arguments of a stock method, those named `nodes` folded into rows, the KV cache as that of these rows."""
     arguments, name = bound(method, *args, **kwargs), cache_name(method)
     return arguments | {each: paths.fold(arguments[each]) for each in nodes} | {name: RowCache(arguments[name], paths)}

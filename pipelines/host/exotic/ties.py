@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
+from mmspec.pipelines.host.kinds import PretrainedConfig
 
-def why(config: Any, mask: Tensor) -> str | None:
+
+def why(config: PretrainedConfig, mask: Tensor) -> str | None:
     """Padding whose blocks tie, where stock's sort chooses among them, or that shifts all pools; None: neither."""
     blocks = "minimax_m3_sparse" in (getattr(config, "layer_types", None) or ())
     if not (blocks or getattr(config, "index_kpool", None)):

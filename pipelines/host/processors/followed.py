@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
+from transformers.generation.logits_process import LogitsProcessor
 
 from mmspec.pipelines.host.processors.reader import Reader, ReadText
 from mmspec.session import Group
@@ -27,16 +28,16 @@ _KNOWN = frozenset((
 _PLAIN = {bool, int, float, str, type(None)}
 
 
-class _Plain(list[Any]):
+class _Plain(list[object]):
     """A list of numbers and words in a copied processor, known as one, so that a long vocabulary is cheap to copy."""
 
 
-def follows(processor: Any) -> bool:
+def follows(processor: object) -> bool:
     """Whether copies of a processor can be asked about drafts."""
     return type(processor).__name__ in _KNOWN or bool(getattr(processor, OWN_STATE, False))
 
 
-def unfit(processors: Any, rows: int, more: bool) -> str | None:
+def unfit(processors: Iterable[LogitsProcessor], rows: int, more: bool) -> str | None:
     """Why processors cannot be followed, or None.
 
     Args:
@@ -56,7 +57,7 @@ def unfit(processors: Any, rows: int, more: bool) -> str | None:
     return None
 
 
-def picture_tokens(processors: Any) -> Tensor | None:
+def picture_tokens(processors: Iterable[Any]) -> Tensor | None:
     """Which tokens are a picture's, bool [n], all others not, as processors that are followed say; None: none says so.
 
     Lumina-mGPT's has a list, Emu3.5's a constant of its module, the first of them.
@@ -73,7 +74,7 @@ def picture_tokens(processors: Any) -> Tensor | None:
     return None
 
 
-def _within(thing: Any) -> Iterator[Any]:
+def _within(thing: object) -> Iterator[object]:
     yield thing
     if isinstance(thing, (dict, list, tuple)):
         for inner in thing.values() if isinstance(thing, dict) else thing:
@@ -83,11 +84,12 @@ def _within(thing: Any) -> Iterator[Any]:
 class Followed:
     """Processors that stand next to each other in a list, over the drafts of a call of one row."""
 
-    def __init__(self, processors: Iterable[Any]) -> None:
+    def __init__(self, processors: Iterable[LogitsProcessor]) -> None:
         self._first = list(processors)
         self._readers: dict[int, Reader] = {}
         self._length = 0  # of the text under the last draft's root
-        self._after: dict[tuple[int, ...], list[Any]] = {}  # tokens below the root → the copies that were asked there
+        # tokens below the root → the copies that were asked there
+        self._after: dict[tuple[int, ...], list[LogitsProcessor]] = {}
 
     def __call__(self, scores: Tensor, session: Group, draft: Draft) -> Tensor:
         """Scores [1, N, V], each node's as its own copies make them.
@@ -99,7 +101,7 @@ class Followed:
         text = torch.tensor([row.tokens], device=scores.device)
         tokens, parents = torch.stack([draft.tokens, draft.tree.parents])[:, 0].tolist()
         begin = self._after[tuple(row.tokens[self._length : -1])] if self._after else self._first
-        out, nodes, after = scores.clone(), list[tuple[list[int], bool, list[Any]] | None](), {}
+        out, nodes, after = scores.clone(), list[tuple[list[int], bool, list[LogitsProcessor]] | None](), {}
         for n, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             line, broken, before = list[int](), False, begin
             if n:
@@ -126,17 +128,17 @@ class Followed:
         self._length, self._after = len(row.tokens), after
         return out
 
-    def _copies(self, processors: list[Any]) -> list[Any]:
-        made, seen = [copy.copy(p) for p in processors], dict[int, Any]()
+    def _copies(self, processors: list[LogitsProcessor]) -> list[LogitsProcessor]:
+        made, seen = [copy.copy(p) for p in processors], dict[int, object]()
         for own in made:
             vars(own).update({name: self._copied(value, seen) for name, value in vars(own).items()})
         return made
 
-    def _copied(self, thing: Any, seen: dict[int, Any]) -> Any:
+    def _copied(self, thing: object, seen: dict[int, object]) -> object:
         """Tensors, texts read, and lists and dicts of them, what is the same staying the same; all else is shared."""
         if id(thing) in seen:
             return seen[id(thing)]
-        made = thing
+        made: Any = thing
         if isinstance(thing, nn.Module) and hasattr(thing, "generate"):
             made = self._readers.setdefault(id(thing), Reader(thing))
         elif isinstance(thing, Tensor):
@@ -161,9 +163,9 @@ class Followed:
 
 def _below(node: int, tokens: list[int], parents: list[int]) -> list[int]:
     """Tokens of the line of first children below a node."""
-    found: list[int] = []
+    line: list[int] = []
     for n in range(node + 1, len(tokens)):
         if parents[n] == node and tokens[n] != NO_TOKEN:
-            found.append(tokens[n])
+            line.append(tokens[n])
             node = n
-    return found
+    return line

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
+from mmspec.pipelines.host.kinds import Processor
 from mmspec.session import Group, Row
 from mmspec.types import NO_TOKEN, Draft
+
+if TYPE_CHECKING:  # it is an extra
+    from llguidance import LLMatcher, LLTokenizer
 
 
 class Parse:
     """One answer, read token by token; any other text may follow, of which only what differs is read anew."""
 
-    def __init__(self, matcher: Any, ends: frozenset[int]) -> None:
+    def __init__(self, matcher: LLMatcher, ends: frozenset[int]) -> None:
         self._matcher, self._ends = matcher, ends
         self._text: list[int] = []
 
@@ -45,20 +49,20 @@ class Parse:
         """The tokens that have to follow this text: where the grammar has one continuation, as it is tokenized."""
         if not self.go(text):
             return []
-        found = [int(token) for token in self._matcher.compute_ff_tokens()[:most]]
-        if len(found) < most and self.go(text + found) and self._matcher.is_stopped():
-            found.append(min(self._ends))
-        return found
+        tokens = [int(token) for token in self._matcher.compute_ff_tokens()[:most]]
+        if len(tokens) < most and self.go(text + tokens) and self._matcher.is_stopped():
+            tokens.append(min(self._ends))
+        return tokens
 
 
-class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
+class GrammarProcessor(LogitsProcessor):
     """Allows the tokens that a grammar allows; in `model.generate(logits_processor=[...])`, enabled or not.
 
     On an enabled model each node of a draft is masked by its own path, and tokens that the grammar forces are drafted.
     Stock `generate` uses one of these for one call at a time; answers begin behind the prompt of its first step.
     """
 
-    def __init__(self, tokenizer: Any, grammar: str) -> None:
+    def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
         """
         Args:
             tokenizer: llguidance's.
@@ -128,7 +132,7 @@ class Grammar:
         return self._processor.masked(scores.flatten(0, 1), masks).view_as(scores)
 
 
-def json_grammar(processor: Any, schema: dict[str, Any] | str) -> GrammarProcessor:
+def json_grammar(processor: Processor, schema: dict[str, object] | str) -> GrammarProcessor:
     """A logits processor for `model.generate(logits_processor=[...])` that lets through JSON of a schema alone.
 
     The JSON has no white space between its parts. Tokens that the schema forces, such as the names of required fields,
@@ -160,11 +164,10 @@ def json_grammar(processor: Any, schema: dict[str, Any] | str) -> GrammarProcess
 
 
 @lru_cache(maxsize=4)
-def _tokenizer(tokenizer: Any) -> Any:
+def _tokenizer(tokenizer: PreTrainedTokenizerFast) -> LLTokenizer:
     """llguidance's view of a tokenizer; making it takes about a second."""
     from llguidance.hf import from_tokenizer
 
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"a grammar needs a fast tokenizer; {type(tokenizer).__name__} is none")
-    made = from_tokenizer(tokenizer)
-    return made
+    return from_tokenizer(tokenizer)

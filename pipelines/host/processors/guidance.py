@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from transformers.generation.logits_process import (
+    LogitsProcessor,
     LogitsProcessorList,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
@@ -15,21 +16,13 @@ from transformers.generation.logits_process import (
 
 @dataclass(frozen=True)
 class Guidance:
-    """u + scale·(c − u), where c is said with the prompt and u without it.
+    """u + scale·(c − u), where c is said with the prompt and u without it."""
 
-    Attributes:
-        scale: how far to go.
-        of: "logits", or "log-probabilities", as transformers' processor for negative prompts has it.
-        tokens: guide the first so many new tokens only; None: all.
-        widen: reckon in float32, and not in the model's own precision.
-        before: processors that both streams go through first, as in stock.
-    """
-
-    scale: float
-    of: str = "logits"
-    tokens: int | None = None
-    widen: bool = True
-    before: tuple[Any, ...] = ()
+    scale: float  # how far to go
+    of: str = "logits"  # "logits", or "log-probabilities", as transformers' processor for negative prompts has it
+    tokens: int | None = None  # guide the first so many new tokens only; None: all
+    widen: bool = True  # reckon in float32, and not in the model's own precision
+    before: tuple[LogitsProcessor, ...] = ()  # processors that both streams go through first, as in stock
 
     def __call__(self, raw: Tensor, position: Tensor) -> Tensor:
         """Guided logits [B, n, V].
@@ -58,16 +51,16 @@ class NegativePrompt:
     def of(cls, processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, prompt: Tensor) -> NegativePrompt:
         """From the stock processor; without a negative prompt it takes the prompt's last token."""
         context: dict[str, Any] = processor.unconditional_context
-        ids = prompt[:, -1:] if context["input_ids"] is None else context["input_ids"].to(prompt.device)
-        mask = context["attention_mask"]
+        ids, mask = context["input_ids"], context["attention_mask"]
+        ids = prompt[:, -1:] if ids is None else ids.to(prompt.device)
         mask = torch.ones_like(ids) if mask is None else mask.to(prompt.device)
         copies = len(prompt) // len(ids)  # num_return_sequences expands the prompt alone
         return cls(ids.repeat_interleave(copies, 0), mask.repeat_interleave(copies, 0))
 
 
-def stands_for(processor: Any, model: Any) -> bool:
+def stands_for(processor: object, model: object) -> bool:
     """Whether a second stream can replace this processor: the stock one, unused yet, on the same model."""
-    return _is_guidance(processor) and processor.model is model and processor.unconditional_context["first_pass"]
+    return _is_guidance(processor) and processor.model is model and bool(processor.unconditional_context["first_pass"])
 
 
 def split(
@@ -75,11 +68,11 @@ def split(
 ) -> tuple[Guidance | None, NegativePrompt | None, LogitsProcessorList]:
     """The guidance taken out of a list of processors, its negative prompt, and the processors that remain."""
     rest = LogitsProcessorList(p for p in processors if not _is_guidance(p))
-    found = next((p for p in processors if _is_guidance(p)), None)
-    if found is None:
+    guide = next(filter(_is_guidance, processors), None)
+    if guide is None:
         return None, None, rest
-    return Guidance(found.guidance_scale, of="log-probabilities", widen=False), NegativePrompt.of(found, prompt), rest
+    return Guidance(guide.guidance_scale, of="log-probabilities", widen=False), NegativePrompt.of(guide, prompt), rest
 
 
-def _is_guidance(processor: Any) -> bool:
+def _is_guidance(processor: object) -> TypeGuard[UnbatchedClassifierFreeGuidanceLogitsProcessor]:
     return type(processor) is UnbatchedClassifierFreeGuidanceLogitsProcessor

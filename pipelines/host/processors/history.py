@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+from transformers.generation import logits_process as stock
 
 from mmspec.modes import lasting
 from mmspec.session import Group
@@ -56,18 +55,12 @@ class Texts:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What stands before the token after each node: the row's own tokens and the node's line of ancestors.
+    """What stands before the token after each node: the row's own tokens and the node's line of ancestors."""
 
-    Attributes:
-        session: its rows' tokens end with the root of the draft.
-        text: of the rows, [B, T], with room for the deepest path.
-        lengths: of the rows, [B].
-    """
-
-    session: Group
+    session: Group  # its rows' tokens end with the root of the draft
     draft: Draft
-    text: Tensor
-    lengths: Tensor
+    text: Tensor  # of the rows, [B, T], with room for the deepest path
+    lengths: Tensor  # of the rows, [B]
 
     @classmethod
     def of(cls, texts: Texts, session: Group, draft: Draft) -> Prefixes:
@@ -94,7 +87,7 @@ class Prefixes:
         return torch.where(place < 0, _BEYOND, self.ids.gather(2, place.clamp(min=0)))
 
 
-Definition = Callable[[Any, Tensor, Prefixes], Tensor]  # of processor and scores [B, N, V] → scores
+Definition = Callable[..., Tensor]  # of processor, scores [B, N, V] and Prefixes → scores
 
 
 def _marked(ids: Tensor, scores: Tensor) -> Tensor:
@@ -104,7 +97,7 @@ def _marked(ids: Tensor, scores: Tensor) -> Tensor:
     return spare.scatter_(-1, ids.to(scores.device).clamp(max=V), True)[..., :V]
 
 
-def repetition_penalty(processor: Any, scores: Tensor, before: Prefixes) -> Tensor:
+def repetition_penalty(processor: stock.RepetitionPenaltyLogitsProcessor, scores: Tensor, before: Prefixes) -> Tensor:
     ids, ignored = before.ids, getattr(processor, "prompt_ignore_length", None)
     if isinstance(ignored, Tensor):  # one for each row of the call
         ignored = ignored.to(ids.device)
@@ -117,7 +110,7 @@ def repetition_penalty(processor: Any, scores: Tensor, before: Prefixes) -> Tens
     return torch.where(_marked(ids, scores), bent, scores)
 
 
-def no_repeat_ngram(processor: Any, scores: Tensor, before: Prefixes) -> Tensor:
+def no_repeat_ngram(processor: stock.NoRepeatNGramLogitsProcessor, scores: Tensor, before: Prefixes) -> Tensor:
     ids, n = before.ids, processor.ngram_size
     windows = ids.shape[2] - n + 1
     if windows < 1:
@@ -129,21 +122,21 @@ def no_repeat_ngram(processor: Any, scores: Tensor, before: Prefixes) -> Tensor:
     return scores.masked_fill(_marked(torch.where(known, ids[..., n - 1 :], _BEYOND), scores), -torch.inf)
 
 
-def sequence_bias(processor: Any, scores: Tensor, before: Prefixes) -> Tensor:
+def sequence_bias(processor: stock.SequenceBiasLogitsProcessor, scores: Tensor, before: Prefixes) -> Tensor:
     """The stock one itself, which looks at the end of a prefix only."""
     biased = processor.sequence_bias
     if not biased:  # bad words that are ends of sequence, and so no bad words
         return scores
     ids = before.last(max(map(len, biased)))
-    return processor(ids.flatten(0, 1), scores.flatten(0, 1)).view_as(scores)  # type: ignore[no-any-return]
+    return processor(ids.flatten(0, 1), scores.flatten(0, 1)).view_as(scores)
 
 
-def min_length(processor: Any, scores: Tensor, before: Prefixes) -> Tensor:
+def min_length(processor: stock.MinLengthLogitsProcessor, scores: Tensor, before: Prefixes) -> Tensor:
     early = before.length < processor.min_length
     return scores.masked_fill(early[..., None] & _marked(processor.eos_token_id, scores), -torch.inf)
 
 
-def min_new_tokens(processor: Any, scores: Tensor, before: Prefixes) -> Tensor:
+def min_new_tokens(processor: stock.MinNewTokensLengthLogitsProcessor, scores: Tensor, before: Prefixes) -> Tensor:
     early = before.length - processor.prompt_length_to_skip < processor.min_new_tokens
     return scores.masked_fill(early[..., None] & _marked(processor.eos_token_id, scores), -torch.inf)
 
@@ -153,20 +146,22 @@ def _forced(here: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
     return torch.where(here[..., None], only, scores)
 
 
-def forced_bos(processor: Any, scores: Tensor, before: Prefixes) -> Tensor:
+def forced_bos(processor: stock.ForcedBOSTokenLogitsProcessor, scores: Tensor, before: Prefixes) -> Tensor:
     return _forced(before.length == 1, torch.full((1,), processor.bos_token_id, device=scores.device), scores)
 
 
-def forced_eos(processor: Any, scores: Tensor, before: Prefixes) -> Tensor:
+def forced_eos(processor: stock.ForcedEOSTokenLogitsProcessor, scores: Tensor, before: Prefixes) -> Tensor:
     return _forced(before.length == processor.max_length - 1, processor.eos_token_id, scores)
 
 
-def suppressed_at_begin(processor: Any, scores: Tensor, before: Prefixes) -> Tensor:
+def suppressed_at_begin(
+    processor: stock.SuppressTokensAtBeginLogitsProcessor, scores: Tensor, before: Prefixes
+) -> Tensor:
     first = before.length == processor.begin_index
     return scores.masked_fill(first[..., None] & _marked(processor.begin_suppress_tokens, scores), -torch.inf)
 
 
-def exponential_decay(processor: Any, scores: Tensor, before: Prefixes) -> Tensor:
+def exponential_decay(processor: stock.ExponentialDecayLengthPenalty, scores: Tensor, before: Prefixes) -> Tensor:
     late = (before.length - processor.regulation_start).clamp(min=0)
     most = max(256, before.text.shape[1] - processor.regulation_start)
     growth = _powers(processor.regulation_factor, 1 << (most - 1).bit_length(), scores.device)[late]
@@ -180,23 +175,23 @@ def exponential_decay(processor: Any, scores: Tensor, before: Prefixes) -> Tenso
 @lasting()
 def _powers(factor: float, most: int, device: torch.device) -> Tensor:
     """factor^i − 1 for i = 0 … most, as Python has them."""
-    found = []
+    powers = []
     for i in range(most + 1):
         try:
-            found.append(pow(factor, i) - 1)
+            powers.append(pow(factor, i) - 1)
         except OverflowError:
-            found.append(torch.inf)
-    return torch.tensor(found, dtype=torch.float32, device=device)
+            powers.append(torch.inf)
+    return torch.tensor(powers, dtype=torch.float32, device=device)
 
 
-def grammar(processor: Any, scores: Tensor, before: Prefixes) -> Tensor:
+def grammar(processor: stock.PrefixConstrainedLogitsProcessor, scores: Tensor, before: Prefixes) -> Tensor:
     """A pure `prefix_allowed_tokens_fn`, asked about every node; it runs on the host, and so waits.
 
     Nodes below a forbidden token cannot be accepted. There the grammar is shown an allowed token instead, so that it
     sees only prefixes that it allows.
     """
     tokens, parents = torch.stack([before.draft.tokens, before.draft.tree.parents]).tolist()
-    allow, found = processor._prefix_allowed_tokens_fn, []
+    allow, everywhere = processor._prefix_allowed_tokens_fn, list[list[int]]()
     for b, row in enumerate(before.session.rows):
         text = before.text[b, : len(row.tokens)]
 
@@ -215,6 +210,6 @@ def grammar(processor: Any, scores: Tensor, before: Prefixes) -> Tensor:
                 continue
             lines.append([*line, token if token in lawful else lawful[0]])
             allowed.append(allowed_after(lines[-1] or []))
-        found += allowed
-    stock = PrefixConstrainedLogitsProcessor(lambda i, _: found[i], 1)
-    return stock(before.last(1).flatten(0, 1), scores.flatten(0, 1)).view_as(scores)
+        everywhere += allowed
+    each = stock.PrefixConstrainedLogitsProcessor(lambda i, _: everywhere[i], 1)
+    return each(before.last(1).flatten(0, 1), scores.flatten(0, 1)).view_as(scores)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation.logits_process import TopPLogitsWarper
 
 _BITS = 53  # of a probability, behind the point
 _DIGIT, _BINS = 8, 256  # bits of a digit of the keys, and how many digits there are
 
 
-def top_p(warper: Any, logits: Tensor) -> Tensor:
+def top_p(warper: TopPLogitsWarper, logits: Tensor) -> Tensor:
     """Logits [R, V] as `warper` leaves them, equal ones in the order of their ids.
 
     A token goes while the probabilities of all that come before it in ascending order, and its own, sum to at most
@@ -52,12 +52,12 @@ def _bound(rest: float) -> int:
 
 def _passed(key: Tensor, mass: Tensor, bound: int) -> Tensor:
     """The first key [R, 1] up to which masses sum to more than the bound; one beyond all others where none does."""
-    found, under = torch.zeros_like(key[:, :1]), torch.zeros_like(mass[:, :1])
+    prefix, under = torch.zeros_like(key[:, :1]), torch.zeros_like(mass[:, :1])
     for shift in range(32 - _DIGIT, -1, -_DIGIT):
-        here = (key >> shift + _DIGIT) == found
+        here = (key >> shift + _DIGIT) == prefix
         bins = mass.new_zeros(len(key), _BINS).scatter_add_(1, (key >> shift) & (_BINS - 1), mass * here)
         sums = bins.cumsum(-1) + under
         digit = (sums <= bound).sum(-1, keepdim=True).clamp_(max=_BINS - 1)
         under = (sums - bins).gather(1, digit)
-        found = (found << _DIGIT) | digit
-    return found
+        prefix = (prefix << _DIGIT) | digit
+    return prefix

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -34,7 +34,7 @@ class Reader:
         loose: whether that node cannot be accepted anyway, so that any logits will do and no forward is made.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.ahead: list[int] = []
         self.loose = False
@@ -44,15 +44,11 @@ class Reader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def __deepcopy__(self, memo: Any) -> Reader:
+    def __deepcopy__(self, memo: object) -> Reader:
         return self
 
     def __call__(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        use_cache: bool = True,
-        **others: Any,
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = True, **others: object
     ) -> CausalLMOutputWithPast:
         """What the model says of one row [1, n] that goes on after what the KV cache among `others` has read.
 

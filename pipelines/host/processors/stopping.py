@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,22 +10,24 @@ from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
     MaxTimeCriteria,
+    StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
 )
 
 from mmspec.modes import lasting
+from mmspec.pipelines.host.kinds import PreTrainedTokenizerBase
 from mmspec.pipelines.host.processors.history import Texts
 
 _KNOWN = {EosTokenCriteria, MaxLengthCriteria, StopStringCriteria}
 
 
-def _looks_at_nothing(criterion: Any) -> bool:
+def _looks_at_nothing(criterion: StoppingCriteria) -> bool:
     """Whether it is asked for the time, or for an event, and not for the tokens."""
     return type(criterion) is MaxTimeCriteria or getattr(criterion, "looks_at_nothing", False)
 
 
-def unheard(criteria: Iterable[Any], rows: int, scored: bool) -> str | None:
+def unheard(criteria: Iterable[StoppingCriteria], rows: int, scored: bool) -> str | None:
     """Why one of these criteria could not be asked as stock decoding asks it, or None.
 
     Stock asks a criterion about all rows at once, all of one length, and hands it the scores where they are collected.
@@ -42,7 +43,7 @@ def unheard(criteria: Iterable[Any], rows: int, scored: bool) -> str | None:
     return None
 
 
-def at_strings(strings: str | list[str], tokenizer: Any) -> StopStringCriteria:
+def at_strings(strings: str | list[str], tokenizer: PreTrainedTokenizerBase) -> StopStringCriteria:
     """What stock makes of `stop_strings`; a `custom_generate` is not given the tokenizer for it."""
     return StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
 
@@ -58,9 +59,9 @@ class Endings:
 
     def __init__(self, criteria: StoppingCriteriaList, rows: int, device: torch.device) -> None:
         self.limit, self.eos = 2**62, frozenset[int]()
-        self._strings: list[Any] = []
-        self._blind: list[Any] = []
-        self._users: list[Any] = []
+        self._strings: list[StopStringCriteria] = []
+        self._blind: list[StoppingCriteria] = []
+        self._users: list[StoppingCriteria] = []
         self._rows, self._device = rows, device
         self._stopped: dict[int, int] = {}  # row → length at which its conditions first held
         for criterion in criteria:
@@ -102,10 +103,10 @@ class Endings:
     def _first(self, tokens: list[int], new: int, texts: Texts) -> int | None:
         """What the host can answer by itself comes first; a user's criterion is not asked about what lies behind."""
         begin = len(tokens) - new + 1
-        found = [end for criterion in self._strings if (end := string_end(criterion, tokens, begin)) is not None]
+        ends = [end for criterion in self._strings if (end := string_end(criterion, tokens, begin)) is not None]
         if any(bool(criterion(torch.tensor([tokens[-1:]]), None).all()) for criterion in self._blind):
-            found.append(begin)
-        end = min(found, default=None)
+            ends.append(begin)
+        end = min(ends, default=None)
         if not self._users:
             return end
         ids, _ = texts.of([tokens], self._device)
@@ -124,7 +125,7 @@ def string_end(criterion: StopStringCriteria, tokens: list[int], begin: int) -> 
     return next((end for end, holds in zip(ends, held, strict=True) if holds), None)
 
 
-def _users_end(criteria: list[Any], ids: Tensor, ends: range) -> int | None:
+def _users_end(criteria: list[StoppingCriteria], ids: Tensor, ends: range) -> int | None:
     """The first of the lengths of ids [1, L] at which one of the criteria holds.
 
     Answers that lie on a device are read together, so that such a criterion may hear of a few tokens after its end.

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import groupby
-from typing import Any
 
 from torch import Tensor
 from transformers.generation import logits_process
-from transformers.generation.logits_process import LogitsProcessorList, PrefixConstrainedLogitsProcessor
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+)
 
+from mmspec.config import Options
 from mmspec.pipelines.host.processors import history, nucleus
 from mmspec.pipelines.host.processors.followed import OWN_STATE, Followed, follows
 from mmspec.pipelines.host.processors.grammar import Grammar, GrammarProcessor
@@ -29,7 +33,7 @@ POINTWISE = _known("""
     EpsilonLogitsWarper EtaLogitsWarper SuppressTokensLogitsProcessor InfNanRemoveLogitsProcessor LogitNormalization
 """)
 # What does the same on a GPU, where sorting the logits of all nodes is slow; a CPU sorts them faster than it searches.
-UNSORTED: dict[type, Callable[[Any, Tensor], Tensor]] = {logits_process.TopPLogitsWarper: nucleus.top_p}
+UNSORTED: dict[type, Callable[..., Tensor]] = {logits_process.TopPLogitsWarper: nucleus.top_p}
 # Functions of the scores and of the tokens before them, with no state of their own; and what does the same for a tree.
 HISTORY: dict[type, history.Definition] = {
     logits_process.RepetitionPenaltyLogitsProcessor: history.repetition_penalty,
@@ -46,11 +50,11 @@ HISTORY: dict[type, history.Definition] = {
 }
 
 
-def _known_to_us(processor: Any) -> bool:
+def _known_to_us(processor: object) -> bool:
     return type(processor) in POINTWISE or type(processor) in HISTORY or type(processor) is GrammarProcessor
 
 
-def unsafe(processors: Iterable[Any]) -> str | None:
+def unsafe(processors: Iterable[object]) -> str | None:
     """Why rejected nodes might disturb one of these processors, or None."""
     for p in processors:
         name = f"the logits processor {type(p).__name__}"
@@ -79,10 +83,11 @@ class Processors:
         self.processors = processors
         self.need_history = any(type(p) in HISTORY for p in processors)
         self._texts = history.Texts()
-        self._steps: list[Any] = []
+        self._steps: list[LogitsProcessor | Grammar | Followed] = []
         for known, group in groupby(processors, _known_to_us):
-            run = [Grammar(p) if type(p) is GrammarProcessor else p for p in group]
-            self._steps += run if known else [Followed(run)]
+            run = list(group)
+            grammars = (Grammar(p) if isinstance(p, GrammarProcessor) else p for p in run)
+            self._steps += grammars if known else [Followed(run)]
         self.grammar = next((step for step in self._steps if isinstance(step, Grammar)), None)
         self.private = self.need_history or any(isinstance(step, (Followed, Grammar)) for step in self._steps)
 
@@ -91,28 +96,28 @@ class Processors:
         no_tokens = draft.tokens.reshape(-1, 1)  # a pointwise warper does not look at them
         before = history.Prefixes.of(self._texts, session, draft) if self.need_history else None
         for p in self._steps:
-            if type(p) in UNSORTED and logits.is_cuda:
+            if isinstance(p, (Followed, Grammar)):
+                logits = p(logits, session, draft)
+            elif type(p) in UNSORTED and logits.is_cuda:
                 logits = UNSORTED[type(p)](p, logits.flatten(0, 1)).view_as(logits)
             elif type(p) in POINTWISE:
                 logits = p(no_tokens, logits.flatten(0, 1)).view_as(logits)
-            elif isinstance(p, (Followed, Grammar)):
-                logits = p(logits, session, draft)
             else:
                 assert before is not None
                 logits = HISTORY[type(p)](p, logits, before)
         return logits
 
 
-def pointwise(processors: Iterable[Any]) -> LogitsProcessorList:
+def pointwise(processors: Iterable[LogitsProcessor]) -> LogitsProcessorList:
     return LogitsProcessorList(p for p in processors if type(p) in POINTWISE)
 
 
-def constrained(processors: Iterable[Any]) -> bool:
+def constrained(processors: Iterable[object]) -> bool:
     """Whether a `prefix_allowed_tokens_fn` says which tokens may come."""
     return any(type(p) is PrefixConstrainedLogitsProcessor for p in processors)
 
 
-def warpers(how: dict[str, Any]) -> LogitsProcessorList:
+def warpers(how: Options) -> LogitsProcessorList:
     """Temperature, then top-k, then top-p."""
     chosen = LogitsProcessorList()
     if how["temperature"] not in (0, 1):
