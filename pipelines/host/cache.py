@@ -65,8 +65,6 @@ class RaggedCache(Cache):
     def layers(self, _: object) -> None:
         """transformers sets an empty list."""
 
-    # -- layers with a recurrent or convolutional state, as stock calls them -------------------------------------------
-
     def _recurrent(self, layer_idx: int) -> RecurrentLayer:
         """A layer's state; a draft that is being read is read by this layer from now on."""
         layer, draft = self.recurrent.setdefault(layer_idx, RecurrentLayer()), now().draft

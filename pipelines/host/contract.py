@@ -117,6 +117,7 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
     ("transformers.modeling_utils.PreTrainedModel.tp_size", "says", "_tp_size", "Whether several processes share a model's weights is read from it", "host/devices"),
     ("transformers.modeling_utils.EmbeddingAccessMixin", "holds", "get_input_embeddings get_output_embeddings", "The embedding and the head are found by these", "host/decoder"),
     ("transformers.configuration_utils.PreTrainedConfig|PretrainedConfig", "says", "_attn_implementation _name_or_path _commit_hash get_text_config is_encoder_decoder", "A model's attention, files and text config are found by these", "host/names host/renamed host/loading host/model"),
+    ("transformers.utils.ModelOutput", "is", "", "Annotations name what a forward gives", "host/kinds"),
     ("transformers.activations.ACT2FN", "is", "", "A convolution's activation is looked up by name", "host/recurrent"),
     ("transformers.models.auto.auto_factory._BaseAutoModelClass", "holds", "_model_mapping from_pretrained", "A draft model is loaded by the class that its config has", "host/loading"),
     ("transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "is", "", "Model classes of this release are listed by it", "host/loading"),

@@ -6,8 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from torch import Tensor, nn
-from transformers import BatchFeature, Cache, GenerationConfig, PreTrainedModel
-from transformers.tokenization_utils_base import BatchEncoding, PreTrainedTokenizerBase
+from transformers import (
+    BatchEncoding,
+    BatchFeature,
+    Cache,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import ModelOutput
 
 __all__ = ["BatchFeature", "Cache", "GenerationConfig", "ModelOutput", "PreTrainedTokenizerBase", "PretrainedConfig"]
@@ -17,7 +23,7 @@ Mask = Tensor | Mapping[str, Tensor | None] | None  # one for all layers, or for
 if TYPE_CHECKING:
     from transformers import GenerationMixin, PretrainedConfig
 
-    class GenerativeModel(PreTrainedModel, GenerationMixin):
+    class TextModel(PreTrainedModel, GenerationMixin):
         """A model with `generate`. What its own class adds is found by name."""
 
         config: PretrainedConfig
@@ -49,7 +55,7 @@ if TYPE_CHECKING:
         in_features: int
 
 else:
-    GenerativeModel, TextDecoder, Weighted, PretrainedConfig = PreTrainedModel, PreTrainedModel, nn.Module, object
+    TextModel, TextDecoder, Weighted, PretrainedConfig = PreTrainedModel, PreTrainedModel, nn.Module, object
 
 
 class Configured(Protocol):

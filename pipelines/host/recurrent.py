@@ -79,9 +79,6 @@ def reads(
         yield
 
 
-# -- what stands for the functions that stock calls -------------------------------------------------------------------
-
-
 def _conv(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def causal_conv1d(
         x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **more: object
@@ -180,9 +177,6 @@ SCANS: dict[str, Callable[..., Callable[..., object]]] = {
 }
 KINDS = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "moe", "mlp"}  # in `config.layer_types`
 _WRITES = {"update_conv_state": {"causal_conv1d_fn"}, "update_recurrent_state": set(SCANS) - {"causal_conv1d_fn"}}
-
-
-# -- modules ----------------------------------------------------------------------------------------------------------
 
 
 def modules(decoder: Module) -> list[Module]:

@@ -200,8 +200,6 @@ def calls(node: ast.AST) -> dict[str, set[str]]:
     return made
 
 
-# -- checks: what there is in the place of what a row of the contract names; "": it holds ------------------------------
-
 # keywords by which stock may call a function that ours stands for: another one would be left out unseen
 ARGUMENTS = {
     "causal_conv1d_fn": "x weight bias activation seq_idx",

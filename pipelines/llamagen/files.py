@@ -49,9 +49,6 @@ def pipeline(
         text_encoder: T5 for a text-conditional model, a folder or a name on the hub; None: left out.
         image_size: pixels along a side; None: as the file says, if it does.
         heads: see `transformer`.
-
-    Raises:
-        FileNotFoundError, ValueError: as `read`, `transformer` and `vq`; or two files that do not belong together.
     """
     codes = vq(read(vq_path, allow_pickle))
     if image_size is not None and (image_size < 1 or image_size % codes.downsample):
@@ -100,11 +97,7 @@ def transformer(
 
 
 def vq(tensors: Mapping[str, Tensor]) -> LlamaGenVQ:
-    """The VQ tokenizer with these weights; its sizes are read off them.
-
-    Raises:
-        ValueError: as `transformer`.
-    """
+    """The VQ tokenizer with these weights; its sizes are read off them."""
     tensors = {key: t for key, t in tensors.items() if key not in STRAY}
     need(tensors, OF, "quantize.embedding.weight", "encoder.conv_in.weight", "encoder.conv_out.weight")
     base = tensors["encoder.conv_in.weight"].shape[0]

@@ -44,9 +44,6 @@ def pipeline(
     Args:
         path, vae_path: of the transformer and of the VAE; see `read`.
         heads: see `transformer`.
-
-    Raises:
-        FileNotFoundError, ValueError: as `read`, `transformer` and `vae`; or two files that do not belong together.
     """
     return MARPipeline(transformer(read(path, allow_pickle), heads), MARScheduler(), vae(read(vae_path, allow_pickle)))
 
@@ -96,9 +93,6 @@ def vae(tensors: Mapping[str, Tensor], scale: float = SCALE) -> AutoencoderKL:
 
     Args:
         scale: what its latents are multiplied by to have unit variance.
-
-    Raises:
-        ValueError: as `transformer`.
     """
     tensors = {key: t for key, t in tensors.items() if not key.startswith(STRAY)}
     levels = count(tensors, r"encoder\.down\.(\d+)\.")

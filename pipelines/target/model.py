@@ -44,8 +44,6 @@ class ModelTarget:
         self.guidance = guidance
         self.streams = 1 if guidance is None else 2
 
-    # -- what the loop asks for ----------------------------------------------------------------------------------------
-
     def score(self, session: Session, draft: Draft) -> Scores:
         state: State = session.cache
         S, tree = self.streams, draft.tree
@@ -72,8 +70,6 @@ class ModelTarget:
         """A drafter's logits [B, n, V] of the tokens at `position` [B, n], weighed as this target weighs its own."""
         return logits
 
-    # -- what a subclass may say ---------------------------------------------------------------------------------------
-
     def read(self, state: State, tokens: Tensor, places: Tensor, mask: Mask) -> tuple[Tensor, ...]:
         """Raw logits [B·S, N, V] of one forward, and the features [B·S, N, F] where the drafter asked for some."""
         raise NotImplementedError
@@ -98,8 +94,6 @@ class ModelTarget:
     def captures(self, session: Session) -> bool:
         """Whether a round of these rows is worth a capture."""
         return True
-
-    # -- from logits to the distribution ------------------------------------------------------------------------------
 
     def guided(self, raw: Tensor, position: Tensor) -> Tensor:
         """[B, n, V] of raw logits [B·S, n, V] of the new tokens number `position` [B, n]."""

@@ -81,7 +81,7 @@ def table(found: dict[str, str], version: str) -> str:
         "",
         "# classes that are token-identical to stock `generate`",
         '_SAME = """',
-        *wrap(" ".join(same), 120, initial_indent="    ", subsequent_indent="    "),
+        *wrap(" ".join(same), 120),
         '"""',
         "",
         "# class -> why `enable` refuses it, or how stock fails",

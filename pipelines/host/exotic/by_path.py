@@ -85,8 +85,6 @@ class Paths:
         """Of the nodes' rows, B·n numbers: how many places are in use."""
         return [n + d + 1 for n, own in zip(self.lengths.host, self.depth.tolist(), strict=True) for d in own]
 
-    # -- what an indexer chooses ---------------------------------------------------------------------------------------
-
     def chosen(self, scores: Tensor, k: int) -> Tensor:
         """As `scores.topk(k).indices` over slots [B, n, T], of each node what a single step would choose."""
         if scores.device.type != "cpu":
@@ -107,8 +105,6 @@ class Paths:
             most = min(k, width)
             places[rows, :most] = scores[rows, :width].topk(most).indices
         return places
-
-    # -- between rows and nodes ----------------------------------------------------------------------------------------
 
     def fold(self, t: Tensor) -> Tensor:
         """[B·n, 1, …] of what each node has, [B, n, …]."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import LogitsProcessor
 from transformers.cache_utils import Cache
-from transformers.generation.logits_process import LogitsProcessor
 
 from mmspec.pipelines.host.processors.reader import Reader, ReadText
 from mmspec.session import Group

@@ -7,8 +7,8 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor
 from transformers.generation.logits_process import (
-    LogitsProcessor,
     LogitsProcessorList,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )

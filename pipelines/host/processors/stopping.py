@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteria
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
     MaxTimeCriteria,
-    StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
 )

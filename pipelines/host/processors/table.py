@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 
 from torch import Tensor
+from transformers import LogitsProcessor
 from transformers.generation import logits_process
 from transformers.generation.logits_process import (
-    LogitsProcessor,
     LogitsProcessorList,
     PrefixConstrainedLogitsProcessor,
 )
