@@ -15,12 +15,12 @@ import mmspec
 from mmspec.app import embedded
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, free_memory, load_quietly, unloadable
 from mmspec.app.embedded import STOCK
-from mmspec.app.loaded import LoadedModel, ModelInputs, Processor
 from mmspec.app.preparing import THREADS, Preparing, ProcessorThreads
 from mmspec.app.prompt import PromptChoice
 from mmspec.compile.held import settled
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.families import table as families
+from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel, Processor
 from mmspec.pipelines.host.loading import model_and_processor
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.batcher import TOGETHER, Batcher, FinishedPrompt, StaticBatcher, answer_length
@@ -67,8 +67,8 @@ class Engine:
     scored = False  # whether answers come with their scores
 
     def __init__(
-        self, model: LoadedModel, processor: Processor, drafter: object, max_new_tokens: int, temperature: float = 0,
-        options: Mapping[str, Any] | None = None,
+        self, model: GenerativeModel, processor: Processor, drafter: object, max_new_tokens: int,
+        temperature: float = 0, options: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         self.model, self.processor, self.drafter = model.eval(), processor, drafter
         self.options = dict(options or {})  # of `enable`
@@ -178,7 +178,7 @@ class _Ticket:
     rest: tuple[Prompted, ...] = ()  # of the first of several: the others
 
 
-Prompted = tuple[_Ticket, ModelInputs, int]  # what `add` of the batches takes; the last is a seed
+Prompted = tuple[_Ticket, BatchFeature, int]  # what `add` of the batches takes; the last is a seed
 
 
 class Captioner:

@@ -7,9 +7,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from mmspec.app.loaded import Processor
+if TYPE_CHECKING:
+    from mmspec.pipelines.host.kinds import Processor
+
 
 THREADS = 2  # a model; resizing and normalizing leave Python's lock alone
 

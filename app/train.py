@@ -9,14 +9,13 @@ import sys
 import time
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mmspec.app import train_block
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
 from mmspec.app.files import write_whole
-from mmspec.app.loaded import LoadedModel, Processor
 from mmspec.app.media.clips import HELP, USUAL, VideoReader, policy
 from mmspec.app.media.video import FramePolicy
 from mmspec.app.options import Pairs, count, from_zero
@@ -30,6 +29,9 @@ from mmspec.train.distil import Distillation
 from mmspec.train.heads import HeadsTraining
 from mmspec.train.recipes import RECIPES, Recipe
 from mmspec.types import FINAL
+
+if TYPE_CHECKING:
+    from mmspec.pipelines.host.kinds import GenerativeModel, Processor
 
 DRAWING = ("eagle", "heads")  # methods for models that draw
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list", str: "a word"}
@@ -120,7 +122,7 @@ def _made(method: str, info: TargetInfo, shape: dict[str, Any], **values: object
     return made(made.Config.of({**usual, **of, **values, **shape}))
 
 
-def build(method: str, model: LoadedModel, intermediate: int | None, **shape: object) -> Any:
+def build(method: str, model: GenerativeModel, intermediate: int | None, **shape: object) -> Any:
     """An untrained drafter in the shape of the target's own decoder layer, with norms throughout.
 
     Args:
@@ -134,7 +136,7 @@ def build(method: str, model: LoadedModel, intermediate: int | None, **shape: ob
     return _made(method, info, shape, **train_block.layer_of(model, info.hidden, intermediate))
 
 
-def _heads(method: str, model: LoadedModel, intermediate: int | None, **shape: object) -> Any:
+def _heads(method: str, model: GenerativeModel, intermediate: int | None, **shape: object) -> Any:
     """A multi-token-prediction head to be trained: the target's own, or a new one of its classes.
 
     Raises ValueError: a shape; the target's classes have theirs.
@@ -229,7 +231,7 @@ def train(
     return drafter
 
 
-def write(drafter: Any, model: LoadedModel, folder: Path) -> None:
+def write(drafter: Any, model: GenerativeModel, folder: Path) -> None:
     """A trained drafter as files that `enable` reads; heads of the model's own classes as its checkpoint holds them."""
     if drafter.method != "mtp":
         return save_drafter(drafter, folder)

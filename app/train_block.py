@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mmspec.app.loaded import LoadedModel
 from mmspec.drafters.block_config import BlockConfig
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.train.recipes import Recipe
+
+if TYPE_CHECKING:
+    from mmspec.pipelines.host.kinds import GenerativeModel
 
 FEATURES = 5  # the least that are read, however few layers a drafter has; that many in most published files
 BLOCKS: dict[str, dict[str, Any]] = {  # method: what its published drafters have beside DFlash's layers
@@ -17,7 +19,7 @@ BLOCKS: dict[str, dict[str, Any]] = {  # method: what its published drafters hav
 }
 
 
-def layer_of(model: LoadedModel, hidden: int, intermediate: int | None) -> dict[str, Any]:
+def layer_of(model: GenerativeModel, hidden: int, intermediate: int | None) -> dict[str, Any]:
     """The shape of a target's own decoder layer, as configs of drafters have it."""
     c = model.get_decoder().config
     theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
@@ -36,7 +38,7 @@ def layers_read(layers: int, count: int) -> tuple[int, ...]:
     return tuple(sorted({min(i + 1, layers - 1) for i in ids}))
 
 
-def mask_token(model: LoadedModel) -> int:
+def mask_token(model: GenerativeModel) -> int:
     """The token whose embedding stands for a mask: the padding's, or that of pictures, which no text holds either.
 
     A padding token that was never anything else often has an embedding of zeros. Norms keep it so, hence queries of
@@ -49,7 +51,7 @@ def mask_token(model: LoadedModel) -> int:
     return next(i for i in known if i == known[-1] or (i < len(table) and bool(table[i].any())))
 
 
-def build(method: str, model: LoadedModel, intermediate: int | None, **shape: Any) -> BlockDrafter:
+def build(method: str, model: GenerativeModel, intermediate: int | None, **shape: Any) -> BlockDrafter:
     """An untrained drafter of five layers that read five of the target's.
 
     Args:

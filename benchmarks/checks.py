@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
@@ -32,6 +31,7 @@ from mmspec.app.provenance import provenance  # noqa: E402
 from mmspec.compile import version  # noqa: E402
 from mmspec.pipelines.families import decoder_only  # noqa: E402
 from mmspec.pipelines.host.call import Call  # noqa: E402
+from mmspec.pipelines.host.kinds import GenerativeModel  # noqa: E402
 from mmspec.pipelines.patching.handle import Patch  # noqa: E402
 from mmspec.pipelines.patching.obstacles import Obstacle  # noqa: E402
 
@@ -66,7 +66,7 @@ def measured(model: ZooVlm | Qwen2_5_VLForConditionalGeneration, turns: int) -> 
     taken: dict[str, list[float]] = {name: [] for name in ("checks", "version anew", "first token", "stock's")}
     real = decoder_only.obstacle
 
-    def checked(model: nn.Module, call: Call, patch: Patch) -> Obstacle | None:
+    def checked(model: GenerativeModel, call: Call, patch: Patch) -> Obstacle | None:
         began = time.thread_time()
         try:
             return real(model, call, patch)

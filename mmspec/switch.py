@@ -11,10 +11,11 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 from torch import Tensor
 
-from mmspec.protocols import Proposer, Rows, Target, reported
+from mmspec.protocols import Proposer, Target, reported
 from mmspec.session import Session
 from mmspec.statistics import Stats
 from mmspec.tree import lone
@@ -147,7 +148,7 @@ class Known:
 class _Memory:
     """The drafter's memory of some rows, while it drafts for them, and the counts from before their last round."""
 
-    inner: Rows | None
+    inner: Any  # Rows, or None
     on: bool
     stats: dict[str, float]
     # stats, their sums, batch size, nodes, drafted or not

@@ -12,7 +12,7 @@ from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host import forward
 from mmspec.pipelines.host.call import TYPES
 from mmspec.pipelines.host.decoder import embedding, head
-from mmspec.pipelines.host.kinds import BatchFeature, Processor, TextModel
+from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel, Processor
 from mmspec.pipelines.host.tapping import taps
 from mmspec.pipelines.host.vision import media, placeholders
 from mmspec.pipelines.prompts import chat, inputs_of, knows_clips
@@ -25,7 +25,7 @@ _PER_TOKEN = (*TYPES[:2], "attention_mask")
 class Teacher:
     """Context manager around a stock model; while it is open, the decoder is tapped."""
 
-    def __init__(self, model: TextModel, processor: Processor, features: tuple[int, ...]) -> None:
+    def __init__(self, model: GenerativeModel, processor: Processor, features: tuple[int, ...]) -> None:
         self.model = families.unwrap(model).eval().requires_grad_(False)
         self.processor = processor
         self.features = features

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import mmspec
 from mmspec.app.bench.questions import Question
 from mmspec.app.bench.vlm_methods import VlmMethod
 from mmspec.app.devices import wait
-from mmspec.app.loaded import LoadedModel, ModelInputs
+from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel
 from mmspec.pipelines.host.vision import placeholders
 from mmspec.pipelines.patching.handle import Handle
 from mmspec.pipelines.prompts import chat, inputs_of, knows_clips, unmarked
@@ -67,7 +68,7 @@ class Clock:
 
 
 @contextlib.contextmanager
-def enabled(model: LoadedModel, drafter: object, **options: object) -> Iterator[Handle | None]:
+def enabled(model: GenerativeModel, drafter: object, **options: object) -> Iterator[Handle | None]:
     """Inside, the model generates with this drafter, whose handle it gives; or as transformers made it, without one."""
     mmspec.disable(model)
     if drafter is None:
@@ -81,12 +82,12 @@ def enabled(model: LoadedModel, drafter: object, **options: object) -> Iterator[
 class VlmBench:
     """What stays the same over a whole run."""
 
-    model: LoadedModel
+    model: GenerativeModel
     processor: Any
     max_new_tokens: int
     seed: int
 
-    def inputs(self, asked: Sequence[Question]) -> ModelInputs:
+    def inputs(self, asked: Sequence[Question]) -> BatchFeature:
         """Model inputs, one question a row, on the model's device."""
         clips = knows_clips(self.processor)
         chats = [
@@ -106,7 +107,7 @@ class VlmBench:
                 turns.append(replace(last, prompt=prompt, before=(*last.before, (last.prompt, answer))))
         return turns
 
-    def call(self, method: VlmMethod, temperature: float, inputs: ModelInputs, seed: int) -> TimedCall:
+    def call(self, method: VlmMethod, temperature: float, inputs: Mapping[str, Tensor], seed: int) -> TimedCall:
         """One timed call; garbage is collected and the drafter enabled before the clock starts."""
         warmth = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         arguments = {**(warmth if temperature > 0 else {"do_sample": False}), **method.arguments}
@@ -114,7 +115,7 @@ class VlmBench:
             torch.manual_seed(seed)
             return self.timed(inputs, None if handle is None else handle.stats, **arguments)
 
-    def timed(self, inputs: ModelInputs, stats: Stats | None = None, **arguments: object) -> TimedCall:
+    def timed(self, inputs: Mapping[str, Tensor], stats: Stats | None = None, **arguments: object) -> TimedCall:
         """One timed call of the model as it is now, whose stats, if it is enabled, are `stats`."""
         clock = Clock()
         gc.collect()
@@ -140,7 +141,7 @@ class VlmBench:
         except ValueError:
             return False
 
-    def visual_tokens(self, inputs: ModelInputs) -> float:
+    def visual_tokens(self, inputs: BatchFeature) -> float:
         """Tokens of pictures in a prompt, on average."""
         ids = inputs["input_ids"]
         return sum(int((ids == token).sum()) for token in placeholders(self.model.config)) / len(ids)

@@ -23,10 +23,10 @@ from mmspec.app.compare import Comparison, over
 from mmspec.app.devices import wait
 from mmspec.app.embedded import STOCK
 from mmspec.app.engine import load
-from mmspec.app.loaded import LoadedModel, ModelInputs, Processor
 from mmspec.app.options import count, where
 from mmspec.app.provenance import provenance
 from mmspec.drafters.plain import Plain
+from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel, Processor
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.batcher import Batcher, FinishedPrompt, StaticBatcher
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
@@ -67,9 +67,9 @@ class CaptionRun:
 
 @dataclass(frozen=True)
 class CaptionBench:
-    model: LoadedModel
+    model: GenerativeModel
     processor: Processor
-    prompts: list[ModelInputs]  # inputs, one prompt each
+    prompts: list[BatchFeature]  # inputs, one prompt each
     settings: dict[str, Any]
 
     def run(self, method: CaptionMethod, rows: int, count: int | None = None) -> CaptionRun:
@@ -142,7 +142,7 @@ def questions(args: argparse.Namespace) -> list[Question]:
     return [q if q.prompt else Question(q.images, prompts[i % len(prompts)]) for i, q in enumerate(held)]
 
 
-def methods(model: LoadedModel, args: argparse.Namespace) -> list[CaptionMethod]:
+def methods(model: GenerativeModel, args: argparse.Namespace) -> list[CaptionMethod]:
     """Static and continuous, without a drafter and with each; of unrelated texts static with stock's own noise."""
     ways = [CaptionMethod(BASE, StaticBatcher), CaptionMethod("continuous", ContinuousBatcher, Plain())]
     given = enabling.given(args.enable)

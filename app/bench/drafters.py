@@ -16,12 +16,12 @@ import mmspec
 from mmspec import zoo
 from mmspec.app import embedded, enabling
 from mmspec.app.bench.command import BenchError, say
-from mmspec.app.loaded import LoadedModel
 from mmspec.checkpoints.save import save_drafter
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.pipelines.drafters.draft_model import ModelDrafter
 from mmspec.pipelines.drafters.mtp import MtpDrafter
 from mmspec.pipelines.host.decoder import decoder
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.loading import stock_class
 from mmspec.protocols import Drafter
 from mmspec.registry import DRAFTERS, drafter_class, name_of
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser, beside: str = "") -> None:
     enabling.add(parser)
 
 
-def read(args: argparse.Namespace, trained: bool = False, model: LoadedModel | None = None) -> dict[str, Drafter]:
+def read(args: argparse.Namespace, trained: bool = False, model: GenerativeModel | None = None) -> dict[str, Drafter]:
     """The drafters asked for, each under its method's name; by default the model's embedded one, if it is there.
 
     Args:
@@ -87,7 +87,7 @@ def _named(name: str, model: str) -> list[str]:
     return [own]
 
 
-def _loaded(names: list[str], model: LoadedModel | None) -> dict[str, Drafter]:
+def _loaded(names: list[str], model: GenerativeModel | None) -> dict[str, Drafter]:
     loaded: dict[str, Drafter] = {}
     for name in names:
         if name in DRAFTERS and DRAFTERS[name].from_model:
@@ -107,7 +107,7 @@ def _loaded(names: list[str], model: LoadedModel | None) -> dict[str, Drafter]:
 EARLY = 6  # a draft model has one in so many of its target's layers
 
 
-def first_layers(model: LoadedModel) -> ModelDrafter:
+def first_layers(model: GenerativeModel) -> ModelDrafter:
     """The model's own first layers under its head, with the same weights, as a smaller model that drafts for it."""
     small = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     own = decoder(small)
@@ -123,7 +123,7 @@ def first_layers(model: LoadedModel) -> ModelDrafter:
 
 
 # By a drafter's name: how it is made of the model that is measured, where it needs no file of its own.
-OF_MODEL: dict[str, Callable[[LoadedModel], Drafter]] = {"model": first_layers, "mtp": MtpDrafter.of_model}
+OF_MODEL: dict[str, Callable[[GenerativeModel], Drafter]] = {"model": first_layers, "mtp": MtpDrafter.of_model}
 
 
 def _dflash(drafter: BlockDrafter) -> dict[str, object]:

@@ -24,10 +24,10 @@ from mmspec import media
 from mmspec.app import embedded, enabling
 from mmspec.app.devices import find_device, wait
 from mmspec.app.engine import load
-from mmspec.app.loaded import LoadedModel, ModelInputs
 from mmspec.app.media.clips import VideoReader
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaLimits
+from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel
 from mmspec.pipelines.prompts import Chat, inputs_of, knows_clips, shown, unmarked
 from mmspec.pipelines.serving.batcher import answer_length
 
@@ -78,7 +78,7 @@ class Mmspec(lmms):  # type: ignore[misc]
         self.ignored = set[str]()  # settings of tasks that were told to have no effect
 
     @property
-    def model(self) -> LoadedModel:
+    def model(self) -> GenerativeModel:
         return self.engine.model
 
     @property
@@ -175,7 +175,7 @@ class Mmspec(lmms):  # type: ignore[misc]
         frames = clips(media.read(held, MediaLimits().max_bytes), (), str(held))
         return shown(frames, knows_clips(self.engine.processor))
 
-    def _answers(self, inputs: ModelInputs, settings: dict[str, Any]) -> list[GenerationResult]:
+    def _answers(self, inputs: BatchFeature, settings: dict[str, Any]) -> list[GenerationResult]:
         """Texts up to where they are to end, with their tokens."""
         stops, arguments = self._arguments(settings)
         rows = self.model.generate(**inputs, **arguments)[:, inputs["input_ids"].shape[1] :].tolist()

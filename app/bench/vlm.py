@@ -19,14 +19,14 @@ from mmspec.app.bench.vlm_shown import Questions, Shown, questions
 from mmspec.app.compare import Comparison
 from mmspec.app.embedded import STOCK
 from mmspec.app.engine import load
-from mmspec.app.loaded import LoadedModel, ModelInputs
 from mmspec.app.options import count, from_zero, where
 from mmspec.app.provenance import provenance
+from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel
 from mmspec.pipelines.prompts import text_alone
 
 SINGLE = "not measured: transformers refuses assisted decoding at batch > 1"
 SWITCHED = "; a name with a comma is the same drafter with one of its parts switched off while it drafts"
-Request = tuple[ModelInputs, int]  # model inputs, and a seed
+Request = tuple[BatchFeature, int]  # model inputs, and a seed
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def conditions(parser: argparse.ArgumentParser, batch: list[int], temperature: l
 def measure(
     args: argparse.Namespace,
     outcome: Outcome,
-    methods: Callable[[LoadedModel, argparse.Namespace], list[VlmMethod]] = methods,
+    methods: Callable[[GenerativeModel, argparse.Namespace], list[VlmMethod]] = methods,
     questions: Callable[[argparse.Namespace, bool], tuple[Questions, Questions]] = questions,
 ) -> Iterator[None]:
     """All cells, one after the other; yields whenever the outcome has grown."""

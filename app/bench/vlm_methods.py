@@ -13,9 +13,9 @@ from mmspec import registry
 from mmspec.app import enabling
 from mmspec.app.bench import drafters
 from mmspec.app.bench.command import BenchError, matching, say
-from mmspec.app.loaded import LoadedModel
 from mmspec.app.options import count
 from mmspec.pipelines.families import table as families
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.loading import CompileConfig
 
 GRIDS: dict[str, tuple[dict[str, int], ...]] = {  # what --tune tries
@@ -76,7 +76,7 @@ def stock(device: torch.device) -> list[VlmMethod]:
 
 
 def methods(
-    model: LoadedModel,
+    model: GenerativeModel,
     args: argparse.Namespace,
     variants: Callable[[VlmMethod], Iterable[VlmMethod]] = lambda whole: (),
 ) -> list[VlmMethod]:

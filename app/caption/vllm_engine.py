@@ -17,9 +17,9 @@ from mmspec.app.caption.model import FatalError
 from mmspec.app.embedded import STOCK
 from mmspec.app.engine import CaptionResult
 from mmspec.app.extras import installing
-from mmspec.app.loaded import Processor
 from mmspec.app.media import video
 from mmspec.app.prompt import PromptChoice
+from mmspec.pipelines.host.kinds import Processor
 from mmspec.pipelines.prompts import chat_text
 
 ROWS = 256  # items given to vLLM at once; how many it runs together it decides itself

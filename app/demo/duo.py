@@ -20,9 +20,9 @@ from mmspec.app.demo.race import DONE, TIME_LIMIT, Limits, Race
 from mmspec.app.demo.sight import look_at
 from mmspec.app.devices import EngineError, first_line, wait
 from mmspec.app.engine import Engine
-from mmspec.app.loaded import LoadedModel, ModelInputs
 from mmspec.app.media.decoder import Decoder
 from mmspec.config import SpecConfig, option_names
+from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.batcher import answer_length
 from mmspec.pipelines.serving.stream import stream
@@ -56,7 +56,7 @@ def fitting(engine: Engine, model: str, named: Sequence[str] = ()) -> dict[str, 
     return titled
 
 
-class Duo(Race[Ask, ChatTurn, ModelInputs]):
+class Duo(Race[Ask, ChatTurn, BatchFeature]):
     """Both paths of one loaded model; one run at a time."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Duo(Race[Ask, ChatTurn, ModelInputs]):
         self.drafters = {self.name: engine.drafter, **(drafters or {})}
         mmspec.disable(self.model)
 
-    def begin(self, ask: Ask, stop: threading.Event) -> tuple[ChatTurn, ModelInputs]:
+    def begin(self, ask: Ask, stop: threading.Event) -> tuple[ChatTurn, BatchFeature]:
         ask.check()
         if ask.drafter not in self.drafters:
             raise RefusedError(f"No drafter {ask.drafter!r} here; choose from {', '.join(self.drafters)}.")
@@ -81,13 +81,13 @@ class Duo(Race[Ask, ChatTurn, ModelInputs]):
         both = ShownAnswer(), ShownAnswer(accelerated=True)
         return ChatTurn(*both, ask, time.perf_counter() - began, shown), inputs
 
-    def side(self, both: ChatTurn, fast: bool, request: ModelInputs, limits: Limits) -> None:
+    def side(self, both: ChatTurn, fast: bool, request: BatchFeature, limits: Limits) -> None:
         if not fast:
             for cold in (ShownAnswer(accelerated=True), ShownAnswer()):  # what only a first prefill of this shape costs
                 self._answer(cold, dataclasses.replace(both.ask, max_new_tokens=WARM_UP), request, limits)
         self._answer(both.fast if fast else both.plain, both.ask, request, limits)
 
-    def end(self, both: ChatTurn, request: ModelInputs, limits: Limits) -> ChatTurn:
+    def end(self, both: ChatTurn, request: BatchFeature, limits: Limits) -> ChatTurn:
         return dataclasses.replace(both, over=True, difference=self._difference(both, request))
 
     def rest(self) -> None:
@@ -97,7 +97,7 @@ class Duo(Race[Ask, ChatTurn, ModelInputs]):
         """Pay for what only the first run of a process costs."""
         self.whole(Ask("image", image, None, prompt, self.name, max_new_tokens=8))
 
-    def _inputs(self, ask: Ask, frames: tuple[Image.Image, ...]) -> ModelInputs:
+    def _inputs(self, ask: Ask, frames: tuple[Image.Image, ...]) -> BatchFeature:
         inputs = chat_inputs(self.processor, [ask.prompt.strip()], [frames], clips=True, before=ask.before)
         length = inputs["input_ids"].shape[1]
         room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
@@ -108,7 +108,7 @@ class Duo(Race[Ask, ChatTurn, ModelInputs]):
             )
         return inputs.to(self.model.device, self.model.dtype)
 
-    def _answer(self, answer: ShownAnswer, ask: Ask, inputs: ModelInputs, limits: Limits) -> None:
+    def _answer(self, answer: ShownAnswer, ask: Ask, inputs: BatchFeature, limits: Limits) -> None:
         if limits.over:
             return
         mmspec.disable(self.model)
@@ -134,7 +134,7 @@ class Duo(Race[Ask, ChatTurn, ModelInputs]):
         shared = option_names(SpecConfig())
         return {k: v for k, v in self.options.items() if k in shared or (k in own and ask.drafter == self.name)}
 
-    def _difference(self, turn: ChatTurn, inputs: ModelInputs) -> tuple[int, float | None] | None:
+    def _difference(self, turn: ChatTurn, inputs: BatchFeature) -> tuple[int, float | None] | None:
         """The first token that differs, with the gap of the two best stock logits there; None if there is none."""
         mmspec.disable(self.model)
         plain, fast, n = turn.plain.ids, turn.fast.ids, turn.compared
@@ -150,7 +150,7 @@ class Duo(Race[Ask, ChatTurn, ModelInputs]):
 
 
 @contextlib.contextmanager
-def _vision_timed(model: LoadedModel, answer: ShownAnswer) -> Iterator[None]:
+def _vision_timed(model: GenerativeModel, answer: ShownAnswer) -> Iterator[None]:
     """Inside, the time that the model's vision tower takes is booked on the answer, where there is a tower."""
     tower = model.get_encoder(modality="image")
     if tower is model:

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from mmspec.app.loaded import ModelInputs
 from mmspec.compile.held import settled
+from mmspec.pipelines.host.kinds import BatchFeature
 from mmspec.pipelines.serving.batcher import Batcher
 from mmspec.statistics import Stats
 
@@ -35,7 +35,7 @@ class ModelThread:
         self._jobs.put(None)
         self._thread.join()
 
-    async def answer(self, inputs: ModelInputs, seed: int, settings: dict[str, Any]) -> AsyncIterator[Progress]:
+    async def answer(self, inputs: BatchFeature, seed: int, settings: dict[str, Any]) -> AsyncIterator[Progress]:
         """What a prompt has, after each round; closing the iterator frees its row. Raises what the model raised."""
         loop, updates = asyncio.get_running_loop(), asyncio.Queue[Progress]()
 

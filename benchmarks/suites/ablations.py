@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from mmspec.app.bench import vlm_methods
 from mmspec.app.bench.command import say
 from mmspec.app.bench.vlm_methods import VlmMethod
-from mmspec.app.loaded import LoadedModel
 from mmspec.config import Options
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.specvlm import BRANCHES
+from mmspec.pipelines.host.kinds import GenerativeModel
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "a time, when it drafts; nothing is trained again")  # fmt: skip
 
 
-def methods(model: LoadedModel, args: argparse.Namespace) -> list[VlmMethod]:
+def methods(model: GenerativeModel, args: argparse.Namespace) -> list[VlmMethod]:
     """Those of the vlm suite, with their variants where they are wanted."""
     return vlm_methods.methods(model, args, variants if args.ablate else lambda whole: ())
 

@@ -16,10 +16,10 @@ from benchmarks.suites.shapes_ways import STOCK, Cost, ShapeMethod
 from mmspec.app.bench import report, vlm
 from mmspec.app.bench.command import BenchError, Outcome, say
 from mmspec.app.bench.vlm_methods import VlmMethod
-from mmspec.app.loaded import LoadedModel
 from mmspec.app.options import count
 from mmspec.app.provenance import provenance
 from mmspec.drafters.plain import NoOptions, Plain
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.protocols import SessionView, Target
 from mmspec.tree import chain
 from mmspec.types import Draft
@@ -100,7 +100,7 @@ def hybrid(width: int, depth: int, seed: int) -> T.Qwen3_5ForConditionalGenerati
 
 def ways(model: T.Qwen3_5ForConditionalGeneration, args: argparse.Namespace, batch: int) -> Iterator[ShapeMethod]:
     """Stock steps, then rounds of one node and of more, as they are and compiled."""
-    bench = vlm.VlmBench(cast(LoadedModel, model), None, args.tokens, args.seed)
+    bench = vlm.VlmBench(cast(GenerativeModel, model), None, args.tokens, args.seed)
     ids = torch.randint(3, VOCAB - 99, (batch, args.context), device=model.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     methods = [VlmMethod(STOCK)]

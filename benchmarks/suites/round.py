@@ -16,8 +16,8 @@ from mmspec.app.bench.answers import VlmBench
 from mmspec.app.bench.command import Outcome, batches, matching, refuse
 from mmspec.app.bench.vlm_methods import VlmMethod
 from mmspec.app.compare import Reads
-from mmspec.app.loaded import LoadedModel, ModelInputs
 from mmspec.drafters.plain import Plain
+from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel
 
 PARTS = ("draft", "verify", "accept", "commit")
 TOP = 12  # operations that --profile lists
@@ -60,7 +60,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
             yield
 
 
-def methods(model: LoadedModel, args: argparse.Namespace) -> Iterator[VlmMethod]:
+def methods(model: GenerativeModel, args: argparse.Namespace) -> Iterator[VlmMethod]:
     """Stock steps, then the loop without a drafter and with each, as they are, compiled, and left to themselves."""
     ways: dict[str, dict[str, bool]] = {"": {}}
     ways |= {" compiled": {"compile": True}} if args.compile else {}
@@ -82,7 +82,7 @@ def hostile(method: VlmMethod, seed: int) -> VlmMethod:
     return replace(method, name=f"hostile {method.name}", drafter=drafter)
 
 
-def watched(bench: VlmBench, method: VlmMethod, heat: float, inputs: ModelInputs, profile: bool) -> report.Record:
+def watched(bench: VlmBench, method: VlmMethod, heat: float, inputs: BatchFeature, profile: bool) -> report.Record:
     """What one round asks of the host and of torch: a long call less a short one, over the rounds between them."""
     short, long = (replace(bench, max_new_tokens=n) for n in (max(2, bench.max_new_tokens // 4), bench.max_new_tokens))
     seen: list[tuple[int, int, Counter[str], Counter[str]]] = []

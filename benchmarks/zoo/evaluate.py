@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from benchmarks.zoo import card, clips, language, score
 from benchmarks.zoo.card import Results, Score
 from benchmarks.zoo.recipes.vlm import VlmRecipe
 from benchmarks.zoo.vlm import ZooVlm
 from mmspec import zoo
+from mmspec.pipelines.host.kinds import Processor
 from mmspec.zoo import scenes
 from mmspec.zoo.scenes import Scene
 
@@ -33,7 +34,7 @@ def held_out(recipe: VlmRecipe, count: int, stream: int = 0) -> list[Scene]:
     return [scenes.draw(np.random.default_rng([recipe.seed, HELD_OUT, stream, i])) for i in range(count)]
 
 
-def load(folder: Path) -> tuple[ProcessorMixin, ZooVlm]:
+def load(folder: Path) -> tuple[Processor, ZooVlm]:
     """The processor and, in float32, the model of a folder."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     return AutoProcessor.from_pretrained(folder), model
@@ -41,7 +42,7 @@ def load(folder: Path) -> tuple[ProcessorMixin, ZooVlm]:
 
 @torch.no_grad()
 def answer(
-    model: ZooVlm, processor: ProcessorMixin, asked: list[tuple[list[Scene], str]], batch: int = 30
+    model: ZooVlm, processor: Processor, asked: list[tuple[list[Scene], str]], batch: int = 30
 ) -> tuple[list[str], float]:
     """Greedy answers to (pictures, prompt) pairs, and the mean number of generated tokens."""
     texts, tokens = [], 0
@@ -71,7 +72,7 @@ def _facts(tallies: Iterable[score.Tally]) -> dict[str, Score]:
     return {fact: (tally[fact, "right"], tally[fact, "of"]) for fact, part in sorted(tally) if part == "of"}
 
 
-def score_style(model: ZooVlm, processor: ProcessorMixin, shown: list[Scene], style: str) -> Results:
+def score_style(model: ZooVlm, processor: Processor, shown: list[Scene], style: str) -> Results:
     """Right facts in the captions of one style, and examples."""
     texts, tokens = answer(model, processor, [([scene], zoo.PROMPTS[style]) for scene in shown])
     facts = _facts(map(score.score_caption, texts, shown))
@@ -80,7 +81,7 @@ def score_style(model: ZooVlm, processor: ProcessorMixin, shown: list[Scene], st
 
 
 def score_questions(
-    model: ZooVlm, processor: ProcessorMixin, recipe: VlmRecipe, shown: list[Scene], pairs: bool
+    model: ZooVlm, processor: Processor, recipe: VlmRecipe, shown: list[Scene], pairs: bool
 ) -> dict[str, Score]:
     """Exactly right answers by kind of question."""
     rng = np.random.default_rng([recipe.seed, HELD_OUT, 9, int(pairs)])
@@ -99,7 +100,7 @@ def score_questions(
     return _facts([tally])
 
 
-def score_clips(model: ZooVlm, processor: ProcessorMixin, count: int, frames: int) -> Results:
+def score_clips(model: ZooVlm, processor: Processor, count: int, frames: int) -> Results:
     """Right facts in the captions of held-out clips of so many frames, and examples."""
     held = clips.held_out(count)
     asked = [([clips.at(clip, time) for time in clips.moments(frames)], clips.PROMPTS[0]) for clip in held]
@@ -113,7 +114,7 @@ def sees_clips(recipe: VlmRecipe) -> bool:
     return any(turn.kind == "clip" for stage in recipe.stages for turn in stage.turns)
 
 
-def glance(recipe: VlmRecipe, model: ZooVlm, processor: ProcessorMixin, count: int = 30) -> str:
+def glance(recipe: VlmRecipe, model: ZooVlm, processor: Processor, count: int = 30) -> str:
     """One line on a few held-out scenes, for the log of a running training."""
     was_training = model.training
     model.eval()

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import PreTrainedTokenizerFast, ProcessorMixin
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.zoo import fit as zoo_fit
 from benchmarks.zoo import language, lexicon, llava, pack, qwen, sheets, tower
 from benchmarks.zoo.fit import Say
 from benchmarks.zoo.recipes.vlm import Hybrid, Mix, VlmRecipe, ZooStage
+from mmspec.pipelines.host.kinds import Processor
 from mmspec.zoo import scenes
 
 # streams of random numbers: [recipe.seed, stream, step]
@@ -64,9 +65,9 @@ def _sample_texts(recipe: VlmRecipe) -> list[str]:
     return texts
 
 
-def build_processor(recipe: VlmRecipe, tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+def build_processor(recipe: VlmRecipe, tokenizer: PreTrainedTokenizerFast) -> Processor:
     """The stock processor of the recipe's kind."""
-    made: ProcessorMixin = kind(recipe).build_processor(recipe, tokenizer)
+    made: Processor = kind(recipe).build_processor(recipe, tokenizer)
     return made
 
 
@@ -180,7 +181,7 @@ def train_decoder(
             break
 
 
-def export(model: ZooVlm, processor: ProcessorMixin, folder: Path) -> None:
+def export(model: ZooVlm, processor: Processor, folder: Path) -> None:
     """Weights in bfloat16 safetensors, processor, chat template and generation config."""
     state = {name: weight.to(torch.bfloat16) for name, weight in model.state_dict().items()}
     made: Callable[..., ZooVlm] = type(model)

@@ -12,7 +12,7 @@ from mmspec.drafters.growth import ModelHead, draws, grown
 from mmspec.drafters.shape import ALL, TreeOptions
 from mmspec.pipelines.host.exotic import gemma4_assistant as gemma
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.host.kinds import TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.target.masks import additive
 from mmspec.pipelines.target.state import State
 from mmspec.protocols import SessionView, Target, TargetInfo
@@ -35,7 +35,7 @@ class AssistantDrafter:
     features = (FINAL,)
     head = ModelHead()
 
-    def __init__(self, model: TextModel) -> None:
+    def __init__(self, model: GenerativeModel) -> None:
         self.model, self.options = model, _USUAL
 
     def __repr__(self) -> str:

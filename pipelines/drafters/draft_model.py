@@ -21,7 +21,7 @@ from mmspec.pipelines.host import loading, readable
 from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.decoder import embedding
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.host.kinds import TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.loops import as_call
 from mmspec.pipelines.host.tapping import taps
 from mmspec.pipelines.target import captures
@@ -70,7 +70,7 @@ class ModelDrafter:
     features: tuple[int, ...] = ()
     compile: bool = False  # whether its forwards are captured, as a target's are
 
-    def __init__(self, model: TextModel) -> None:
+    def __init__(self, model: GenerativeModel) -> None:
         self.model, self.options = model, _USUAL
         self.own: TargetInfo | None = None
 
@@ -78,7 +78,7 @@ class ModelDrafter:
         return f"ModelDrafter({stock(self.model).__name__}, {self.options})"
 
     @classmethod
-    def of(cls, draft: TextModel | str | Path) -> ModelDrafter:
+    def of(cls, draft: GenerativeModel | str | Path) -> ModelDrafter:
         """From a loaded model, or from a folder; a hub name is taken from the cache alone.
 
         Raises:
@@ -227,7 +227,7 @@ def _filled(size: int, tokens: Tensor, depth: Tensor, ancestors: Tensor) -> tupl
     return pad(tokens, (0, missing)), pad(depth, (0, missing), value=1), pad(ancestors, (0, missing, 0, missing)) | own
 
 
-def _call(model: TextModel, given: Options, prompt: Prompt) -> Call:
+def _call(model: GenerativeModel, given: Options, prompt: Prompt) -> Call:
     """The draft model's own preparations for the prompt of a call, up to its prefill; embeddings are the target's."""
     known = inspect.signature(model.forward).parameters
     ids = given.get("input_ids", given.get("inputs"))
@@ -243,7 +243,7 @@ def _call(model: TextModel, given: Options, prompt: Prompt) -> Call:
     return call
 
 
-def _known(model: TextModel, ids: Tensor) -> Tensor:
+def _known(model: GenerativeModel, ids: Tensor) -> Tensor:
     """Ids that the draft model has an embedding of: the target may have more, for pictures or as padding."""
     return ids.clamp(max=embedding(model).weight.shape[0] - 1)
 

@@ -24,7 +24,7 @@ from mmspec.pipelines.drafters import mtp_files
 from mmspec.pipelines.host import tree_attention
 from mmspec.pipelines.host.assisted import drafted
 from mmspec.pipelines.host.decoder import decoder
-from mmspec.pipelines.host.kinds import TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.mtp import MtpHeads
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.host.readable import head_shape
@@ -164,7 +164,7 @@ class MtpDrafter(FeatureDrafter):
         self.by_kind = "layer_type" in inspect.signature(heads.rotary.forward).parameters if heads.rotary else False
 
     @classmethod
-    def of_model(cls, model: TextModel, where: Path | None = None) -> MtpDrafter:
+    def of_model(cls, model: GenerativeModel, where: Path | None = None) -> MtpDrafter:
         """The heads in the files that a model was loaded from, or those in the folder `where`.
 
         Raises:

@@ -14,7 +14,7 @@ from mmspec import __version__
 from mmspec.checkpoints.files import CONFIG, WEIGHTS, read_config
 from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.host.decoder import decoder
-from mmspec.pipelines.host.kinds import TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.mtp import MtpHeads, filled
 from mmspec.pipelines.host.names import origin
 
@@ -36,7 +36,7 @@ _OF_TARGET = ("shared_head.head", "shared_head.output", "embed_tokens")  # copie
 _PREFIX = re.compile(r"^(?:model\.|language_model\.)*")
 
 
-def found(model: TextModel, where: Path | None = None) -> dict[str, Path]:
+def found(model: GenerativeModel, where: Path | None = None) -> dict[str, Path]:
     """The tensors of such heads in the model's own files, by name; empty where there are none, or no files.
 
     Args:
@@ -63,7 +63,7 @@ def _place(key: str, layers: int) -> str | None:
     return f"layers.{int(number[1]) - layers}.{bare[number.end() :]}"
 
 
-def heads(model: TextModel, where: Path | None = None) -> MtpHeads:
+def heads(model: GenerativeModel, where: Path | None = None) -> MtpHeads:
     """The heads that come with a model, filled from its files (or those in the folder `where`), on the CPU.
 
     Raises:
@@ -119,7 +119,7 @@ def published(heads: MtpHeads) -> dict[str, Tensor]:
     return out
 
 
-def save(model: TextModel, heads: MtpHeads, folder: Path) -> None:
+def save(model: GenerativeModel, heads: MtpHeads, folder: Path) -> None:
     """Write model.safetensors, which holds one head as the model's own checkpoint would, and config.json.
 
     Raises:

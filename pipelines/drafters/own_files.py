@@ -11,13 +11,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mmspec.checkpoints.files import CONFIG, INDEX, WEIGHTS, index_of
-from mmspec.pipelines.host.kinds import TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.names import origin
 
 T = TypeVar("T")
 
 
-def folder(model: TextModel) -> Path | None:
+def folder(model: GenerativeModel) -> Path | None:
     """The folder that a model was loaded from, also where it lies in the hub's cache; None: it is not on this machine.
 
     Nothing is downloaded.

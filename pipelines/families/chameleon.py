@@ -14,7 +14,7 @@ from mmspec.pipelines.host.call import Call, calling, picture
 from mmspec.pipelines.host.exotic import pictures
 from mmspec.pipelines.host.forward import Read
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.host.kinds import TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.processors import followed
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.patching.handle import Patch
@@ -38,7 +38,7 @@ class PictureTokens:
     codes: Tensor  # ids of the picture tokens, [K]
 
     @classmethod
-    def of(cls, model: TextModel, ids: Tensor) -> PictureTokens:
+    def of(cls, model: GenerativeModel, ids: Tensor) -> PictureTokens:
         """For prompts [B, L].
 
         Raises:
@@ -111,7 +111,7 @@ class Chameleon(DecoderOnly):
     mixin = ChameleonPatch
     guided = True
 
-    def target(self, model: TextModel, features: tuple[int, ...], guidance: Guidance | None) -> VlmTarget:
+    def target(self, model: GenerativeModel, features: tuple[int, ...], guidance: Guidance | None) -> VlmTarget:
         return (VlmTarget if picture(PictureTokens) is None else ChameleonTarget)(model, features, guidance)
 
     def request(self, request: Request) -> Request:
@@ -132,5 +132,5 @@ class Chameleon(DecoderOnly):
             )
         super().decline(patch, why)
 
-    def codebook(self, model: TextModel) -> Tensor:
+    def codebook(self, model: GenerativeModel) -> Tensor:
         return pictures.chameleon(model)

@@ -10,7 +10,7 @@ from mmspec.pipelines.host import devices, quantized, renamed
 from mmspec.pipelines.host.call import Call, calling, current
 from mmspec.pipelines.host.decoder import decoder, embedding
 from mmspec.pipelines.host.hooks import Taps, stock
-from mmspec.pipelines.host.kinds import TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.loops import like_generate, loops, reached
 from mmspec.pipelines.host.model import HostModel
 from mmspec.pipelines.host.names import by_name, origin, translated
@@ -29,12 +29,12 @@ from mmspec.protocols import TargetInfo
 from mmspec.rules import Rule, only
 
 
-def _keeps(model: TextModel) -> bool:
+def _keeps(model: GenerativeModel) -> bool:
     patch = Patch.of(model)
     return patch is not None and patch.prefixes is not None
 
 
-def _run(model: TextModel, call: Call) -> tuple[object, ...]:
+def _run(model: GenerativeModel, call: Call) -> tuple[object, ...]:
     patch, now = Patch.of(model), current.get()
     if patch is None:  # disabled since this call began
         return ()
@@ -51,7 +51,7 @@ def _run(model: TextModel, call: Call) -> tuple[object, ...]:
     return ()
 
 
-def _leave(model: TextModel, beams: bool) -> None:
+def _leave(model: GenerativeModel, beams: bool) -> None:
     if (patch := Patch.of(model)) is not None:
         why = "this kind of assisted decoding (early exit, other tokens) drafts by itself"
         patch.family.decline(patch, Obstacle(BEAMS if beams else why))
@@ -104,15 +104,15 @@ class DecoderOnlyPatch(loops(_run, _leave, _keeps)):  # type: ignore[misc]
             patch.say(what)
 
 
-class DecoderOnly(Family[TextModel]):
+class DecoderOnly(Family[GenerativeModel]):
     """Decoder-only models of transformers, with or without pictures."""
 
     mixin = DecoderOnlyPatch
 
-    def taps(self, model: TextModel, features: tuple[int, ...]) -> Taps:
+    def taps(self, model: GenerativeModel, features: tuple[int, ...]) -> Taps:
         return taps(model, features)
 
-    def embeddings(self, model: TextModel) -> Tensor | None:
+    def embeddings(self, model: GenerativeModel) -> Tensor | None:
         table = embedding(model).weight
         return table if len(table) == self.describe(model).vocab else None
 
@@ -121,14 +121,14 @@ class DecoderOnly(Family[TextModel]):
         tokens = None if named.lossless else followed.picture_tokens(call.logits_processor)
         return named if tokens is None else only(named, tokens)
 
-    def target(self, model: TextModel, features: tuple[int, ...], guidance: Guidance | None) -> VlmTarget:
+    def target(self, model: GenerativeModel, features: tuple[int, ...], guidance: Guidance | None) -> VlmTarget:
         patch = Patch.of(model)
         return VlmTarget(model, features, guidance, None if patch is None else patch.prefixes)
 
-    def unsupported(self, model: TextModel) -> str | None:
+    def unsupported(self, model: GenerativeModel) -> str | None:
         return unsupported(model) or quantized.shared_scale(model)
 
-    def note(self, model: TextModel) -> str | None:
+    def note(self, model: GenerativeModel) -> str | None:
         host = HostModel.of(model)
         instead, name = host.instead, host.attention
         if instead is None:
@@ -139,7 +139,7 @@ class DecoderOnly(Family[TextModel]):
             f"{name!r} for all else, and after mmspec.disable"
         )
 
-    def describe(self, model: TextModel) -> TargetInfo:
+    def describe(self, model: GenerativeModel) -> TargetInfo:
         table, (vocab, hidden) = embedding(model), head_shape(model)
         ends = model.generation_config.eos_token_id
         return TargetInfo(

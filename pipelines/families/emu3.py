@@ -7,7 +7,7 @@ from torch import Tensor
 from mmspec.pipelines.families.decoder_only import DecoderOnly
 from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.exotic import pictures
-from mmspec.pipelines.host.kinds import TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.processors.table import constrained
 from mmspec.rules import Rule, exact
 
@@ -21,5 +21,5 @@ class Emu3(DecoderOnly):
         """A relaxed rule is for pictures, which a grammar keeps on their grid: text stays exact."""
         return named if constrained(call.logits_processor) else exact
 
-    def codebook(self, model: TextModel) -> Tensor:
+    def codebook(self, model: GenerativeModel) -> Tensor:
         return pictures.emu3(model)

@@ -10,7 +10,7 @@ from mmspec.pipelines.host.exotic import pictures
 from mmspec.pipelines.host.exotic.glm_image import Listing
 from mmspec.pipelines.host.forward import Read
 from mmspec.pipelines.host.hooks import Taps
-from mmspec.pipelines.host.kinds import TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.target.state import Listed, Onward, Places
 from mmspec.pipelines.target.vlm import VlmTarget
@@ -38,11 +38,11 @@ class GlmTarget(VlmTarget):
 class GlmImage(DecoderOnly):
     drafter = "jacobi"
 
-    def target(self, model: TextModel, features: tuple[int, ...], guidance: Guidance | None) -> GlmTarget:
+    def target(self, model: GenerativeModel, features: tuple[int, ...], guidance: Guidance | None) -> GlmTarget:
         return GlmTarget(model, features, guidance)
 
-    def taps(self, model: TextModel, features: tuple[int, ...]) -> Taps:
+    def taps(self, model: GenerativeModel, features: tuple[int, ...]) -> Taps:
         return Taps([*super().taps(model, features).wanted, (model.model, Listing, {})])
 
-    def codebook(self, model: TextModel) -> Tensor:
+    def codebook(self, model: GenerativeModel) -> Tensor:
         return pictures.glm_image(model)

@@ -16,7 +16,7 @@ from mmspec.pipelines.host.call import Call, output
 from mmspec.pipelines.host.exotic import janus
 from mmspec.pipelines.host.exotic.janus import Prepared
 from mmspec.pipelines.host.forward import Read, reading
-from mmspec.pipelines.host.kinds import Mask, ModelOutput, TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel, Mask, ModelOutput
 from mmspec.pipelines.host.processors.table import LogitsProcessorList
 from mmspec.pipelines.host.vision import media
 from mmspec.pipelines.patching import drafting, obstacles
@@ -56,7 +56,7 @@ class JanusPatch(janus.UpToTheLoop, DecoderOnlyPatch):
         return janus.stock_generate(self, *given, **kwargs)
 
 
-def _obstacle(model: TextModel, patch: Patch, ready: Prepared) -> Obstacle | None:
+def _obstacle(model: GenerativeModel, patch: Patch, ready: Prepared) -> Obstacle | None:
     """Why these pictures have to be drawn on the stock path, or None."""
     config = ready.config
     if ready.owns_cache:
@@ -71,7 +71,7 @@ def _obstacle(model: TextModel, patch: Patch, ready: Prepared) -> Obstacle | Non
     return obstacles.now(model, config, len(ready.ids)) or _unfit(model, patch)
 
 
-def _unfit(model: TextModel, patch: Patch) -> Obstacle | None:
+def _unfit(model: GenerativeModel, patch: Patch) -> Obstacle | None:
     """Why the drafter is for text only, or None."""
     try:
         patch.drafter.fit(_describe_pictures(model), patch.given)
@@ -124,7 +124,7 @@ class JanusTarget(VlmTarget):
         return self.logits(out).to(self.device)
 
 
-def _draw(model: TextModel, patch: Patch, ready: Prepared) -> Tensor | ModelOutput:
+def _draw(model: GenerativeModel, patch: Patch, ready: Prepared) -> Tensor | ModelOutput:
     """What stock's image mode returns."""
     config = ready.config
     patch.fitting(model)  # whose drafter is the one to fit
@@ -152,7 +152,7 @@ def _draw(model: TextModel, patch: Patch, ready: Prepared) -> Tensor | ModelOutp
     return output(sequences) if config.return_dict_in_generate else sequences
 
 
-def _describe_pictures(model: TextModel) -> TargetInfo:
+def _describe_pictures(model: GenerativeModel) -> TargetInfo:
     """What a drafter has to fit in image mode: the head for codes."""
     return replace(DecoderOnly().describe(model), vocab=janus.codes(model), ends=None)
 
@@ -166,8 +166,8 @@ class Janus(DecoderOnly):
         """A relaxed rule is for pictures: text stays exact."""
         return exact
 
-    def embeddings(self, model: TextModel) -> None:
+    def embeddings(self, model: GenerativeModel) -> None:
         """Codes enter through a table and an aligner of their own."""
 
-    def codebook(self, model: TextModel) -> Tensor:
+    def codebook(self, model: GenerativeModel) -> Tensor:
         return janus.codebook(model)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mmspec.pipelines.host.kinds import TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel
 
 
-def inside(wrapper: object) -> TextModel | None:
+def inside(wrapper: object) -> GenerativeModel | None:
     """The model inside a PEFT wrapper; None: it is no such wrapper."""
     return wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else None
 
@@ -22,12 +22,12 @@ def soft_prompt(wrapper: object) -> str | None:
     )
 
 
-def generating(model: TextModel) -> object:
+def generating(model: GenerativeModel) -> object:
     """The PEFT wrapper whose `generate` runs now: it lends the model its own `prepare_inputs_for_generation`."""
     return getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
 
 
-def by_row(model: TextModel) -> bool:
+def by_row(model: GenerativeModel) -> bool:
     """Whether PEFT gives each row of this call its own adapter, as its hooks tell."""
     return hasattr(model, "peft_config") and any(
         "adapter_names" in getattr(hook, "keywords", ())
@@ -36,6 +36,6 @@ def by_row(model: TextModel) -> bool:
     )
 
 
-def unmerged(model: TextModel) -> bool:
+def unmerged(model: GenerativeModel) -> bool:
     """Whether layers have adapters beside their weights."""
     return any(hasattr(module, "base_layer") for module in model.modules())

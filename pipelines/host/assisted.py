@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mmspec.pipelines.host.kinds import GenerationConfig, TextModel
+from mmspec.pipelines.host.kinds import GenerationConfig, GenerativeModel
 
 # of a generation config; the first that is set counts, as in stock, and the last says what an assistant is
 _FIELDS = ("prompt_lookup_num_tokens", "use_mtp", "speculation_type")
@@ -34,12 +34,12 @@ def assists(config: GenerationConfig) -> bool:
     return bool(setting("is_assistant", config))
 
 
-def drafted(model: TextModel) -> int | None:
+def drafted(model: GenerativeModel) -> int | None:
     """How many tokens a model recommends to draft."""
     return setting("num_assistant_tokens", getattr(model, "generation_config", None))
 
 
-def requested(model: TextModel, kwargs: Mapping[str, Any]) -> tuple[Assistance, dict[str, Any]] | None:
+def requested(model: GenerativeModel, kwargs: Mapping[str, Any]) -> tuple[Assistance, dict[str, Any]] | None:
     """What a call of `generate` asks to draft with, and its arguments without that; None: nothing, or only stock knows.
 
     Stock alone drafts with a model of other tokens (`assistant_tokenizer`) or with its own first layers

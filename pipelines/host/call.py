@@ -17,7 +17,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, GenerateDecoderOnlyOutput
 
-from mmspec.pipelines.host.kinds import Cache, TextModel
+from mmspec.pipelines.host.kinds import Cache, GenerativeModel
 from mmspec.pipelines.host.names import CACHE, LOGITS
 from mmspec.pipelines.host.processors import guidance as guided
 from mmspec.pipelines.host.processors.guidance import Guidance, NegativePrompt
@@ -174,7 +174,7 @@ class Call:
         """Whether anybody may look at it afterwards."""
         return bool(self.generation_config.return_dict_in_generate or self.filled or self.owned)
 
-    def for_model(self, model: TextModel) -> Call:
+    def for_model(self, model: GenerativeModel) -> Call:
         """The same call with int64 ids, and with all that a forward reads on the model's device, where stock moves it.
 
         A model that lies on the CPU may be one that moves at its forward, so it draws nothing there.

@@ -10,22 +10,22 @@ from mmspec.modes import each_module
 from mmspec.pipelines.host import recurrent
 from mmspec.pipelines.host.exotic import path_readers
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.host.kinds import TextDecoder, TextModel, Weighted
+from mmspec.pipelines.host.kinds import GenerativeModel, TextDecoder, Weighted
 
 
-def decoder(model: TextModel) -> TextDecoder:
+def decoder(model: GenerativeModel) -> TextDecoder:
     """The module with the text's layers; where `get_decoder` names a whole language model, the decoder inside of it."""
     named: Any = model.get_decoder()
     return named if hasattr(named, "layers") else getattr(named, "model", named)
 
 
-def head(model: TextModel) -> Weighted | None:
+def head(model: GenerativeModel) -> Weighted | None:
     """What gives logits, of the model or of the language model inside of it; None: nothing does."""
     own, inner = model.get_output_embeddings(), getattr(model, "language_model", model)
     return inner.get_output_embeddings() if own is None and hasattr(inner, "get_output_embeddings") else own
 
 
-def embedding(model: TextModel) -> Weighted:
+def embedding(model: GenerativeModel) -> Weighted:
     """What embeds token ids."""
     return model.get_input_embeddings()
 

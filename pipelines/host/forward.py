@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmspec.modes import stock_class
 from mmspec.pipelines.host.call import PICTURES, TYPES, Call
-from mmspec.pipelines.host.kinds import Cache, Mask, ModelOutput, TextModel
+from mmspec.pipelines.host.kinds import Cache, GenerativeModel, Mask, ModelOutput
 from mmspec.pipelines.host.names import CACHE, FEATURES, LOGITS
 from mmspec.types import FINAL
 
@@ -89,7 +89,7 @@ class Tap:
 
 
 def prefill(
-    model: TextModel, call: Call, slots: Cache, decode: Decode | None = None, every: bool = False
+    model: GenerativeModel, call: Call, slots: Cache, decode: Decode | None = None, every: bool = False
 ) -> tuple[Read, ModelOutput, dict[str, Any]]:
     """The model's own prefill of a call's prompt, in one piece, into `slots`.
 
@@ -112,7 +112,7 @@ def prefill(
     return read, out, model._update_model_kwargs_for_generation(out, arguments, is_encoder_decoder=False)
 
 
-def next_positions(model: TextModel, ids: Tensor, arguments: dict[str, Any]) -> Tensor | None:
+def next_positions(model: GenerativeModel, ids: Tensor, arguments: dict[str, Any]) -> Tensor | None:
     """Take the position ids from a step's arguments, the next one at their end; None where the step drops them."""
     step = model.prepare_inputs_for_generation(ids[:, -1:], next_sequence_length=1, **arguments)
     positions = arguments.pop("position_ids", None)
@@ -127,7 +127,7 @@ def split(arguments: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def step(
-    model: TextModel, arguments: dict[str, Any], types: dict[str, Tensor], slots: Cache, ids: Tensor,
+    model: GenerativeModel, arguments: dict[str, Any], types: dict[str, Tensor], slots: Cache, ids: Tensor,
     places: Tensor, mask: Mask,
 ) -> ModelOutput:  # fmt: skip
     """The output of the model's own decoding step over nodes [B, N] at `places`, under a mask of ours."""
@@ -142,14 +142,14 @@ def step(
     return model(**inputs, return_dict=True)
 
 
-def plain(model: TextModel, ids: Tensor, mask: Tensor, slots: Cache) -> tuple[Read, ModelOutput]:
+def plain(model: GenerativeModel, ids: Tensor, mask: Tensor, slots: Cache) -> tuple[Read, ModelOutput]:
     """A forward over a prompt [B, L] of text, into `slots`: what was read off it, and its output."""
     with reading() as read:
         out = model(ids, attention_mask=mask, use_cache=True, return_dict=True, **{CACHE: slots})
     return read, out
 
 
-def cacheless(model: TextModel, ids: Tensor, valid: Tensor, arguments: dict[str, Tensor]) -> Read:
+def cacheless(model: GenerativeModel, ids: Tensor, valid: Tensor, arguments: dict[str, Tensor]) -> Read:
     """What is read off a forward over whole texts [B, L], which keeps nothing."""
     with reading() as read:
         model(input_ids=ids, attention_mask=valid.long(), use_cache=False, **{LOGITS: 1}, **arguments)

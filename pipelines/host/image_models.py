@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoProcessor
 
 from mmspec.config import Options
-from mmspec.pipelines.host.kinds import Processor, TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel, Processor
 from mmspec.pipelines.host.loading import stock_class
 
 SIZE = "image_area"  # of a processor: how many pixels a picture has
@@ -87,7 +87,9 @@ def _chat(processor: Processor, prompts: Sequence[str]) -> list[str]:
     return [processor.apply_chat_template(turn, add_generation_prompt=True, tokenize=False) for turn in turns]
 
 
-def _janus(model: TextModel, processor: Processor, prompts: Sequence[str], settings: Options) -> Sequence[Image.Image]:
+def _janus(
+    model: GenerativeModel, processor: Processor, prompts: Sequence[str], settings: Options
+) -> Sequence[Image.Image]:
     config: Any = model.generation_config
     if not hasattr(config, "generation_kwargs"):  # releases that drop what they do not know of a file
         config.generation_kwargs = {"boi_token_id": processor.tokenizer.boi_token_id}
@@ -98,7 +100,9 @@ def _janus(model: TextModel, processor: Processor, prompts: Sequence[str], setti
     return _pictures(processor, model.decode_image_tokens(drawn).permute(0, 3, 1, 2))
 
 
-def _emu3(model: TextModel, processor: Processor, prompts: Sequence[str], settings: Options) -> Sequence[Image.Image]:
+def _emu3(
+    model: GenerativeModel, processor: Processor, prompts: Sequence[str], settings: Options
+) -> Sequence[Image.Image]:
     """Guided by the empty prompt, on the grid that the processor makes of `image_area`."""
     how = {SIZE: settings[SIZE]} if settings.get(SIZE) else {}
     both = [
@@ -131,7 +135,9 @@ def _pictures(processor: Processor, pixels: Tensor) -> list[Image.Image]:
     return [Image.fromarray(one) for one in (255 * pixels).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()]
 
 
-def _emu3_grid(model: TextModel, processor: Processor, height: int, width: int) -> Callable[[int, Tensor], list[int]]:
+def _emu3_grid(
+    model: GenerativeModel, processor: Processor, height: int, width: int
+) -> Callable[[int, Tensor], list[int]]:
     """What may follow: rows of `width` codes, each with an end of line, then the marks that end a picture."""
     tokenizer = processor.tokenizer
     codes = list(model.vocabulary_mapping.image_tokens)

@@ -23,7 +23,7 @@ Mask = Tensor | Mapping[str, Tensor | None] | None  # one for all layers, or for
 if TYPE_CHECKING:
     from transformers import GenerationMixin, PretrainedConfig
 
-    class TextModel(PreTrainedModel, GenerationMixin):
+    class GenerativeModel(PreTrainedModel, GenerationMixin):
         """A model with `generate`. What its own class adds is found by name."""
 
         config: PretrainedConfig
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
         def to(self, *args: object, **kwargs: object) -> Self: ...  # type: ignore[override]
-        def get_decoder(self) -> nn.Module: ...
+        def get_decoder(self) -> TextDecoder: ...
         def get_input_embeddings(self) -> Weighted: ...
         def get_output_embeddings(self) -> Weighted | None: ...
         def _prefill(
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         in_features: int
 
 else:
-    TextModel, TextDecoder, Weighted, PretrainedConfig = PreTrainedModel, PreTrainedModel, nn.Module, object
+    GenerativeModel, TextDecoder, Weighted, PretrainedConfig = PreTrainedModel, PreTrainedModel, nn.Module, object
 
 
 class Configured(Protocol):

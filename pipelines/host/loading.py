@@ -23,14 +23,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from mmspec.checkpoints import load
 from mmspec.drafters.feature import FeatureDrafter
-from mmspec.pipelines.host.kinds import PretrainedConfig, Processor, TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel, PretrainedConfig, Processor
 from mmspec.protocols import TargetInfo
 
 __all__ = ["AutoProcessor", "BatchFeature", "CompileConfig", "load_drafter"]  # what others take from here, too
 WITH_PICTURES = frozenset(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())  # class names
 
 
-def model_and_processor(where: str | Path, dtype: torch.dtype | str) -> tuple[TextModel, Processor]:
+def model_and_processor(where: str | Path, dtype: torch.dtype | str) -> tuple[GenerativeModel, Processor]:
     """The model, and its processor; of a model of text alone its tokenizer.
 
     Raises:
@@ -41,7 +41,7 @@ def model_and_processor(where: str | Path, dtype: torch.dtype | str) -> tuple[Te
     return auto.from_pretrained(where, dtype=dtype), processor.from_pretrained(where)
 
 
-def draft_model(name: str | Path) -> TextModel:
+def draft_model(name: str | Path) -> GenerativeModel:
     """A model from a folder, or from the hub's cache; nothing is fetched.
 
     Raises:
@@ -69,7 +69,7 @@ def is_model(thing: object) -> bool:
     return isinstance(thing, transformers.PreTrainedModel)
 
 
-def stock_class(name: str) -> type[TextModel]:
+def stock_class(name: str) -> type[GenerativeModel]:
     """A class of transformers, of a model that not every release has."""
     return getattr(transformers, name)
 
@@ -80,7 +80,7 @@ def generates(architectures: Iterable[str]) -> bool:
 
 
 def load_drafter(
-    name_or_path: str | Path, *, target: TextModel | TargetInfo | str | Path | None = None,
+    name_or_path: str | Path, *, target: GenerativeModel | TargetInfo | str | Path | None = None,
     revision: str | None = None, allow_pickle: bool = False, layout: str | None = None,
 ) -> FeatureDrafter:  # fmt: skip
     """A drafter with its weights, frozen and in eval mode, in the types of the file; `enable` fits it to its target.

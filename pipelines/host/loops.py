@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from mmspec.pipelines.host.call import Call, current
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.host.kinds import GenerationConfig, TextModel
+from mmspec.pipelines.host.kinds import GenerationConfig, GenerativeModel
 from mmspec.pipelines.host.names import bound
 
 like_generate = functools.wraps(GenerationMixin.generate)
@@ -78,7 +78,7 @@ def reached() -> None:
 
 
 def as_call(
-    model: TextModel, input_ids: Tensor, logits_processor: LogitsProcessorList,
+    model: GenerativeModel, input_ids: Tensor, logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, **arguments: object,
 ) -> Call:  # fmt: skip
     """As `custom_generate`: what `generate` hands to its loop. Stock gives it no tokenizer: see `at_strings`."""

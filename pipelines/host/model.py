@@ -13,10 +13,10 @@ from mmspec.pipelines.host import quantized, reach, recurrent, renamed
 from mmspec.pipelines.host.decoder import decoder, embedding, head, more_than_states, readers
 from mmspec.pipelines.host.exotic import ties
 from mmspec.pipelines.host.hooks import Taps
-from mmspec.pipelines.host.kinds import TextDecoder, TextModel, Weighted
+from mmspec.pipelines.host.kinds import GenerativeModel, TextDecoder, Weighted
 from mmspec.pipelines.host.modes import mode_of
 
-_KNOWN: WeakKeyDictionary[TextModel, tuple[Version, HostModel]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[GenerativeModel, tuple[Version, HostModel]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class HostModel:
     taps: dict[tuple[int, ...], Taps] = field(default_factory=dict)  # by the features that they read; see tapping.py
 
     @classmethod
-    def of(cls, model: TextModel) -> HostModel:
+    def of(cls, model: GenerativeModel) -> HostModel:
         """The facts of a model as it is now."""
         kept, now = _KNOWN.get(model), version(model)
         if kept is None or kept[0] != now or not kept[1]._is_of(model):
@@ -54,7 +54,7 @@ class HostModel:
         return kept[1]
 
     @classmethod
-    def _read(cls, model: TextModel) -> HostModel:
+    def _read(cls, model: GenerativeModel) -> HostModel:
         text = decoder(model)
         config = text.config
         return cls(
@@ -70,7 +70,7 @@ class HostModel:
             shared_scale=quantized.shared_scale(model), mode=mode_of(model),
         )  # fmt: skip
 
-    def _is_of(self, model: TextModel) -> bool:
+    def _is_of(self, model: GenerativeModel) -> bool:
         """Whether these are its own modules, and no copies with the same weights."""
         own = (decoder(model), head(model), embedding(model))
         return all(a is b for a, b in zip(own, (self.decoder, self.head, self.embedding), strict=True))

@@ -17,13 +17,13 @@ from transformers.utils import logging
 from mmspec.pipelines.drawing.weight_files import listed
 from mmspec.pipelines.host.decoder import decoder
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.host.kinds import PretrainedConfig, TextDecoder, TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel, PretrainedConfig, TextDecoder
 
 
 class MtpHeads(MtpModel):
     """`count` further layers of a model's own classes, each behind its two norms and a projection; their rotary."""
 
-    def __init__(self, model: TextModel, count: int) -> None:
+    def __init__(self, model: GenerativeModel, count: int) -> None:
         config, text = _config(model, count), decoder(model)
         PreTrainedModel.__init__(self, config)  # MtpModel's own would take the target in, and wants a config that tells
         block, norm = block_class(text), stock(text.norm)
@@ -51,7 +51,7 @@ class MtpHeads(MtpModel):
         return int(self.config.hidden_size)
 
 
-def filled(model: TextModel, tensors: dict[str, Tensor]) -> MtpHeads:
+def filled(model: GenerativeModel, tensors: dict[str, Tensor]) -> MtpHeads:
     """Heads of the target's own classes holding exactly these tensors, which transformers converts as the target's.
 
     Raises:
@@ -84,7 +84,7 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _conversions(model: TextModel) -> list[Any]:
+def _conversions(model: GenerativeModel) -> list[Any]:
     """What transformers makes of the target's own layers when it loads them, such as one tensor of single experts."""
     kinds = dict.fromkeys((decoder(model).config.model_type, model.config.model_type))
     each = [get_checkpoint_conversion_mapping(kind) or [] for kind in kinds]
@@ -97,7 +97,7 @@ def block_class(text: TextDecoder) -> type:
     return stock(next(attending, text.layers[-1]))
 
 
-def _config(model: TextModel, count: int) -> PretrainedConfig:
+def _config(model: GenerativeModel, count: int) -> PretrainedConfig:
     """The text config, for `count` further layers whose attention sees everything unless the config says otherwise."""
     config = copy.deepcopy(decoder(model).config)
     for name, own in (("layer_types", "mtp_layer_types"), ("mlp_layer_types", "mtp_mlp_layer_types")):

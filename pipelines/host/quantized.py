@@ -8,13 +8,13 @@ from torch.nn import Module, Parameter
 from mmspec.modes import each_module
 from mmspec.pipelines.host.decoder import head
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.host.kinds import TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel
 
 # modules of layers that choose a scale for all of their input
 _DYNAMIC = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic", "torch.nn.quantized.dynamic")
 
 
-def shared_scale(model: TextModel) -> str | None:
+def shared_scale(model: GenerativeModel) -> str | None:
     """Why layers that quantize their input with one scale for all tokens of a forward cannot read a draft, or None."""
     layer = next(filter(_scales_together, each_module(model.get_decoder(), head(model))), None)
     if layer is None:

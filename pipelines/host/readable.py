@@ -8,7 +8,7 @@ from mmspec.pipelines.host import recurrent, renamed
 from mmspec.pipelines.host.decoder import decoder, head
 from mmspec.pipelines.host.exotic import path_readers
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.host.kinds import TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.target import masks
 
 _LAYERS = set(masks.KINDS)
@@ -20,12 +20,12 @@ _STRANGE = {
 }
 
 
-def two_parts(model: TextModel) -> bool:
+def two_parts(model: GenerativeModel) -> bool:
     """Whether an encoder reads the prompt, and what is generated stands alone."""
     return bool(getattr(model.config, "is_encoder_decoder", False))
 
 
-def unsupported(model: TextModel) -> str | None:
+def unsupported(model: GenerativeModel) -> str | None:
     """Why this model cannot be accelerated, or None."""
     if two_parts(model):
         return "it is an encoder-decoder model; only decoder-only models are supported"
@@ -59,7 +59,7 @@ def unsupported(model: TextModel) -> str | None:
     return renamed.unfit(text)
 
 
-def head_shape(model: TextModel) -> tuple[int, int]:
+def head_shape(model: GenerativeModel) -> tuple[int, int]:
     """Rows and width of its head; where that is quantized, `weight` may be a function, or packed."""
     last = head(model)
     assert last is not None

@@ -9,7 +9,7 @@ from torch import nn
 from mmspec.pipelines.host import few_rows, renamed
 from mmspec.pipelines.host.forward import Tap
 from mmspec.pipelines.host.hooks import Taps
-from mmspec.pipelines.host.kinds import TextDecoder, TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel, TextDecoder
 from mmspec.pipelines.host.model import HostModel
 from mmspec.types import FINAL
 
@@ -29,7 +29,7 @@ def _read(own: TextDecoder, features: tuple[int, ...]) -> dict[int | None, nn.Mo
     return {None: own, **{i: own.layers[i] for i in features if i >= 0}}
 
 
-def taps(model: TextModel, features: tuple[int, ...]) -> Taps:
+def taps(model: GenerativeModel, features: tuple[int, ...]) -> Taps:
     """What reads these features of a model, and its drafts; while it is entered, the model is tapped.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, T5EncoderModel
 
-from mmspec.pipelines.host.kinds import TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel
 
 __all__ = ["PreTrainedTokenizerFast", "T5EncoderModel", "encoder_and_tokenizer", "writer"]
 
@@ -18,7 +18,7 @@ def encoder_and_tokenizer(where: str | Path) -> tuple[T5EncoderModel, Any]:
     return T5EncoderModel.from_pretrained(where, dtype="auto"), AutoTokenizer.from_pretrained(where)
 
 
-def writer(pipe: object) -> TextModel | None:
+def writer(pipe: object) -> GenerativeModel | None:
     """The component of a diffusers pipeline that writes tokens, as to lengthen a prompt; None: it has none.
 
     It is the one that can generate, if the pipeline's own code calls a `generate` at all; most pipelines only encode

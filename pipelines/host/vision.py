@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.pipelines.host.kinds import PretrainedConfig, TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel, PretrainedConfig
 
 # Of each kind: names of its token in the config, and of the arguments with its grids of patches and its pictures.
 _KINDS = {
@@ -51,7 +51,7 @@ def media(ids: Tensor, config: PretrainedConfig, arguments: Mapping[str, Any]) -
     return begins.cumsum(1) * visual
 
 
-def encoded(model: TextModel) -> set[str]:
+def encoded(model: GenerativeModel) -> set[str]:
     """Names of the arguments that its vision tower reads, as stock finds them."""
     base = getattr(model, "base_model", model)
     towers = [getattr(base, f"get_{kind}_features", None) for kind in _KINDS]

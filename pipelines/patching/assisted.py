@@ -10,7 +10,7 @@ from mmspec.config import Options
 from mmspec.drafters.ngram import NgramDrafter
 from mmspec.pipelines.host import assisted
 from mmspec.pipelines.host.assisted import Assistance
-from mmspec.pipelines.host.kinds import TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.patching import choose, drafting
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.patching.obstacles import Obstacle
@@ -25,7 +25,7 @@ class DraftRequest:
     given: Options  # its options
 
 
-def requested(model: TextModel, kwargs: Mapping[str, Any]) -> tuple[DraftRequest, dict[str, Any]] | None:
+def requested(model: GenerativeModel, kwargs: Mapping[str, Any]) -> tuple[DraftRequest, dict[str, Any]] | None:
     """What a call of `generate` asks to draft with, and its arguments without that; None: nothing, or only stock
     knows."""
     wish = assisted.requested(model, kwargs)
@@ -42,7 +42,7 @@ def _request(wish: Assistance) -> DraftRequest:
     return DraftRequest((id(wish.model), wish.count), wish.model, given)
 
 
-def patch_for(model: TextModel, patch: Patch, what: DraftRequest) -> Patch:
+def patch_for(model: GenerativeModel, patch: Patch, what: DraftRequest) -> Patch:
     """A patch that drafts so, for one call, and is like the model's own otherwise; made once for each key.
 
     Raises:

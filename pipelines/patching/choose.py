@@ -12,7 +12,7 @@ from mmspec.checkpoints.load import drafter_of, load_drafter
 from mmspec.config import Options, SpecConfig, option_names
 from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.host import hooks, loading
-from mmspec.pipelines.host.kinds import TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.names import own_setting
 from mmspec.protocols import TargetInfo
 from mmspec.registry import DRAFTERS, PUBLISHED, USUAL, drafter_class
@@ -22,7 +22,7 @@ _NEEDED = ("features", "nodes", "fit", "start", "propose")  # of any drafter
 _log = logging.getLogger("mmspec")
 
 
-def chosen(drafter: Any, given: Options, target: TargetInfo, model: TextModel) -> tuple[Any, dict[str, Any]]:
+def chosen(drafter: Any, given: Options, target: TargetInfo, model: GenerativeModel) -> tuple[Any, dict[str, Any]]:
     """A drafter fitted to the target, and the options that it was given.
 
     Args:
@@ -79,7 +79,7 @@ def fitted(drafter: Any, given: Options, target: TargetInfo, model: Any = None) 
     return made.fit(target, given)
 
 
-def _made(drafter: Any, target: TargetInfo, model: TextModel) -> Any:
+def _made(drafter: Any, target: TargetInfo, model: GenerativeModel) -> Any:
     """The drafter that is named; an instance names itself."""
     if not isinstance(drafter, (str, Path)):
         return drafter
@@ -97,7 +97,7 @@ def _made(drafter: Any, target: TargetInfo, model: TextModel) -> Any:
     return _opened(Path(drafter), target, model) if Path(drafter).is_dir() else load_drafter(drafter, target=target)
 
 
-def _opened(folder: Path, target: TargetInfo, model: TextModel) -> Any:
+def _opened(folder: Path, target: TargetInfo, model: GenerativeModel) -> Any:
     """The drafter in a folder: heads of the model's own classes, or a network of ours.
 
     Raises:
@@ -111,7 +111,7 @@ def _opened(folder: Path, target: TargetInfo, model: TextModel) -> Any:
     return load_drafter(folder, target=target)
 
 
-def _shipped(model: TextModel, target: TargetInfo) -> Any:
+def _shipped(model: GenerativeModel, target: TargetInfo) -> Any:
     """What `enable` drafts with where nobody says: what the model ships with, else registry's USUAL.
 
     One line of the log says what, and why; where a drafter is published for this model, by which name. Nothing is
@@ -139,7 +139,7 @@ def _shipped(model: TextModel, target: TargetInfo) -> Any:
     return USUAL
 
 
-def _folders(model: TextModel, where: Path | None) -> list[Path]:
+def _folders(model: GenerativeModel, where: Path | None) -> list[Path]:
     """Folders that may hold a drafter: the one that the model's config names, then those of usual names."""
     if where is None:
         return []
@@ -149,7 +149,7 @@ def _folders(model: TextModel, where: Path | None) -> list[Path]:
     return [where / path for path in inside if (where / path / CONFIG).is_file()]
 
 
-def _in_folder(folder: Path, target: TargetInfo, model: TextModel) -> Any:
+def _in_folder(folder: Path, target: TargetInfo, model: GenerativeModel) -> Any:
     """A drafter that mmspec reads, or a model of transformers that drafts.
 
     Raises:
@@ -161,7 +161,7 @@ def _in_folder(folder: Path, target: TargetInfo, model: TextModel) -> Any:
     return _opened(folder, target, model).fit(target, {})
 
 
-def _heads(model: TextModel) -> Any:
+def _heads(model: GenerativeModel) -> Any:
     """The model's multi-token-prediction heads, or None."""
     from mmspec.pipelines.drafters import mtp, mtp_files
 

@@ -17,7 +17,7 @@ from mmspec.pipelines.drafters import forced
 from mmspec.pipelines.host import devices, reach, release
 from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.call import Call, Custom, current, output
-from mmspec.pipelines.host.kinds import ModelOutput, TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel, ModelOutput
 from mmspec.pipelines.host.model import HostModel
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.host.processors import followed
@@ -36,7 +36,7 @@ from mmspec.statistics import Stats
 from mmspec.types import Round
 
 
-def _stateful(model: TextModel, host: HostModel, call: Call, patch: Patch) -> Obstacle | None:
+def _stateful(model: GenerativeModel, host: HostModel, call: Call, patch: Patch) -> Obstacle | None:
     """A processor that may not be asked about drafts: it is never skipped, never guessed."""
     processors, rows = list(call.logits_processor), len(call.input_ids)
     if patch.family.guided and processors and guided.stands_for(processors[0], model):
@@ -66,7 +66,7 @@ _OBSTACLES: tuple[tuple[Callable[[Call], object], str], ...] = (
 )
 
 
-def obstacle(model: TextModel, call: Call, patch: Patch) -> Obstacle | None:
+def obstacle(model: GenerativeModel, call: Call, patch: Patch) -> Obstacle | None:
     """Why this call on an enabled model has to run the stock path, or None."""
     first = next((Obstacle(why) for holds, why in _OBSTACLES if holds(call)), None)
     here, host = obstacles.now(model, call.generation_config, len(call.input_ids)), HostModel.of(model)
@@ -106,7 +106,7 @@ def _turning(host: HostModel, call: Call) -> Obstacle | None:
     )
 
 
-def _elsewhere(model: TextModel, patch: Patch, call: Call) -> Obstacle | None:
+def _elsewhere(model: GenerativeModel, patch: Patch, call: Call) -> Obstacle | None:
     """Noise on another device than the distribution is not what stock would draw there."""
     fixed = patch.config.reproducible and call.generation_config.do_sample
     if fixed and call.for_model(model).input_ids.device != call.input_ids.device:
@@ -115,7 +115,7 @@ def _elsewhere(model: TextModel, patch: Patch, call: Call) -> Obstacle | None:
     return None
 
 
-def generate(model: TextModel, handle: Patch, call: Call) -> tuple[Tensor | ModelOutput, Stats]:
+def generate(model: GenerativeModel, handle: Patch, call: Call) -> tuple[Tensor | ModelOutput, Stats]:
     """Run one call to its end: the stock return value, and what happened."""
     config, drafter = call.generation_config, handle.fitting(model)
     for what in _left_out(model, call):
@@ -204,7 +204,7 @@ def watched(custom: Callable[..., object], handle: Patch) -> Callable[..., objec
     return run
 
 
-def _left_out(model: TextModel, call: Call) -> Iterator[str]:
+def _left_out(model: GenerativeModel, call: Call) -> Iterator[str]:
     """What stock would have done besides, where the tokens do not depend on it."""
     config = call.generation_config
     if call.pieces is not None:
@@ -215,7 +215,7 @@ def _left_out(model: TextModel, call: Call) -> Iterator[str]:
         yield "mmspec returns no KV cache of layers that keep more than keys and values"
 
 
-def row_seeds(model: TextModel, count: int, drawing: bool) -> list[int]:
+def row_seeds(model: GenerativeModel, count: int, drawing: bool) -> list[int]:
     """Seeds of the rows' noise, from torch's global generator; it is left alone where nothing is drawn by them."""
     return devices.agreed(model, torch.randint(2**62, (count,)).tolist() if drawing else [0] * count)
 

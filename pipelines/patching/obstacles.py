@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mmspec.pipelines.host import adapters
 from mmspec.pipelines.host.assisted import assists
-from mmspec.pipelines.host.kinds import GenerationConfig, TextModel
+from mmspec.pipelines.host.kinds import GenerationConfig, GenerativeModel
 from mmspec.pipelines.host.model import HostModel
 
 BEAMS = "beam search (num_beams > 1) ranks whole sequences; a draft has nothing to save there"
@@ -21,7 +21,7 @@ class Obstacle:
     always_falls_back: bool = False
 
 
-def now(model: TextModel, config: GenerationConfig, rows: int) -> Obstacle | None:
+def now(model: GenerativeModel, config: GenerationConfig, rows: int) -> Obstacle | None:
     """Why the model cannot be accelerated now: its attention was changed, adapters were added, it assists another
     model.
 

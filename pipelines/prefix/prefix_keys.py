@@ -19,7 +19,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from mmspec.compile.version import version
 from mmspec.modes import ambient
 from mmspec.pipelines.host.call import ENCODED, ONCE, PICTURES, TYPES, Call
-from mmspec.pipelines.host.kinds import TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.host.vision import by_row, encoded, media
 
@@ -130,7 +130,7 @@ def _placed(call: Call) -> bool:
     return isinstance(places, Tensor) and places.shape[-2:] == call.input_ids.shape
 
 
-def _unknown(model: TextModel, call: Call) -> bool:
+def _unknown(model: GenerativeModel, call: Call) -> bool:
     """Whether the prefill is given something that is not read by a vision tower alone."""
     known = encoded(model) | {ENCODED}
     types = [call.arguments.get(name) for name in TYPES]
@@ -138,7 +138,7 @@ def _unknown(model: TextModel, call: Call) -> bool:
     return wide or any(call.arguments.get(name) is not None for name in PICTURES if name not in known)
 
 
-def _no_tensors(model: TextModel, call: Call) -> bool:
+def _no_tensors(model: GenerativeModel, call: Call) -> bool:
     """Whether the tower is told which layer to read, or how, or given lists: what is kept is found by tensors."""
     values = [call.arguments.get(name) for name in encoded(model)]
     return any(value is not None and not isinstance(value, Tensor) for value in values)

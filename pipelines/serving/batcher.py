@@ -16,7 +16,7 @@ from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host import readable
 from mmspec.pipelines.host.assisted import setting
 from mmspec.pipelines.host.call import TYPES
-from mmspec.pipelines.host.kinds import Processor, TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel, Processor
 from mmspec.pipelines.host.processors.stopping import at_strings, string_end
 from mmspec.statistics import Stats
 
@@ -79,7 +79,7 @@ class Batcher:
     """
 
     def __init__(
-        self, model: TextModel, processor: Processor, rows: int, scored: bool = False, **generation: Any
+        self, model: GenerativeModel, processor: Processor, rows: int, scored: bool = False, **generation: Any
     ) -> None:
         """
         Args:

@@ -13,7 +13,7 @@ from mmspec.config import UnsupportedError
 from mmspec.loop import decode, start
 from mmspec.pipelines.drafters import forced
 from mmspec.pipelines.host.call import Call
-from mmspec.pipelines.host.kinds import Processor, TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel, Processor
 from mmspec.pipelines.host.loops import as_call
 from mmspec.pipelines.host.processors.stopping import Endings
 from mmspec.pipelines.host.processors.table import Processors
@@ -47,7 +47,7 @@ class ContinuousBatcher(Batcher):
     """
 
     def __init__(
-        self, model: TextModel, processor: Processor, rows: int, scored: bool = False, **generation: Any
+        self, model: GenerativeModel, processor: Processor, rows: int, scored: bool = False, **generation: Any
     ) -> None:
         """As Batcher, on an enabled model.
 

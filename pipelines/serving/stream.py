@@ -16,7 +16,7 @@ from mmspec.modes import LOOKS_ON
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host.assisted import setting
 from mmspec.pipelines.host.call import calling
-from mmspec.pipelines.host.kinds import TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.streaming import StepStreamer, Stopped
 from mmspec.types import Round
 
@@ -95,7 +95,7 @@ class _Relay:
         self._ends = [self.closed, *([stop] if stop is not None else [])]
         self._in_rounds = False
 
-    def run(self, model: TextModel, inputs: Any, settings: dict[str, Any]) -> None:
+    def run(self, model: GenerativeModel, inputs: Any, settings: dict[str, Any]) -> None:
         self._thread, self._began = threading.get_ident(), time.perf_counter()
         criteria = [*(settings.get("stopping_criteria") or ()), Stopped(self._ends)]
         self._hook = model.register_forward_hook(self._read)
@@ -109,7 +109,7 @@ class _Relay:
         finally:
             self._hook.remove()
 
-    def _read(self, model: TextModel, *_: object) -> None:
+    def _read(self, model: GenerativeModel, *_: object) -> None:
         """The first forward pass of this call has ended: the prompt has been read."""
         if threading.get_ident() != self._thread:
             return

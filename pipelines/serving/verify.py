@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from mmspec.config import UnsupportedError
 from mmspec.pipelines.families import table as families
-from mmspec.pipelines.host.kinds import TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.patching.handle import Patch, put_on
 
 _PICTURES = ("pixel_values", "pixel_values_videos")
@@ -112,7 +112,7 @@ def verify(model_or_pipe: object, inputs: Any, max_new_tokens: int = 64) -> Repo
     return Report(where is None, len(fast), fast.shape[1] - prompt, where, gap, changed, tau)
 
 
-def _stock(model: TextModel, inputs: Any, settings: dict[str, Any]) -> Any:
+def _stock(model: GenerativeModel, inputs: Any, settings: dict[str, Any]) -> Any:
     """One call on the stock path; the patch comes back whatever happens."""
     patch, scored = put_on(model, None), {"return_dict_in_generate": True, "output_scores": True}
     try:
@@ -127,7 +127,7 @@ def _other_picture(inputs: Any) -> dict[str, Any] | None:
     return {**inputs, **negatives} if negatives else None
 
 
-def _fill(model: TextModel) -> int:
+def _fill(model: GenerativeModel) -> int:
     """What `generate` puts behind the rows that have ended."""
     config = model.generation_config
     ends = config.eos_token_id

@@ -18,7 +18,7 @@ from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.exotic import by_path
 from mmspec.pipelines.host.forward import Read, during, reading
-from mmspec.pipelines.host.kinds import Mask, ModelOutput, TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel, Mask, ModelOutput
 from mmspec.pipelines.host.model import HostModel
 from mmspec.pipelines.host.processors.guidance import Guidance, NegativePrompt
 from mmspec.pipelines.host.vision import media
@@ -45,7 +45,7 @@ class VlmTarget(ModelTarget):
     """
 
     def __init__(
-        self, model: TextModel, features: tuple[int, ...], guidance: Guidance | None = None, prefixes: Any = None
+        self, model: GenerativeModel, features: tuple[int, ...], guidance: Guidance | None = None, prefixes: Any = None
     ) -> None:
         super().__init__(features, guidance)
         self.host = host = HostModel.of(model)

@@ -9,35 +9,35 @@ import torch
 from torch import Tensor
 
 from mmspec.pipelines.host.decoder import decoder
-from mmspec.pipelines.host.kinds import TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.names import FEATURES, LOGITS
 
 CLASSES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 
 
-def sizes(model: TextModel) -> dict[str, int]:
+def sizes(model: GenerativeModel) -> dict[str, int]:
     """Its target's width and vocabulary."""
     config = model.config
     return {"width": config.backbone_hidden_size, "vocabulary": config.get_text_config().vocab_size}
 
 
-def window(model: TextModel) -> int:
+def window(model: GenerativeModel) -> int:
     """Tokens that its layers with a sliding window see."""
     return int(model.config.get_text_config().sliding_window)
 
 
-def eager(model: TextModel) -> bool:
+def eager(model: GenerativeModel) -> bool:
     """Whether it takes additive masks."""
     return bool(model.config.get_text_config()._attn_implementation == "eager")
 
 
-def enters(model: TextModel) -> Tensor:
+def enters(model: GenerativeModel) -> Tensor:
     """The weight that says where, and in which dtype, it computes."""
     return model.pre_projection.weight
 
 
 def read(
-    model: TextModel, x: Tensor, masks: dict[str, Tensor], places: Tensor,
+    model: GenerativeModel, x: Tensor, masks: dict[str, Tensor], places: Tensor,
     shared: dict[str, tuple[Tensor, Tensor]],
 ) -> Tensor:  # fmt: skip
     """Features [B, n, H + H_a] of embeddings beside features [B, n, 2·H]: the next one's, and its head's."""
@@ -54,14 +54,14 @@ def read(
     return torch.cat([model.post_projection(out), out], -1)
 
 
-def logits(model: TextModel, hidden: Tensor) -> Tensor:
+def logits(model: GenerativeModel, hidden: Tensor) -> Tensor:
     """Of features [B, n, H + H_a], on the assistant's device."""
     own = hidden[..., model.config.backbone_hidden_size :].to(model.lm_head.weight.device)
     ordered = model.config.use_ordered_embeddings
     return model.masked_embedding(own, model.lm_head.weight) if ordered else model.lm_head(own)
 
 
-def shared(model: TextModel) -> dict[str, int]:
+def shared(model: GenerativeModel) -> dict[str, int]:
     """Of each kind of a target's layers the one whose keys and values an assistant reads: the last that has its own."""
     layers: list[Any] = [layer.self_attn for layer in decoder(model).layers if hasattr(layer, "self_attn")]
     own = [each for each in layers if not getattr(each, "is_kv_shared_layer", True)]

@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
 
 from mmspec.pipelines.host.call import calling, picture
 from mmspec.pipelines.host.hooks import stock
-from mmspec.pipelines.host.kinds import Cache, GenerationConfig, Mask, TextModel
+from mmspec.pipelines.host.kinds import Cache, GenerationConfig, GenerativeModel, Mask
 from mmspec.pipelines.host.names import CACHE, FEATURES
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.host.processors.table import POINTWISE
@@ -105,40 +105,40 @@ class UpToTheLoop:
         raise Prepared(ids, embeds, kwargs, call.processors, call.config)
 
 
-def prefill(model: TextModel, ids: Tensor, embeds: Tensor, arguments: dict[str, Any], slots: Cache) -> Tensor:
+def prefill(model: GenerativeModel, ids: Tensor, embeds: Tensor, arguments: dict[str, Any], slots: Cache) -> Tensor:
     """Stock's first forward, into this cache: the features [2B, L, H] of its language model."""
     arguments = arguments | {CACHE: slots}
     given = model.prepare_inputs_for_generation(input_ids=ids, inputs_embeds=embeds, **arguments)
     return model.model.language_model(**given)[FEATURES]
 
 
-def step(model: TextModel, embeds: Tensor, places: Tensor, mask: Mask, slots: Cache) -> Tensor:
+def step(model: GenerativeModel, embeds: Tensor, places: Tensor, mask: Mask, slots: Cache) -> Tensor:
     """The features [2B, N, H] of one forward of the language model."""
     return model.model.language_model(
         inputs_embeds=embeds, position_ids=places, attention_mask=mask, **{CACHE: slots}, use_cache=True
     )[FEATURES]
 
 
-def grid(model: TextModel) -> tuple[int, int]:
+def grid(model: GenerativeModel) -> tuple[int, int]:
     """Rows and columns of a picture."""
     rows, columns = model.model.vqmodel.quantize.quant_state_dims
     return rows, columns
 
 
-def tokens(model: TextModel) -> int:
+def tokens(model: GenerativeModel) -> int:
     """Of a picture."""
     return int(model.model.vision_model.config.num_image_tokens)
 
 
-def codes(model: TextModel) -> int:
+def codes(model: GenerativeModel) -> int:
     """How many codes there are."""
     return int(model.model.vqmodel.config.num_embeddings)
 
 
-def codebook(model: TextModel) -> Tensor:
+def codebook(model: GenerativeModel) -> Tensor:
     """The codes as the decoder of pictures sees them, [V, c]."""
     return torch.nn.functional.normalize(model.model.vqmodel.quantize.embedding.weight.detach(), dim=-1)
 
 
-def head(model: TextModel, hidden: Tensor) -> Tensor:
+def head(model: GenerativeModel, hidden: Tensor) -> Tensor:
     return model.model.generation_head(hidden)

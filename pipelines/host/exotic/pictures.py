@@ -7,38 +7,38 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mmspec.pipelines.host.kinds import TextModel
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.readable import head_shape
 
 
-def emu3(model: TextModel) -> Tensor:
+def emu3(model: GenerativeModel) -> Tensor:
     """The codes of the visual tokens, on their places in the vocabulary."""
     return _by_token(_codes(model), model.vocabulary_mapping.img2bpe, head_shape(model)[0])
 
 
-def chameleon(model: TextModel) -> Tensor:
+def chameleon(model: GenerativeModel) -> Tensor:
     """The codes of the picture tokens, on their places in the vocabulary."""
     return _by_token(_codes(model), model.model.vocabulary_mapping.img2bpe, model.config.vocab_size)
 
 
-def glm_image(model: TextModel) -> Tensor:
+def glm_image(model: GenerativeModel) -> Tensor:
     """The codes of the head's first tokens; behind them stand the marks of a picture's beginning and end."""
     codes = torch.nn.functional.normalize(_codes(model), dim=-1)
     return _by_token(codes, {i: i for i in range(len(codes))}, head_shape(model)[0])
 
 
-def chameleon_marks(model: TextModel) -> Mapping[str, int]:
+def chameleon_marks(model: GenerativeModel) -> Mapping[str, int]:
     """The ids of special tokens, by name."""
     return model.config.vocabulary_map
 
 
-def chameleon_tokens(model: TextModel) -> tuple[int, list[int]]:
+def chameleon_tokens(model: GenerativeModel) -> tuple[int, list[int]]:
     """Rows of a picture, as many as columns, and the ids that its codes have."""
     vq = model.config.vq_config
     return vq.resolution // 2 ** (len(vq.channel_multiplier) - 1), model.model.vocabulary_mapping.image_tokens
 
 
-def _codes(model: TextModel) -> Tensor:
+def _codes(model: GenerativeModel) -> Tensor:
     return model.model.vqmodel.quantize.embedding.weight
 
 
