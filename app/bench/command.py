@@ -43,7 +43,6 @@ class Outcome:
     provenance: report.Record = field(default_factory=dict)
     tuned: report.Record = field(default_factory=dict)  # cell → method → {chosen, tried}
     records: list[report.Record] = field(default_factory=list)
-    meaning: dict[str, str] = field(default_factory=dict)
 
 
 def configure(
@@ -78,7 +77,6 @@ def run(args: argparse.Namespace) -> int:
         if args.plot:
             report.check_plot(args.plot)
         for _ in suite.measure(args, outcome):
-            outcome.meaning = report.meaning(outcome.records)
             _save(args.json, outcome)
     except (BenchError, EnableError, EngineError, MediaError, report.ReportError) as error:
         print(f"{args.prog}: {error}", file=sys.stderr)

@@ -146,8 +146,9 @@ def sections(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def meaning(records: Sequence[Record]) -> dict[str, str]:
-    suites = dict.fromkeys(record["suite"] for record in records)
-    return {name: text for suite in suites for name, text in LAYOUTS[suite]["meaning"].items()}
+    """What the columns of suites that are known say, by name."""
+    layouts = [LAYOUTS[suite] for suite in dict.fromkeys(one.get("suite") for one in records) if suite in LAYOUTS]
+    return {name: text for layout in layouts for name, text in layout["meaning"].items()}
 
 
 def tables(records: Sequence[Record], wide: bool = True) -> Iterator[tuple[str, list[list[str]], list[str] | None]]:

@@ -12,6 +12,7 @@ from typing import Any
 import gradio as gr
 import pandas as pd
 
+from mmspec.app.bench import report
 from mmspec.app.demo.tab import QUICK
 
 MEASURES = {  # what records may hold: their labels
@@ -111,12 +112,12 @@ def read(folder: Path) -> ResultFolder:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             rows = [dict(row) for row in content.get("records", ()) if MEASURES.keys() & row]
-            facts = {name: dict(content.get(name, {})) for name in ("provenance", "meaning")}
+            provenance = dict(content.get("provenance", {}))
         except (OSError, ValueError, TypeError, AttributeError):
             bench.trouble.append(f"{path.name}: it holds no records of mmspec bench")
             continue
         if rows:
-            bench.runs[path.name] = {"records": rows, **facts}
+            bench.runs[path.name] = {"records": rows, "provenance": provenance}
     return bench
 
 
@@ -154,8 +155,8 @@ def origins(bench: ResultFolder, run: str, measure: str) -> str:
     if not bench.runs:
         return "".join([*parts, NONE.format(escape(str(bench.folder)))])
     facts = bench.runs[run]
-    if measure in facts["meaning"]:
-        said = f"<b>{escape(MEASURES[measure])}</b>: {escape(str(facts['meaning'][measure]))}"
+    if text := report.meaning(facts["records"]).get(measure):
+        said = f"<b>{escape(MEASURES[measure])}</b>: {escape(text)}"
         parts.append(f'<p class="mm-small">{said}</p>')
     rows = "".join(
         f"<div><dt>{escape(str(k))}</dt><dd>{escape(v if isinstance(v, str) else json.dumps(v))}</dd></div>"
