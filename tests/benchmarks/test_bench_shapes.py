@@ -16,7 +16,7 @@ import torch
 import uncompiled
 
 from benchmarks.__main__ import parser as workshop
-from benchmarks.suites import subject
+from benchmarks.suites import shapes, subject
 from benchmarks.suites.shapes import ShapeCell
 from benchmarks.suites.shapes_drawn import CodesWays, LatentsWays
 from benchmarks.suites.shapes_models import REAL, TOY, Chat, Latents, on_paper
