@@ -21,10 +21,11 @@ CODE = ("mmspec", "pipelines", "kernels", "app", "pyproject.toml")
 def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
     """The facts as plain data; what cannot be found out is None."""
     commit, dirty = checkout()
+    workshop = Path(sys.argv[0]).parts[-2:] == ("benchmarks", "__main__.py")
     return {
         "commit": commit,
         "dirty": dirty,
-        "argv": ["mmspec", *sys.argv[1:]],
+        "argv": [*(("python", "-m", "benchmarks") if workshop else ("mmspec",)), *sys.argv[1:]],
         "versions": {
             "python": platform.python_version(),
             "mmspec": mmspec.__version__,

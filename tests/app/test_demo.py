@@ -571,7 +571,7 @@ def bench(tmp_path: Path) -> records.ResultFolder:
         {"suite": "image", "method": "jacobi+scaled", "lossless": False, "spent": 3.5, "compression": 4.0},
         {"suite": "image", "method": "ar", "lossless": True, "spent": 0.0, "compression": 1.0},
     ]
-    told = {"provenance": {"commit": "c0ffee", "model": "scenes"}, "meaning": {"speedup_e2e": "wall time"}}
+    told = {"provenance": {"commit": "c0ffee", "model": "scenes"}}
     (tmp_path / "vlm.json").write_text(json.dumps(told | {"records": made}))
     (tmp_path / "a.json").write_text(json.dumps(told | {"records": pictures}))
     (tmp_path / "b.json").write_text("{broken")
@@ -611,7 +611,7 @@ def test_a_run_has_a_title_in_words(bench: records.ResultFolder) -> None:
 
 def test_of_many_bars_the_best_are_shown(bench: records.ResultFolder) -> None:
     many = [{**RECORD, "method": f"eagle-{n}", "speedup_e2e": 1 + n / 10} for n in range(30)]
-    run = {"many.json": {"records": many, "provenance": {}, "meaning": {}}}
+    run = {"many.json": {"records": many, "provenance": {}}}
     bars, *_ = records.shown(
         records.ResultFolder(Path(), run, []), "many.json", records.condition(RECORD), "speedup_e2e"
     )
