@@ -28,7 +28,7 @@ from mmspec.pipelines.target.captures import Forward, capturable
 from mmspec.types import FINAL
 
 MOST = 4  # shapes of prompts that are captured of a model
-AGAIN = 2  # times that a shape has come up when it is captured
+AGAIN, OFTEN = 2, 4  # times in a row, or in all, that a shape has come up when it is captured: chats seldom repeat one
 _MASK = "attention_mask"
 
 
@@ -37,6 +37,8 @@ class _Shapes:
     """What is known of the prompts of one model."""
 
     seen: Counter[Hashable] = field(default_factory=Counter)
+    last: Hashable = None  # the shape that came up last, and how often in a row
+    row: int = 0
     tried: dict[Hashable, type] = field(default_factory=dict)  # the class of what the decoder gives
 
 
@@ -73,8 +75,9 @@ def _read(target: Any, slots: RaggedCache, run: Callable[..., Any], *args: objec
     if (captured := held.known(key)) is not None:
         return _replayed(target, slots, known.tried[key], captured, tensors)
     known.seen[key] += 1
+    known.last, known.row = key, known.row + 1 if key == known.last else 1
     full = key not in known.tried and len(known.tried) == MOST
-    if known.seen[key] < AGAIN or full or held.failed(key):
+    if (known.row < AGAIN and known.seen[key] < OFTEN) or full or held.failed(key):
         return run(**kwargs)
     before = version(target.model, kept=True)
     out = run(**kwargs)

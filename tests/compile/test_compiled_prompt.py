@@ -146,14 +146,24 @@ def test_hooks_see_the_prompt(replays: list[int]):
 def test_only_so_many_shapes_are_captured(replays: list[int]):
     model, g = tiny_vlms.text(), torch.Generator().manual_seed(0)
     calls = [{"input_ids": torch.randint(5, 100, (1, n), generator=g)} for n in range(8, 9 + captured_prompt.MOST)]
-    same(model, *calls * 3)
+    same(model, *calls * (captured_prompt.OFTEN + 1))
     assert replays == lengths(calls)[: captured_prompt.MOST]
+
+
+def test_a_shape_that_comes_back_now_and_then_is_captured_once_it_came_often(replays: list[int]):
+    model, g = tiny_vlms.text(), torch.Generator().manual_seed(0)
+    one, *others = ({"input_ids": torch.randint(5, 100, (1, n), generator=g)} for n in range(8, 20))
+    between = iter(others)
+    same(model, *(call for _ in range(captured_prompt.OFTEN) for call in (one, next(between))))
+    assert not replays  # the last one was captured as it was read
+    same(model, one, next(between), one)
+    assert replays == [8, 8]
 
 
 def test_windows_that_reach_as_far_as_the_prompt(replays: list[int]):
     model, g = tiny_vlms.text("Mistral", sliding_window=16), torch.Generator().manual_seed(0)
     calls = [{"input_ids": torch.randint(5, 100, (1, n), generator=g)} for n in (16, 17)]
-    same(model, *calls * 3)
+    same(model, *(call for call in calls for _ in range(3)))
     assert replays == [16]
 
 
