@@ -115,7 +115,8 @@ def shape() -> None:
         "class names defined more than once": sorted(name for name, n in classes.items() if n > 1),
     }.items():
         listed = value if isinstance(value, list) else []
-        print(f"{name}: {len(listed) if isinstance(value, list) else value}", *listed)
+        said = "; ".join(" ".join(one) if isinstance(one, list) else one for one in listed)
+        print(f"{name}: {len(listed) if isinstance(value, list) else value}", said)
 
 
 def round_files() -> None:

@@ -53,6 +53,11 @@ class Flags:
             if action.option_strings and action.option_strings[0] in RARE:
                 self.rare[action], action.help = str(action.help), argparse.SUPPRESS
 
+    def reveal(self) -> None:
+        """Let the help tell of all flags; the docs call it, too."""
+        for action, told in self.rare.items():
+            action.help = told
+
     def words(self, said: Mapping[str, Any], origin: Path) -> list[str]:
         """A config's entries as the words of a command line."""
         words: list[str] = []
@@ -93,8 +98,7 @@ class _WholeHelp(argparse.Action):
         self.flags = flags
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        for action, told in self.flags.rare.items():
-            action.help = told
+        self.flags.reveal()
         parser.print_help()
         parser.exit()
 
