@@ -88,12 +88,13 @@ class Mmspec(lmms):  # type: ignore[misc]
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
         """An answer to each request, in their order; those with the same settings share batches."""
         asked = [_Asked(partial(self._messages, one.args), one.args[2]) for one in requests]
+        answers: dict[int, GenerationResult] = {}
         with self._logged():
             for number, answer in self._answered(asked):
                 context, _, settings, *_ = requests[number].args
                 self.cache_hook.add_partial("generate_until", (context, settings), answer.text)
-                asked[number].answer = answer
-        return [one.answer for one in asked]
+                answers[number] = answer
+        return [answers[number] for number in range(len(requests))]
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[list[str]]:
         """The answers of all rounds of each request: its task says after each what is shown and asked next, or ends."""
@@ -206,13 +207,12 @@ class Mmspec(lmms):  # type: ignore[misc]
         return stops, given
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Asked:
-    """Messages, made when they are needed since they hold pictures; the settings of their answer; and it."""
+    """Messages, made when they are needed since they hold pictures, and the settings of their answer."""
 
     messages: Callable[[], list[dict[str, Any]]]
     settings: dict[str, Any]
-    answer: Any = None
 
 
 class _Rounds:

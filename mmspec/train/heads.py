@@ -166,9 +166,9 @@ class HeadsTraining(Distillation):
             for group in optimizer.param_groups:
                 group["lr"] = self.recipe.rate(self.step)
         self.network.train()
-        with torch.no_grad(), self.computing():
-            p = self.teacher.head(said).softmax(-1)
         with self.computing():
+            with torch.no_grad():
+                p = self.teacher.head(said).softmax(-1)
             log_q = self.teacher.head(self.network(*self.drafter.inputs(view, self.teacher.embed))).log_softmax(-1)
         r, weight = self.recipe, there * torch.where(view.own, OWN, 1.0)
         each = r.law_weight * (p - log_q.exp()).abs().sum(-1) / 2 - r.token_weight * (p * log_q).sum(-1)
