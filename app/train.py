@@ -13,27 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mmspec.app import train_block
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
 from mmspec.app.files import write_whole
 from mmspec.app.media.clips import HELP, USUAL, VideoReader, policy
 from mmspec.app.media.video import FramePolicy
 from mmspec.app.options import Pairs, count, from_zero
-from mmspec.app.train_block import BLOCKS
+from mmspec.app.untrained import BLOCKS, build, build_for_pictures, check_block, draftable
 from mmspec.checkpoints.save import save_drafter
-from mmspec.drafters.heads import HeadsConfig, HeadsDrafter
-from mmspec.protocols import TargetInfo
 from mmspec.registry import DRAFTERS, drafter_class
 from mmspec.train.data import read
 from mmspec.train.distil import Distillation
 from mmspec.train.heads import HeadsTraining
 from mmspec.train.recipes import RECIPES, Recipe
-from mmspec.types import FINAL
 
 if TYPE_CHECKING:
     from mmspec.pipelines.host.kinds import GenerativeModel, Processor
 
-DRAWING = ("eagle", "heads")  # methods for models that draw
+DRAW = {"guidance_scale": 1.0, "temperature": 1.0, "top_k": 0, "image_area": 0}  # of its calls, and their kinds
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list", str: "a word"}
 
 
@@ -46,7 +42,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--method", choices=methods, default="eagle", metavar="NAME", help=f"{', '.join(methods)} (%(default)s)")
     add("--target", required=True, help="folder or hub name of the model to draft for")
     add("--data", required=True, help="folder of images (subfolders too), .jsonl with image, images or video, and "
-        "prompt (for a text model prompt alone), hf:owner/name[:split], or drawn: scenes:N; for a model that draws: "
+        "prompt (for a text model prompt alone), hf:owner/name[:split], or drawn: scenes:N; for a model that draws "
+        "(LlamaGen, Janus, Emu3, Anole, or a Python file as for `mmspec bench image`): "
         "prompts:FILE (one per line; class numbers for a class-conditional model) or pictures:N")  # fmt: skip
     add("--text", help="prompts without pictures, for recipes with a stage on text: prompts:FILE, .jsonl or "
         "hf:owner/name[:split]; 'none': leave these stages out")  # fmt: skip
@@ -59,6 +56,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--intermediate", type=count, help="width of the drafter's MLP; default: the target's")
     add("--shape", help="other values of the drafter's config, such as draft_vocab=8192 (a head of its own, for the "
         "most frequent tokens of the answers), num_q=4 or depth=6", **sets)  # fmt: skip
+    draw = add("--draw", help="how a model that draws is called, such as guidance_scale=3.0 top_k=2000; its drafter "
+        "learns to draft for such calls", **sets)  # fmt: skip
+    draw.names = lambda: DRAW  # type: ignore[attr-defined]
     add("--answers", type=Path, help="folder of the target's answers, to share between runs")
     add("--keep", type=from_zero, default=0.0, metavar="GB", help="memory for features to use again")
     add("--limit", type=count, help="use at most so many samples")
@@ -69,7 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _recipe(args: argparse.Namespace) -> Recipe:
     pictures = draws(args.target, args.data)
     if pictures:
-        _draftable(args.method)
+        draftable(args.method)
     elif args.method == "heads":
         raise ValueError("'heads' is for models that draw; give a pipeline's folder and prompts:FILE or pictures:N")
     recipe = RECIPES[args.recipe or (f"{args.method}-image" if pictures else args.method)]
@@ -101,81 +101,26 @@ def _values(option: str, items: list[str], now: dict[str, Any]) -> dict[str, Any
 
 
 def draws(target: str, data: str) -> bool:
-    """Whether a target makes pictures: it is a diffusers pipeline, or the data are bare prompts and it is no model of
-    transformers in a folder."""
-    bare = data.startswith(("prompts:", "pictures:")) and not (Path(target) / "config.json").is_file()
-    return bare or (Path(target) / "model_index.json").is_file()
+    """Whether a target makes pictures: it is a diffusers pipeline or a Python file, or the data are bare prompts and it
+    is no model of transformers in a folder, or one that draws."""
+    from mmspec.pipelines.host.image_models import CALLS
 
-
-def _draftable(method: str) -> None:
-    """ValueError for a method that cannot draft for a model that draws."""
-    if method not in DRAWING:
-        allowed = " or ".join(map(repr, DRAWING))
-        raise ValueError(f"{method!r} is for models that look at pictures; for one that draws them use {allowed}")
-
-
-def _made(method: str, info: TargetInfo, shape: dict[str, Any], **values: object) -> Any:
-    """An untrained drafter on the target's final feature, with norms throughout: what is trained here."""
-    made = drafter_class(method)
-    usual = {"features": (FINAL,), "input_norm": True, "embed_norm": True, "out_norm": True, "fc_bias": False}
-    of = {"hidden": info.hidden, "kv_heads": values["heads"], "vocab": info.vocab, "target": info.name}
-    return made(made.Config.of({**usual, **of, **values, **shape}))
-
-
-def build(method: str, model: GenerativeModel, intermediate: int | None, **shape: object) -> Any:
-    """An untrained drafter in the shape of the target's own decoder layer, with norms throughout.
-
-    Args:
-        shape: other values of the method's config.
-
-    Raises ValueError: a value that the method's config does not have, or does not allow.
-    """
-    from mmspec.pipelines.families import table as families
-
-    info = families.of(model).describe(model)
-    return _made(method, info, shape, **train_block.layer_of(model, info.hidden, intermediate))
-
-
-def _heads(method: str, model: GenerativeModel, intermediate: int | None, **shape: object) -> Any:
-    """A multi-token-prediction head to be trained: the target's own, or a new one of its classes.
-
-    Raises ValueError: a shape; the target's classes have theirs.
-    """
-    from mmspec.pipelines.drafters.mtp import MtpDrafter
-
-    if shape or intermediate is not None:
-        raise ValueError("'mtp' trains a layer of the target's own classes, in its shape; leave --shape out")
-    return MtpDrafter.untrained(model)
-
-
-def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape: object) -> Any:
-    """An untrained drafter in the shape of a LlamaGen's own layer, rows and columns as its positions.
-
-    Raises ValueError: a method that reads pictures; there are none in these prompts.
-    """
-    from mmspec.pipelines.families import table as families
-
-    _draftable(method)
-    c = pipe.transformer.config
-    if method == "heads":
-        about = families.of(pipe).describe(pipe)
-        streams = 2 if pipe._settings({}, "latent", 1)["guidance_scale"] > 1 else 1
-        values = {"hidden": c.dim, "intermediate": intermediate or 192, "vocab": c.vocab, "grid": c.grid}
-        return HeadsDrafter(HeadsConfig.of({**values, "streams": streams, "target": about.name, **shape}))
-    return _made(
-        method, families.of(pipe).describe(pipe), shape, heads=c.heads, rope="2d", grid=c.grid, rope_theta=c.rope_base,
-        norm_eps=c.norm_eps, intermediate=intermediate or pipe.transformer.layers[0].feed_forward.w2.in_features,
-    )  # fmt: skip
+    if target.endswith(".py") or (Path(target) / "model_index.json").is_file():
+        return True
+    known = Path(target) / "config.json"
+    writes = known.is_file() and json.loads(known.read_text(encoding="utf-8")).get("model_type") not in CALLS
+    return data.startswith(("prompts:", "pictures:")) and not writes
 
 
 def train(
     model: Any, processor: Processor | None, method: str, data: str, out: Path, recipe: Recipe, *, drafter: Any = None,
     intermediate: int | None = None, shape: dict[str, Any] | None = None, limit: int | None = None,
     text: str | None = None, answers: Path | None = None, keep: float = 0.0, frames: FramePolicy | None = None,
+    drawing: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
     """Train a drafter for a loaded model and write it to `out`; returns it. Resumes what `out` already holds.
 
-    Without a processor the model is a pipeline that draws.
+    Without a processor the model is one that draws: a LlamaGenPipeline, or an ImageModel.
 
     Args:
         drafter: one to train on; None: an untrained one, of this `intermediate` and `shape` (see `build`).
@@ -184,6 +129,7 @@ def train(
         answers: a folder of the target's answers, to share between runs.
         keep: GB of memory for traces.
         frames: which frames of a video are looked at; None: eight, evenly spread.
+        drawing: how a model that draws is called, such as its `guidance_scale`.
     """
     from mmspec.pipelines.host.training import Accelerator
     from mmspec.pipelines.image_teacher import ImageTeacher
@@ -191,13 +137,12 @@ def train(
     from mmspec.pipelines.teacher import Teacher
 
     torch.manual_seed(recipe.seed)
-    if processor is None:
-        shaped: Any = build_for_pictures
-    else:
-        shaped = _heads if method == "mtp" else train_block.build if method in BLOCKS else build
+    if method == "heads" and drawing:
+        raise ValueError("'heads' learn at the pipeline's own settings; leave --draw out, or change its defaults")
+    shaped = build_for_pictures if processor is None else build
     drafter = drafter or shaped(method, model, intermediate, **(shape or {}))
     if drafter.method == "block":
-        train_block.check(drafter, recipe)
+        check_block(drafter, recipe)
     heads = getattr(drafter.config, "tokens", 1)
     if heads not in (1, recipe.unroll):
         raise ValueError(f"a drafter of {heads} tokens a pass learns so many steps: set unroll={heads}, or tokens")
@@ -210,8 +155,10 @@ def train(
     began = time.monotonic()
     features, of = drafter.features, getattr(drafter.config, "target", "") or model.config._name_or_path
     about = f"{of} {data}" + (f" {frames}" if any(sample.clip for sample in samples) else "")
-    with clips, Teacher(model, processor, features) if processor else ImageTeacher(model, features) as teacher:
-        drafter.to(model.device)
+    about += f" {sorted(drawing.items())}" if drawing else ""
+    teaches = Teacher(model, processor, features) if processor else ImageTeacher(model, features, drawing)
+    with clips, teaches as teacher:
+        drafter.to(teacher.model.device)
         kind = HeadsTraining if drafter.method == "heads" else Distillation
         run = kind(
             drafter, teacher, samples, recipe, out, texts, answers, about, int(keep * 2**30), accelerator=Accelerator()
@@ -240,21 +187,28 @@ def write(drafter: Any, model: GenerativeModel, folder: Path) -> None:
     mtp_files.save(model, drafter.heads, folder)
 
 
-def _opened(target: str, pictures: bool, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A model and its processor, or a pipeline and None.
+def _opened(target: str, pictures: bool, device: torch.device) -> tuple[Any, Any]:
+    """A model and its processor, or what draws and None.
 
     Raises EngineError: there is none of that name, or it cannot be loaded.
     """
+    from mmspec.app.own_file import of_file
+    from mmspec.pipelines.host import image_models
+    from mmspec.pipelines.host.loading import model_and_processor
     from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if target.endswith(".py"):
+        return of_file(Path(target), str(device), str(dtype).removeprefix("torch.")), None
     where = find_model(target)
     try:
         load_quietly("transformers", *(["diffusers"] if pictures else []))
         if not pictures:
-            from mmspec.pipelines.host.loading import model_and_processor
-
-            return model_and_processor(where, dtype)
-        pipe = LlamaGenPipeline.from_pretrained(where, torch_dtype=dtype)
+            model, processor = model_and_processor(where, dtype)
+            return model.to(device), processor
+        if (known := image_models.load(where, device, dtype, decoded=False)) is not None:
+            return known, None
+        pipe = LlamaGenPipeline.from_pretrained(where, torch_dtype=dtype).to(device)
     except (OSError, ValueError) as error:
         raise EngineError(f"cannot load the target {target!r}. {first_line(error)}") from error
     pipe.set_progress_bar_config(disable=True)
@@ -267,14 +221,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         recipe = _recipe(args)
         shape = _values("--shape", args.shape, known)
-        device = find_device(args.device)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model, processor = _opened(args.target, draws(args.target, args.data), dtype)
-        model.to(device)
+        drawing = _values("--draw", args.draw, DRAW)
+        model, processor = _opened(args.target, draws(args.target, args.data), find_device(args.device))
         train(
             model, processor, args.method, args.data, args.out, recipe, intermediate=args.intermediate, shape=shape,
             limit=args.limit, text=None if args.text == "none" else args.text, answers=args.answers, keep=args.keep,
-            frames=args.video_frames,
+            frames=args.video_frames, drawing=drawing,
         )  # fmt: skip
     except (ValueError, EngineError, OSError) as error:  # OSError: no such target or data set, a full disk
         print(f"mmspec train: {' '.join(str(error).split())}", file=sys.stderr)

@@ -1,6 +1,7 @@
-"""An `eagle` drafter for SmolLM2-135M-Instruct, on the model's own answers to questions and texts.
+"""A drafter for SmolLM2-135M-Instruct, `eagle` or `block`, on the model's own answers to questions and texts.
 
     python benchmarks/real_train.py --out runs/smollm2-eagle          # the same command again goes on where it stopped
+    python benchmarks/real_train.py --method block --out runs/smollm2-block --answers runs/smollm2-eagle
     python benchmarks/real_train.py --out /tmp/smoke --set steps=2 held_out=2 max_new_tokens=8 --limit 8
 
 The prompts are those of `real_lessons.py`. What `mmspec train` does with them is in docs/drafters.md.
@@ -24,29 +25,45 @@ from mmspec.app.train import _values, train  # noqa: E402
 from mmspec.train.recipes import RECIPES  # noqa: E402
 
 SEED = 0
+MASK = "<file_sep>"  # stands for the tokens that a block is to predict; no text holds it
+SHARED = {"steps": 900, "batch": 12, "bf16": True, "clip": 1.0, "token_weight": 1.0, "muon": True,
+    "max_new_tokens": 112, "writing": 48, "held_out": 24, "seed": SEED}  # fmt: skip
+OF = {  # method: its own values of the recipe, and its shape; four rows take the target about the time of one
+    "eagle": (
+        {"lr": 3e-3, "feature_weight": 0.5, "unroll": 4, "vocabulary": 8192},
+        {"depth": 3, "width": 1, "size": 4, "tree": "chain"},
+    ),
+    "block": (
+        {"lr": 6e-3, "feature_weight": 0.0, "unroll": 4, "step_decay": 0.8, "anchors": 48},
+        {"depth": 3, "width": 1, "size": 4, "tree": "chain", "layers": 2, "features": (10, 20, -1), "block": 4,
+         "anchored": True, "markov_rank": 64, "draft_vocab": 8192},
+    ),
+}  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--method", choices=sorted(OF), default="eagle")
+    parser.add_argument(
+        "--answers", type=Path, help="folder of another method's run, whose prompts and answers serve again"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="change values of the recipe")
     parser.add_argument("--limit", type=int, default=1600, help="prompts at most")
     args = parser.parse_args()
-    recipe = RECIPES["eagle"].with_(
-        steps=900, batch=12, bf16=True, lr=3e-3, muon=True, feature_weight=0.5, token_weight=1.0, clip=1.0, unroll=4,
-        vocabulary=8192, max_new_tokens=112,
-        writing=48, held_out=24, seed=SEED,
-    )  # fmt: skip
+    own, shape = OF[args.method]
+    recipe = RECIPES[args.method].with_(**SHARED, **own)
     recipe = recipe.with_(**_values("--set", args.set, {f.name: getattr(recipe, f.name) for f in fields(recipe)}))
     args.out.mkdir(parents=True, exist_ok=True)
-    data = args.out / "prompts.jsonl"
+    data = (args.answers or args.out) / "prompts.jsonl"
     if not data.exists():  # a run that goes on keeps its own, whatever Python's version
         data.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in lessons(SEED)))
     model, tokenizer = loaded()
-    chain = {"depth": 3, "width": 1, "size": 4, "tree": "chain"}  # four rows take about the time of one
+    if args.method == "block":
+        shape = {**shape, "mask_token": tokenizer.convert_tokens_to_ids(MASK)}
     train(
-        model, tokenizer, "eagle", str(data), args.out, recipe, intermediate=1024, shape=chain, limit=args.limit,
-        keep=4.0,
+        model, tokenizer, args.method, str(data), args.out, recipe, intermediate=1024, shape=shape, limit=args.limit,
+        answers=args.answers, keep=4.0,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A frozen image pipeline as a teacher: it draws pictures at its own settings and hands over its features."""
+"""A frozen model that draws as a teacher: it draws pictures as for a user, and hands over its features along them."""
 
 from __future__ import annotations
 
@@ -7,89 +7,172 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from mmspec.models.llamagen import visible
-from mmspec.pipelines.families.llamagen import LlamaGen
-from mmspec.pipelines.host.forward import reading
-from mmspec.pipelines.host.processors.guidance import Guidance
+from mmspec.config import Options
+from mmspec.drafters.plain import Plain
+from mmspec.pipelines.families import table as families
+from mmspec.pipelines.host.image_models import ImageModel
 from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 from mmspec.pipelines.patch import enable
-from mmspec.pipelines.target.llamagen import LlamaGenTarget
-from mmspec.pipelines.target.state import each_stream
-from mmspec.protocols import Drafter
+from mmspec.protocols import Drafter, Target, TargetInfo
+from mmspec.session import Row, Session
 from mmspec.train.data import TrainingSample
 from mmspec.train.trace import Trace
-from mmspec.types import unfold
+from mmspec.tree import chain
+from mmspec.types import FINAL, Acceptance, Draft, Prompt
+
+PIECE = 512  # tokens of a picture that one forward reads, so that not all of its distributions are in memory at once
+
+
+class Traced(BaseException):
+    """Carries a trace out of the call for pictures in which it was read; no call catches it."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+
+
+class PictureRecorder(Plain):
+    """Proposes nothing, and notes the rows of a call; with answers, reads these in the place of what is drawn, and ends
+    the call with `Traced`."""
+
+    def __init__(self, features: tuple[int, ...], answers: Sequence[Sequence[int]] | None = None) -> None:
+        self.reads = features
+        self.features = features if FINAL in features else (*features, FINAL)
+        self.answers = answers
+        self.rows: list[Row] = []
+        self.target: Target | None = None
+
+    @property
+    def nodes(self) -> int:  # type: ignore[override]  # as many as it reads at once
+        return 1 if self.answers is None else min(PIECE, max(map(len, self.answers)))
+
+    def fit(self, target: TargetInfo, given: Options) -> PictureRecorder:
+        return self
+
+    def start(self, session: Session, target: Any, prompt: Prompt) -> None:  # type: ignore[override]
+        self.rows, self.target = list(session.rows), target
+        if self.answers is not None:
+            raise Traced(self._trace(session, target, prompt, self.answers))
+
+    def _trace(self, session: Session, target: Any, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Trace:
+        device, S = session.pending.device, target.streams
+        ids = pad_sequence([torch.tensor(row, device=device) for row in answers], batch_first=True)
+        said = torch.arange(ids.shape[1], device=device) < torch.tensor([*map(len, answers)], device=device)[:, None]
+        assert prompt.hidden is not None and prompt.embeds is not None  # it asks for features
+        read = [prompt.hidden, *_along(session, target, ids)]
+        each = torch.cat(read, 1).unflatten(-1, (S, len(self.features), -1))  # [B, T, S, features, H]
+        final = each[..., self.features.index(FINAL), :].flatten(-2)
+        seen = each[..., [self.features.index(i) for i in self.reads], :].flatten(-3)
+        embeds = target.embed(ids)
+        before = torch.zeros_like(prompt.ids)
+        T = before.shape[1] + ids.shape[1]
+        start = 1 - before.shape[1] if getattr(target, "grid", None) else 0  # the prompt stands before the grid
+        return Trace(
+            torch.cat([prompt.ids, ids], 1), torch.cat([prompt.embeds, torch.cat([embeds] * S, -1)], 1),
+            final if self.reads == (FINAL,) else seen, final, torch.cat([prompt.valid, said], 1),
+            torch.cat([before.bool(), said], 1), torch.cat([prompt.visual, torch.zeros_like(ids)], 1),
+            torch.arange(start, start + T, device=device).expand(len(ids), T)[..., None], start,
+        )  # fmt: skip
+
+
+def _along(session: Session, target: Any, ids: Tensor) -> list[Tensor]:
+    """The features [B, n, S·F] of these tokens [B, N], a piece after the other, each read as a draft that stands."""
+    read = []
+    for first in range(0, ids.shape[1], PIECE):
+        tokens = ids[:, first : first + PIECE]
+        B, n = tokens.shape
+        draft = Draft(tokens, chain(n, ids.device).expand(B))
+        scores = target.score(session, draft)
+        read.append(scores.hidden)
+        if first + n < ids.shape[1]:
+            count = torch.full((B,), n, device=ids.device)
+            stands = Acceptance(torch.ones_like(tokens, dtype=torch.bool), count, count - 1, ids[:, first + n])
+            target.commit(session, session.commit(draft, scores, stands))
+    return read
 
 
 class ImageTeacher:
-    """Context manager around a LlamaGenPipeline; while it is open, the layers that the drafter reads are tapped."""
+    """Context manager around a pipeline or model that draws.
 
-    def __init__(self, pipe: LlamaGenPipeline, features: tuple[int, ...]) -> None:
-        self.pipe, self.features = pipe, features
-        self._taps = LlamaGen().taps(pipe, features)
-        self.model = pipe.transformer.eval().requires_grad_(False)
-        self.how = pipe._settings({}, "latent", 1)
-        scale = self.how["guidance_scale"]
-        self.target = LlamaGenTarget(self.model, features, Guidance(scale) if scale > 1 else None)
+    Args:
+        painter: a LlamaGenPipeline, or a model with the way it is called.
+        features: what the drafter reads of it.
+        settings: of its calls, such as `guidance_scale`; the drafter learns to draft under these.
+    """
+
+    def __init__(
+        self, painter: LlamaGenPipeline | ImageModel, features: tuple[int, ...], settings: Options | None = None
+    ) -> None:
+        self.painter, self.features, self.settings = painter, features, dict(settings or {})
+        self.model: Any = painter.target if isinstance(painter, ImageModel) else painter
+        network: Any = families.unwrap(self.model) if isinstance(painter, ImageModel) else painter.transformer
+        network.eval().requires_grad_(False)
+        self._target: Any = None
 
     def __enter__(self) -> ImageTeacher:
-        self._taps.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._taps.__exit__()
+        self._target = None
+
+    @property
+    def target(self) -> Any:
+        """The session's view of the model, with the guidance of its calls.
+
+        Raises:
+            RuntimeError: nothing was drawn or read yet, which is how it becomes known.
+        """
+        if self._target is None:
+            raise RuntimeError("the teacher draws or reads a picture first; its head and its guidance come from there")
+        return self._target
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Guided logits [..., V], which are what is verified, of both streams' final features [..., S·H]."""
+        """Guided logits [..., V], which are what is verified, of all streams' final features [..., S·H]."""
         return self.target.head(hidden.flatten(0, -2)[None]).view(*hidden.shape[:-1], -1)
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.target.embed(ids)
 
-    def _conditions(self, samples: Sequence[TrainingSample]) -> dict[str, Any]:
+    def _drawn(self, samples: Sequence[TrainingSample], generator: list[torch.Generator] | None = None) -> Any:
         prompts = [sample.prompt for sample in samples]
-        return {"class_labels": [int(p) for p in prompts]} if self.model.config.classes else {"prompt": prompts}
+        if isinstance(self.painter, ImageModel):
+            return self.painter.draw(prompts, **self.settings)
+        classes = self.painter.transformer.config.classes
+        what: dict[str, Any] = {"class_labels": [int(p) for p in prompts]} if classes else {"prompt": prompts}
+        return self.painter(**what, **self.settings, generator=generator, output_type="latent")
+
+    def _recorded(self, samples: Sequence[TrainingSample], recorder: PictureRecorder) -> None:
+        """Make the call with this recorder, to its end."""
+        with enable(self.model, drafter=recorder, reproducible=True):
+            self._drawn(samples)
+        self._target = recorder.target
 
     @torch.no_grad()
     def answers(self, samples: Sequence[TrainingSample], max_new_tokens: int, temperature: float) -> list[list[int]]:
-        """Token ids of one whole picture per prompt, drawn as a plain call of the pipeline would; nothing is cut."""
-        made: Any = self.pipe(**self._conditions(samples), output_type="latent")
-        ids: list[list[int]] = made.tokens.flatten(1).tolist()
-        return ids
+        """Token ids of one whole picture per prompt, drawn as a plain call would; nothing is cut."""
+        recorder = PictureRecorder(())
+        self._recorded(samples, recorder)
+        return [row.tokens[row.start :] for row in recorder.rows]
 
     @torch.no_grad()
     def draw(
         self, samples: Sequence[TrainingSample], drafter: Drafter, seeds: Sequence[int]
     ) -> tuple[list[list[int]], float]:
-        """A picture for each sample, by its seed, with this drafter: token ids, and how many of one a forward gave."""
-        with enable(self.pipe, drafter=drafter, reproducible=True):
-            made: Any = self.pipe(
-                **self._conditions(samples), generator=[torch.Generator().manual_seed(seed) for seed in seeds],
-                output_type="latent",
-            )  # fmt: skip
+        """A picture of a pipeline for each sample, by its seed, with this drafter: token ids, and how many a forward of
+        the target gave."""
+        with enable(self.model, drafter=drafter, reproducible=True):
+            made = self._drawn(samples, [torch.Generator().manual_seed(seed) for seed in seeds])
         ids: list[list[int]] = made.tokens.flatten(1).tolist()
         return ids, made.tokens.numel() / (made.stats.row_rounds + len(ids))
 
     @torch.no_grad()
     def trace(self, samples: Sequence[TrainingSample], answers: Sequence[Sequence[int]]) -> Trace:
-        """One forward of both streams over prefixes and pictures."""
-        conditions, S = self._conditions(samples), self.target.streams
-        condition, valid = self.pipe._condition(
-            conditions.get("prompt"), conditions.get("class_labels"), self.how["clean_caption"]
-        )
-        B, P = valid.shape
-        ids = torch.tensor(answers, device=valid.device)
-        prefix = self.target.prefix(condition)
-        embeds = torch.cat([prefix, each_stream(self.target.embed(ids), S)], 1)
-        T = embeds.shape[1]
-        place = torch.arange(-P, T - P, device=ids.device).clamp(min=-1)
-        valid = torch.cat([valid, torch.ones_like(ids, dtype=torch.bool)], 1)
-        with reading() as read:
-            read.final = hidden = self.model(embeds, place.expand(S * B, T), each_stream(visible(valid, T), S))
-        layers = read.features(self.features)
-        answered = (torch.arange(T, device=ids.device) >= P).expand(B, T)
-        ids = torch.cat([ids.new_zeros(B, P), ids], 1)
-        features, visual = unfold(torch.cat(layers, -1), S), torch.zeros_like(ids)
-        positions = place.expand(B, T)[..., None]
-        return Trace(ids, unfold(embeds, S), features, unfold(hidden, S), valid, answered, visual, positions, 1 - P)
+        """What the model says along these pictures, all of its streams, in a call that is made for nothing else."""
+        recorder = PictureRecorder(self.features, answers)
+        try:
+            self._recorded(samples, recorder)
+        except Traced as read:
+            self._target = recorder.target
+            return read.trace
+        raise RuntimeError(f"{families.unwrap(self.model).__class__.__name__} drew without asking for drafts")

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.nn import Module
 
 from mmspec.compile import version
-from mmspec.config import SpecConfig, UnsupportedError
+from mmspec.config import Options, SpecConfig, UnsupportedError
 from mmspec.pipelines import untested
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host import adapters, release
 from mmspec.pipelines.patching import choose, drafting
+from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.handle import Handle, Patch, put_on
+from mmspec.protocols import TargetInfo
 from mmspec.registry import resolve_rule
 from mmspec.statistics import Stats
 
@@ -70,7 +73,7 @@ def enable(model_or_pipe: object, drafter: Any = None, **options: Any) -> Handle
     if target.device.type == "mps" and torch.__version__ < MPS:
         warnings.warn(f"torch {torch.__version__} may attend wrongly on MPS; use torch {MPS} or newer", stacklevel=2)
     drafter = family.drafter if drafter is None else drafter
-    ready, given = choose.chosen(drafter, given, target, model)  # may fail: what was enabled before stays
+    ready, given, target = _chosen(drafter, given, target, family, model)  # may fail: what was enabled before stays
     codes, table = (None, None) if config.rule == "exact" else (family.codebook(model), family.embeddings(model))
     rule = resolve_rule(config.rule, codes, config.budget, table)
     proposer = drafting.proposer(model, ready, config, target, family.captures_drafts)
@@ -78,6 +81,18 @@ def enable(model_or_pipe: object, drafter: Any = None, **options: Any) -> Handle
     if (note := family.note(model)) is not None:
         _log.warning("mmspec: %s", note)
     return Handle(model, patch, put_on(model, patch))
+
+
+def _chosen(drafter: Any, given: Options, target: TargetInfo, family: Family, model: Any) -> Any:
+    """The drafter, the options that are left and what it was fitted to: what the model writes, or what it draws."""
+    try:
+        return *choose.chosen(drafter, given, target, model), target
+    except ValueError:
+        pictures = family.pictures(model)
+        if pictures is not None:
+            with suppress(ValueError):  # the other message is the one to give
+                return *choose.chosen(drafter, given, pictures, model), pictures
+        raise
 
 
 def disable(model_or_pipe: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from mmspec.app import painter
 from mmspec.app.devices import EngineError, find_device, find_dtype, find_model, first_line, load_quietly
+from mmspec.app.own_file import OWN_FILE, of_file
 from mmspec.app.painter import DrawingMethod, ImageResult, ImageSubject
 from mmspec.pipelines.families.table import unwrap
 from mmspec.pipelines.host import image_models
@@ -20,11 +20,6 @@ from mmspec.pipelines.host.image_models import ImageModel
 from mmspec.pipelines.patching.handle import Handle, Patch
 from mmspec.statistics import Stats
 from mmspec.types import NO_TOKEN
-
-OWN_FILE = (
-    "name a Python file with `load(device, dtype)`, which returns what mmspec.enable takes, and `draw(model, prompts, "
-    "**settings)`, which returns a picture for each prompt"
-)
 
 
 class ModelSubject(ImageSubject):
@@ -104,7 +99,7 @@ def load(model: str, device: str, dtype: str, **settings: object) -> ImageSubjec
     Raises EngineError: no such model, or one whose pictures mmspec cannot decode.
     """
     if model.endswith(".py"):
-        return ModelSubject(_of_file(Path(model), device, dtype), **settings)
+        return ModelSubject(of_file(Path(model), device, dtype), **settings)
     load_quietly("transformers", "diffusers")
     where, place = find_model(model), find_device(device)
     try:
@@ -116,19 +111,3 @@ def load(model: str, device: str, dtype: str, **settings: object) -> ImageSubjec
         return painter.load(model, device, dtype, **settings)
     except EngineError as error:
         raise EngineError(f"{error}. To measure one whose pictures mmspec cannot decode, {OWN_FILE}") from error
-
-
-def _of_file(path: Path, device: str, dtype: str) -> ImageModel:
-    """What the file's `load` gives, drawn by its `draw`."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise EngineError(f"no file {str(path)!r}; {OWN_FILE}")
-    module, place = importlib.util.module_from_spec(spec), find_device(device)
-    try:
-        spec.loader.exec_module(module)
-        target = module.load(place, find_dtype(dtype, place))
-        draw = module.draw
-    except Exception as error:  # of the user's code
-        raise EngineError(f"cannot load {str(path)!r} ({first_line(error)}); {OWN_FILE}") from error
-    codes = image_models.codes_of(unwrap(target))
-    return ImageModel(target, lambda prompts, **settings: draw(target, prompts, **settings), codes)

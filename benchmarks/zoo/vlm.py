@@ -1,5 +1,6 @@
 """Builds and trains a vision-language model of the zoo from stock classes: tokenizer, tower, decoder, export."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -190,4 +191,7 @@ def export(model: ZooVlm, processor: Processor, folder: Path) -> None:
     twin.load_state_dict(state)
     twin.bfloat16().save_pretrained(folder)
     processor.save_pretrained(folder)
+    words = folder / "tokenizer.json"
+    said = json.dumps(json.loads(words.read_text(encoding="utf-8")), ensure_ascii=False, separators=(",", ":"))
+    words.write_text(said + "\n", encoding="utf-8")  # less than half of what it is with a token a line
     sheets.readable(folder)

@@ -43,6 +43,9 @@ class JanusPatch(janus.UpToTheLoop, DecoderOnlyPatch):
     ) -> object:  # fmt: skip
         given, patch = (inputs, attention_mask, logits_processor), Patch.of(self)
         if patch is None or kwargs.get("generation_mode", "text") != "image":
+            if patch is not None and patch.target is not None and patch.target.ends is None:
+                patch.decline(Obstacle("the drafter is one for pictures, and this call writes text"))
+                return janus.stock_generate(self, *given, **kwargs)
             return DecoderOnlyPatch.generate(self, *janus.own(*given), **kwargs)
         ready = janus.prepared(self, *given, **kwargs)
         if not isinstance(ready, Prepared):
@@ -165,6 +168,9 @@ class Janus(DecoderOnly):
     def rule(self, named: Rule, call: Call) -> Rule:
         """A relaxed rule is for pictures: text stays exact."""
         return exact
+
+    def pictures(self, model: GenerativeModel) -> TargetInfo:
+        return _describe_pictures(model)
 
     def embeddings(self, model: GenerativeModel) -> None:
         """Codes enter through a table and an aligner of their own."""

@@ -26,12 +26,15 @@ class ImageModel:
 
     target: object  # what `mmspec.enable` takes
     # prompts and settings → a picture each. Sampling is from torch's global generator
-    draw: Callable[..., Sequence[Image.Image]]
+    draw: Callable[..., Sequence[Image.Image]]  # none where transformers cannot decode them
     codes: int = 0  # how many codes a picture is made of; 0: not known
 
 
-def load(where: str, device: torch.device, dtype: torch.dtype) -> ImageModel | None:
+def load(where: str, device: torch.device, dtype: torch.dtype, decoded: bool = True) -> ImageModel | None:
     """The model or pipeline in a folder or on the Hub; None: it is none that this file knows how to call.
+
+    Args:
+        decoded: leave out the models whose pictures transformers cannot decode.
 
     Raises:
         OSError, ValueError: there is no such model, or its processor is missing.
@@ -40,7 +43,7 @@ def load(where: str, device: torch.device, dtype: torch.dtype) -> ImageModel | N
         kind = AutoConfig.from_pretrained(where).model_type
     except (OSError, ValueError):
         return _pipeline(where, device, dtype)
-    if kind not in CALLS:
+    if kind not in CALLS or (decoded and kind in UNDECODED):
         return None
     name, call = CALLS[kind]
     model = stock_class(name).from_pretrained(where, dtype=dtype).to(device).eval()
@@ -128,6 +131,15 @@ def _emu3(
     return _pictures(processor, model.decode_image_tokens(image_tokens=tokens, height=height, width=width))
 
 
+def _chameleon(
+    model: GenerativeModel, processor: Processor, prompts: Sequence[str], settings: Options
+) -> Sequence[Image.Image]:
+    """Tokens alone, of an enabled model: stock has no such call, and no decoder."""
+    inputs = processor(text=list(prompts), return_tensors="pt", padding=True, padding_side="left").to(model.device)
+    model.generate(**inputs, multimodal_generation_mode="image-only", **_sampling(settings))
+    return []
+
+
 def _pictures(processor: Processor, pixels: Tensor) -> list[Image.Image]:
     """What a decoder made, [B, 3, H, W], as pictures: the normalization of inputs undone."""
     mean, std = (torch.tensor(getattr(processor.image_processor, name)) for name in ("image_mean", "image_std"))
@@ -157,4 +169,6 @@ def _emu3_grid(
 CALLS: dict[str, tuple[str, Callable[..., Sequence[Image.Image]]]] = {  # config's model_type → class, and its call
     "janus": ("JanusForConditionalGeneration", _janus),
     "emu3": ("Emu3ForConditionalGeneration", _emu3),
+    "chameleon": ("ChameleonForConditionalGeneration", _chameleon),
 }
+UNDECODED = {"chameleon"}

@@ -37,6 +37,10 @@ class Family(Generic[M]):
         """What a drafter has to fit."""
         raise NotImplementedError
 
+    def pictures(self, model: M) -> TargetInfo | None:
+        """What a drafter has to fit that drafts for pictures alone; None: just what any has to."""
+        return None
+
     def codebook(self, model: M) -> Tensor | None:
         """The code of each token of the head, [V, c], for rules that know which tokens look alike; text has none."""
         return None

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from mmspec.config import Options, SpecConfig, UnsupportedError
@@ -62,6 +63,7 @@ class Patch:
         now = self.family.describe(model)
         with self._lock:
             if self.target is not None and devices.moved(self.target, now):
+                now = replace(self.target, device=now.device, dtype=now.dtype)
                 self.drafter, self.target = self.drafter.fit(now, self.given), now
                 self.proposer = drafting.proposer(model, self.drafter, self.config, now, self.family.captures_drafts)
                 self.fitted = {}

@@ -24,7 +24,7 @@ from mmspec.app.bench import drafters as named
 from mmspec.app.bench import report, vlm_methods, vlm_shown
 from mmspec.app.bench.answers import TimedCall
 from mmspec.app.bench.command import BenchError
-from mmspec.app.train import build
+from mmspec.app.untrained import build
 from mmspec.drafters.block_config import BlockConfig
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.statistics import Stats

@@ -6,14 +6,12 @@ import argparse
 import copy
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_image_models
-import tokenizers
 import torch
 import transformers as T
-from tiny_image_models import BEGIN, CLOSE, END, FIRST_CODE, LINE
+from tiny_image_models import CLOSE, END, FIRST_CODE, LINE
 
 from mmspec.app.bench import command as bench
 from mmspec.app.bench import image_model
@@ -30,44 +28,9 @@ def run(*words: object) -> int:
     return bench.run(parser.parse_args(["image", *map(str, words)]))
 
 
-def tokenizer(**special: str) -> Any:
-    """Whole words as ids; the special ones where the tiny models have them."""
-    places = {
-        "image_token": 120,
-        "boi_token": BEGIN,
-        "eoi_token": 117,
-        "image_wrapper_token": BEGIN,
-        "eof_token": CLOSE,
-    }
-    vocab = {"<pad>": 0, "<s>": 1, "</s>": END, "red": 5, "blue": 6, "circle": 7, "4": 30, "*": 31, "<unk>": 32}
-    vocab |= {token: places[name] for name, token in special.items()}
-    held = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
-    held.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return T.PreTrainedTokenizerFast(
-        tokenizer_object=held, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>",
-        padding_side="left", extra_special_tokens=special,
-    )  # fmt: skip
-
-
-def janus(folder: Path) -> Path:
-    tiny_image_models.model("janus").save_pretrained(folder)
-    words = tokenizer(image_token="<image>", boi_token="<begin>", eoi_token="<end>")
-    T.JanusProcessor(T.JanusImageProcessor(), words, num_image_tokens=16).save_pretrained(folder)
-    return folder
-
-
-def emu3(folder: Path) -> Path:
-    tiny_image_models.model("emu3").save_pretrained(folder)
-    words = tokenizer(
-        image_token="<image>", boi_token="<boi>", eoi_token="<eoi>", image_wrapper_token="<begin>", eof_token="<eof>"
-    )
-    T.Emu3Processor(T.Emu3ImageProcessor(), words).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {"janus": janus(tmp_path_factory.mktemp("janus")), "emu3": emu3(tmp_path_factory.mktemp("emu3"))}
+    return {name: tiny_image_models.saved(name, tmp_path_factory.mktemp(name)) for name in ("janus", "emu3")}
 
 
 @pytest.mark.parametrize("name", ["janus", "emu3"])

@@ -16,7 +16,7 @@ from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper
 
 import mmspec
 from mmspec.app import cli
-from mmspec.app.train import build_for_pictures
+from mmspec.app.untrained import build_for_pictures
 from mmspec.drafters import static_trees
 from mmspec.drafters.blocks import Rope, rotate
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter

@@ -12,7 +12,7 @@ import torch
 
 import mmspec
 from mmspec.app import cli
-from mmspec.app.train import build_for_pictures
+from mmspec.app.untrained import build_for_pictures
 from mmspec.compile import capture
 from mmspec.drafters.heads import HeadsConfig, HeadsDrafter, View
 from mmspec.pipelines.host.training import Accelerator

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers as T
 from tiny_vlms import GAIN, TEXT, VOCAB
@@ -172,6 +174,39 @@ def model(name: str, attn: str = "sdpa") -> Any:
 def small_janus() -> Any:
     """Six codes on a grid of 2 × 2: few enough to count."""
     return randomised(_janus(codes=6, side=2), 0, GAIN)
+
+
+def tokenizer(**special: str) -> Any:
+    """Whole words as ids; the special ones where the tiny models have them."""
+    places = {
+        "image_token": 120,
+        "boi_token": BEGIN,
+        "eoi_token": 117,
+        "image_wrapper_token": BEGIN,
+        "eof_token": CLOSE,
+    }
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": END, "red": 5, "blue": 6, "circle": 7, "4": 30, "*": 31, "<unk>": 32}
+    vocab |= {token: places[name] for name, token in special.items()}
+    held = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    held.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return T.PreTrainedTokenizerFast(
+        tokenizer_object=held, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>", sep_token="4",
+        padding_side="left", extra_special_tokens=special,
+    )  # fmt: skip
+
+
+def saved(name: str, folder: Path) -> Path:
+    """A model and its processor as a folder that `from_pretrained` reads; its prompts are red and blue circles."""
+    model(name).save_pretrained(folder)
+    marks = {"image_token": "<image>", "boi_token": "<begin>", "eoi_token": "<end>"}
+    if name == "janus":
+        T.JanusProcessor(T.JanusImageProcessor(), tokenizer(**marks), num_image_tokens=16).save_pretrained(folder)
+    elif name == "emu3":
+        words = tokenizer(**{**marks, "boi_token": "<boi>"}, image_wrapper_token="<begin>", eof_token="<eof>")
+        T.Emu3Processor(T.Emu3ImageProcessor(), words).save_pretrained(folder)
+    else:
+        T.ChameleonProcessor(T.ChameleonImageProcessor(), tokenizer(**marks)).save_pretrained(folder)
+    return folder
 
 
 def draw(target: Any, call: dict[str, Any], **options: Any) -> Any:

@@ -19,7 +19,8 @@ from PIL import Image
 import mmspec
 from benchmarks.zoo import sources
 from mmspec.app import cli
-from mmspec.app.train import build, train
+from mmspec.app.train import train
+from mmspec.app.untrained import build
 from mmspec.checkpoints.save import save_drafter
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.feature import FeatureDrafter

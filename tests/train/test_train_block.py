@@ -14,9 +14,8 @@ from PIL import Image
 
 import mmspec
 from benchmarks.zoo.recipes.drafters import DRAFTERS
-from mmspec.app import train_block
 from mmspec.app.train import train
-from mmspec.app.train_block import build, layers_read
+from mmspec.app.untrained import build, check_block, layers_read
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.pipelines.teacher import Teacher
 from mmspec.train.data import read
@@ -77,7 +76,7 @@ def test_a_drafter_of_one_layer_reads_as_many_of_the_targets():
 def test_the_recipe_of_the_zoo_fits_its_drafter_and_its_size():
     recipe = DRAFTERS["scenes-video-block"]
     made = build(recipe.method, tiny_llava.model(), recipe.intermediate, **recipe.shape)
-    train_block.check(made, RECIPES[recipe.recipe])
+    check_block(made, RECIPES[recipe.recipe])
     assert RECIPES[recipe.recipe].unroll == made.config.most == recipe.drafts.depth
     whole = {"hidden": 192, "heads": 3, "kv_heads": 3, "head_dim": 64, "vocab": 2048}
     assert 2 * sum(p.numel() for p in BlockDrafter(replace(made.config, **whole)).parameters()) <= 2**21

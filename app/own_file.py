@@ -1,0 +1,35 @@
+"""A Python file of the user's with a model that draws and the way it is called, for models that mmspec cannot call."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from mmspec.app.devices import EngineError, find_device, find_dtype, first_line
+from mmspec.pipelines.families.table import unwrap
+from mmspec.pipelines.host import image_models
+from mmspec.pipelines.host.image_models import ImageModel
+
+OWN_FILE = (
+    "name a Python file with `load(device, dtype)`, which returns what mmspec.enable takes, and `draw(model, prompts, "
+    "**settings)`, which returns a picture for each prompt"
+)
+
+
+def of_file(path: Path, device: str, dtype: str) -> ImageModel:
+    """What the file's `load` gives, drawn by its `draw`.
+
+    Raises EngineError: no such file, or one that fails or lacks either.
+    """
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise EngineError(f"no file {str(path)!r}; {OWN_FILE}")
+    module, place = importlib.util.module_from_spec(spec), find_device(device)
+    try:
+        spec.loader.exec_module(module)
+        target = module.load(place, find_dtype(dtype, place))
+        draw = module.draw
+    except Exception as error:  # of the user's code
+        raise EngineError(f"cannot load {str(path)!r} ({first_line(error)}); {OWN_FILE}") from error
+    codes = image_models.codes_of(unwrap(target))
+    return ImageModel(target, lambda prompts, **settings: draw(target, prompts, **settings), codes)

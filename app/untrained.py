@@ -1,0 +1,178 @@
+"""Untrained drafters in the shape of a target's own layers, for `mmspec train`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mmspec.drafters.block_config import BlockConfig
+from mmspec.drafters.dflash import BlockDrafter
+from mmspec.drafters.heads import HeadsConfig, HeadsDrafter
+from mmspec.protocols import TargetInfo
+from mmspec.registry import drafter_class
+from mmspec.train.recipes import Recipe
+from mmspec.types import FINAL
+
+if TYPE_CHECKING:
+    from mmspec.pipelines.host.kinds import GenerativeModel
+
+FEATURES = 5  # the least that are read, however few layers a drafter has; that many in most published files
+DRAWING = ("eagle", "heads")  # methods for models that draw
+BLOCKS: dict[str, dict[str, Any]] = {  # method: what its published drafters have beside DFlash's layers
+    "block": {},
+    "dflash": {},
+    "dspark": {"markov_rank": 256, "confidence": True, "confidence_markov": True, "anchored": True, "block": 8},
+}
+
+
+def draftable(method: str) -> None:
+    """ValueError for a method that cannot draft for a model that draws."""
+    if method not in DRAWING:
+        allowed = " or ".join(map(repr, DRAWING))
+        raise ValueError(f"{method!r} is for models that look at pictures; for one that draws them use {allowed}")
+
+
+def _made(method: str, info: TargetInfo, shape: dict[str, Any], **values: object) -> Any:
+    """An untrained drafter on the target's final feature, with norms throughout: what is trained here."""
+    made = drafter_class(method)
+    usual = {"features": (FINAL,), "input_norm": True, "embed_norm": True, "out_norm": True, "fc_bias": False}
+    of = {"hidden": info.hidden, "kv_heads": values["heads"], "vocab": info.vocab, "target": info.name}
+    return made(made.Config.of({**usual, **of, **values, **shape}))
+
+
+def build(method: str, model: GenerativeModel, intermediate: int | None, **shape: object) -> Any:
+    """An untrained drafter in the shape of the target's own decoder layer, with norms throughout.
+
+    Args:
+        method: any but `heads`; one of BLOCKS has five layers that read five of the target's.
+        shape: other values of the method's config.
+
+    Raises ValueError: a value that the method's config does not have, or does not allow.
+    """
+    from mmspec.pipelines.families import table as families
+
+    if method in BLOCKS:
+        return _block(method, model, intermediate, **shape)
+    if method == "mtp":
+        return _mtp(model, intermediate, shape)
+    return _like(method, model, families.of(model).describe(model), intermediate, shape)
+
+
+def _like(
+    method: str, model: GenerativeModel, info: TargetInfo, intermediate: int | None, shape: dict[str, Any]
+) -> Any:  # fmt: skip
+    """An untrained drafter for what `info` describes, in the shape of the model's own decoder layer."""
+    return _made(method, info, shape, **layer_of(model, info.hidden, intermediate))
+
+
+def _mtp(model: GenerativeModel, intermediate: int | None, shape: dict[str, Any]) -> Any:
+    """A multi-token-prediction head to be trained: the target's own, or a new one of its classes.
+
+    Raises ValueError: a shape; the target's classes have theirs.
+    """
+    from mmspec.pipelines.drafters.mtp import MtpDrafter
+
+    if shape or intermediate is not None:
+        raise ValueError("'mtp' trains a layer of the target's own classes, in its shape; leave --shape out")
+    return MtpDrafter.untrained(model)
+
+
+def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape: object) -> Any:
+    """An untrained drafter in the shape of the own layer of what draws; of a LlamaGen, on rows and columns.
+
+    Raises ValueError: a method that reads pictures; there are none in these prompts. Or `heads`, for another model.
+    """
+    from mmspec.pipelines.families import table as families
+    from mmspec.pipelines.host.image_models import ImageModel
+
+    draftable(method)
+    if isinstance(pipe, ImageModel):
+        if method == "heads":
+            raise ValueError("'heads' draft for LlamaGen alone; for another model that draws use 'eagle'")
+        model: Any = families.unwrap(pipe.target)
+        family = families.of(model)
+        return _like(method, model, family.pictures(model) or family.describe(model), intermediate, shape)
+    c = pipe.transformer.config
+    if method == "heads":
+        about = families.of(pipe).describe(pipe)
+        streams = 2 if pipe._settings({}, "latent", 1)["guidance_scale"] > 1 else 1
+        values = {"hidden": c.dim, "intermediate": intermediate or 192, "vocab": c.vocab, "grid": c.grid}
+        return HeadsDrafter(HeadsConfig.of({**values, "streams": streams, "target": about.name, **shape}))
+    return _made(
+        method, families.of(pipe).describe(pipe), shape, heads=c.heads, rope="2d", grid=c.grid, rope_theta=c.rope_base,
+        norm_eps=c.norm_eps, intermediate=intermediate or pipe.transformer.layers[0].feed_forward.w2.in_features,
+    )  # fmt: skip
+
+
+def layer_of(model: GenerativeModel, hidden: int, intermediate: int | None) -> dict[str, Any]:
+    """The shape of a target's own decoder layer, as configs of drafters have it."""
+    c = model.get_decoder().config
+    theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
+    return {
+        "intermediate": intermediate or c.intermediate_size, "heads": c.num_attention_heads,
+        "head_dim": getattr(c, "head_dim", None) or hidden // c.num_attention_heads, "rope_theta": float(theta),
+        "norm_eps": float(getattr(c, "rms_norm_eps", 1e-6)),
+        "target_revision": getattr(model.config, "_commit_hash", None) or "",
+    }  # fmt: skip
+
+
+def layers_read(layers: int, count: int) -> tuple[int, ...]:
+    """The decoder layers whose inputs are read: the outputs of `count` layers, evenly to L − 3 (z-lab's code)."""
+    last = max(1, layers - 3)
+    ids = {round(1 + i * (last - 1) / max(1, count - 1)) if count > 1 else layers // 2 for i in range(count)}
+    return tuple(sorted({min(i + 1, layers - 1) for i in ids}))
+
+
+def mask_token(model: GenerativeModel) -> int:
+    """The token whose embedding stands for a mask: the padding's, or that of pictures, which no text holds either.
+
+    A padding token that was never anything else often has an embedding of zeros. Norms keep it so, hence queries of
+    zeros: all rows of a block would be one and the same.
+    """
+    from mmspec.pipelines.host.vision import placeholders
+
+    pad, table = getattr(model.get_decoder().config, "pad_token_id", None), model.get_input_embeddings().weight
+    known = [*([] if pad is None else [pad]), *placeholders(model.config), len(table) - 1]
+    return next(i for i in known if i == known[-1] or (i < len(table) and bool(table[i].any())))
+
+
+def _block(method: str, model: GenerativeModel, intermediate: int | None, **shape: Any) -> BlockDrafter:
+    """An untrained block drafter of five layers that read five of the target's.
+
+    Args:
+        shape: other values of the drafter's config.
+
+    Raises ValueError: a value that its config does not have, or does not allow; or a mask whose embedding is zero.
+    """
+    from mmspec.pipelines.families import table as families
+
+    c, info = model.get_decoder().config, families.of(model).describe(model)
+    layers = shape.get("layers", 5)
+    usual = {
+        "hidden": info.hidden, "vocab": info.vocab, "target": info.name, **layer_of(model, info.hidden, intermediate),
+        "kv_heads": getattr(c, "num_key_value_heads", None) or c.num_attention_heads, "layers": layers,
+        "features": layers_read(info.layers, max(layers, FEATURES)), "mask_token": mask_token(model),
+    }  # fmt: skip
+    config = BlockConfig.of({**usual, **BLOCKS[method], **shape})
+    table, mask = model.get_input_embeddings().weight, config.mask_token
+    if not (0 <= mask < len(table) and table[mask].any()):
+        raise ValueError(
+            f"mask_token {mask} has no embedding, or one of zeros, by which all rows of a block would be the same; "
+            "name a token that has one and that no text holds: --shape mask_token=ID"
+        )
+    return BlockDrafter(config)
+
+
+def check_block(drafter: BlockDrafter, recipe: Recipe) -> None:
+    """Refuse a block drafter and a recipe that do not go together.
+
+    Raises ValueError: what cannot be learnt here, or more steps than a block drafts.
+    """
+    c = drafter.config
+    if c.selector_rank or c.markov == "rnn":
+        raise ValueError("a selector, or a recurrent Markov head, cannot be trained here; leave them out")
+    if recipe.unroll > c.most:
+        raise ValueError(
+            f"a block of {c.block} learns at most {c.most} steps: --set unroll={c.most}, or a larger block"
+        )
+    if recipe.rollouts:
+        raise ValueError("a block drafter has no rollouts: it does not read what it predicts; --set rollouts=0")

@@ -1,0 +1,178 @@
+"""An eagle for the pictures of Janus, Emu3 and Anole: what its teacher sees is what their own calls see."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_image_models
+import torch
+from tiny_image_models import PAINTERS, PROMPTS
+
+import mmspec
+from mmspec.app import cli
+from mmspec.app.train import train
+from mmspec.app.untrained import build_for_pictures
+from mmspec.config import UnsupportedError
+from mmspec.pipelines.host.image_models import ImageModel
+from mmspec.pipelines.image_teacher import ImageTeacher
+from mmspec.train.data import TrainingSample
+from mmspec.train.recipes import IMAGE_EAGLE
+
+MODELS = ["janus", "emu3", "chameleon", "chameleon guided"]
+SAMPLES = [TrainingSample(list, str(row)) for row in range(3)]
+TEMPERATURE = 1.0
+
+
+def painted(name: str, model: Any = None) -> ImageModel:
+    """The tiny model, whose prompts are the numbers of rows."""
+    model = tiny_image_models.model(name) if model is None else model
+    calls = PAINTERS[name].call(3)
+
+    def draw(prompts: list[str], **settings: Any) -> list[Any]:
+        rows = torch.tensor([int(prompt) for prompt in prompts])
+        each = {k: v[rows] if isinstance(v, torch.Tensor) else v for k, v in calls.items()}
+        model.generate(**{**each, "do_sample": True, "temperature": TEMPERATURE, "top_k": 0, **settings})
+        return []
+
+    return ImageModel(model, draw)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("piece", [512, 5])
+def test_the_trace_is_what_drawing_saw(name: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy pictures of a plain call are the likeliest tokens of the trace, read at once or in pieces."""
+    monkeypatch.setattr("mmspec.pipelines.image_teacher.PIECE", piece)
+    model, painter = tiny_image_models.model(name), painted(name)
+    with ImageTeacher(painter, (-1, 1), {"do_sample": False}) as teacher:
+        answers = teacher.answers(SAMPLES, 0, 0.0)
+        trace = teacher.trace(SAMPLES, answers)
+        logits, S = teacher.head(trace.final), teacher.target.streams
+    assert not type(model).__name__.startswith("Mmspec") and len({tuple(row) for row in answers}) == 3
+    T = trace.ids.shape[1]
+    assert (1 if name == "chameleon" else 2) == S and trace.features.shape == (3, T, 2 * S * 64)
+    assert torch.equal(trace.features.unflatten(-1, (S, 2, 64))[..., 0, :].flatten(-2), trace.final)
+    for row, answer in enumerate(answers):
+        said = trace.answered[row].nonzero()[:, 0]
+        assert trace.ids[row, said].tolist() == answer
+        first, last = (0, None) if name == "janus" else (40, 104)  # the codes, and no marks
+        found = (first + logits[row, said - 1, first:last].argmax(-1)).tolist()
+        codes = [i for i, token in enumerate(answer) if last is None or first <= token < last]
+        assert len(codes) >= 8
+        assert [found[i] for i in codes] == [answer[i] for i in codes]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_a_draft_reads_what_training_read(name: str) -> None:
+    """The features along a picture are those that a drafter is given as the picture is drawn."""
+    painter = painted(name)
+    with ImageTeacher(painter, (-1,)) as teacher:
+        torch.manual_seed(3)
+        answers = teacher.answers(SAMPLES, 0, 0.0)
+        trace = teacher.trace(SAMPLES, answers)
+    seen: dict[int, torch.Tensor] = {}
+
+    class Watch(mmspec.drafters.plain.Plain):  # type: ignore[name-defined, misc]
+        features = (-1,)
+
+        def start(self, session: Any, target: Any, prompt: Any) -> None:
+            seen[-1] = prompt.hidden
+
+        def propose(self, session: Any, target: Any) -> Any:
+            if len(session.rows) == 3 and session.last.scores.hidden is not None:
+                seen[int(session.emitted[0])] = session.last.scores.hidden
+            return super().propose(session, target)
+
+    with mmspec.enable(painter.target, drafter=Watch(), reproducible=True):
+        torch.manual_seed(3)
+        painter.draw(["0", "1", "2"])
+    L = seen[-1].shape[1]
+    torch.testing.assert_close(trace.features[:, :L], seen.pop(-1))
+    assert len(seen) > 3
+    for emitted, hidden in sorted(seen.items())[1:]:
+        torch.testing.assert_close(trace.features[:, L + emitted - 2], hidden[:, 0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_raises_tau_and_draws_the_same(name: str, tmp_path: Path) -> None:
+    model = copy.deepcopy(tiny_image_models.model(name))
+    painter = painted(name, model)
+    data = tmp_path / "prompts.txt"
+    data.write_text("0\n1\n2\n" * 6)
+    recipe = IMAGE_EAGLE.with_(steps=30, batch=4, lr=5e-3, held_out=3, unroll=2, writing=3, noise=0.0, token_weight=1.0)
+    made = train(model=painter, processor=None, method="eagle", data=f"prompts:{data}", out=tmp_path / "run",
+                 recipe=recipe, intermediate=64)  # fmt: skip
+    report = mmspec.load_drafter(tmp_path / "run" / "drafter")
+    assert report.config == made.config and made.config.hidden == 64
+    call = PAINTERS[name].call(3)
+    with mmspec.enable(model, drafter="jacobi"):
+        wanted = tiny_image_models.draw(model, call)
+    with mmspec.enable(model, drafter=str(tmp_path / "run" / "drafter"), depth=3, width=2, size=6) as handle:
+        assert torch.equal(tiny_image_models.draw(model, call), wanted)
+    assert handle.stats.rounds
+
+
+def small_janus() -> Any:
+    """Other codes than words: a drafter fits one of the two."""
+    return copy.deepcopy(tiny_image_models.small_janus())
+
+
+def test_a_drafter_for_pictures_leaves_text_alone() -> None:
+    model = small_janus()
+    made = build_for_pictures("eagle", ImageModel(model, lambda prompts: []), 32).eval()
+    assert made.config.vocab == 6
+    picture = {**tiny_image_models.ragged([[*PROMPTS[0], tiny_image_models.BEGIN]]), "generation_mode": "image",
+               "guidance_scale": 2.0}  # fmt: skip
+    text = {**tiny_image_models.ragged(PROMPTS[:1]), "max_new_tokens": 6, "max_length": None}
+    wanted = [tiny_image_models.draw(model, call) for call in (picture, text)]
+    with mmspec.enable(model, drafter=made, depth=2, width=2, size=4) as handle:
+        assert torch.equal(tiny_image_models.draw(model, picture), wanted[0]) and handle.stats.rounds
+        with pytest.raises(UnsupportedError, match="one for pictures, and this call writes text"):
+            tiny_image_models.draw(model, text)
+    fallback = mmspec.enable(model, drafter=made, on_unsupported="fallback", depth=2, width=2, size=4)
+    with fallback, pytest.warns(UserWarning, match="writes text"):
+        assert torch.equal(tiny_image_models.draw(model, text), wanted[1])
+    with pytest.raises(ValueError, match="vocabulary 6 "):
+        mmspec.enable(tiny_image_models.model("janus"), drafter=made)
+
+
+OWN = """
+from mmspec.pipelines.host import image_models
+
+def load(device, dtype):
+    global held
+    held = image_models.load({folder!r}, device, dtype)
+    return held.target
+
+def draw(model, prompts, **settings):
+    return held.draw(prompts, **settings)
+"""
+
+
+@pytest.mark.parametrize("name", ["janus", "emu3", "chameleon", "own file"])
+def test_the_command_trains_for_a_folder(name: str, tmp_path: Path) -> None:
+    kind = "janus" if name == "own file" else name
+    folder = tiny_image_models.saved(kind, tmp_path / "target")
+    target = folder
+    if name == "own file":
+        target = tmp_path / "own.py"
+        target.write_text(OWN.format(folder=str(folder)))
+    (tmp_path / "prompts.txt").write_text("red circle\nblue circle\nred circle blue\nblue circle red\n" * 2)
+    words = ["train", "--target", target, "--data", f"prompts:{tmp_path / 'prompts.txt'}", "--out", tmp_path / "run"]
+    words += ["--intermediate", 32, "--device", "cpu", "--draw", "temperature=1.5"]
+    words += [f"image_area={16 * 64}"] if name == "emu3" else []
+    words += [] if name == "chameleon" else ["guidance_scale=2.0"]
+    settings = ["--set", "steps=2", "batch=2", "held_out=2", "unroll=2", "writing=4"]
+    assert cli.main([*map(str, words), *settings]) == 0
+    model = copy.deepcopy(tiny_image_models.model(kind))
+    with mmspec.enable(model, drafter=str(tmp_path / "run" / "drafter")) as handle:
+        tiny_image_models.draw(model, PAINTERS[kind].call(2))
+    assert handle.stats.rounds
+
+
+def test_heads_are_for_llamagen(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'heads' draft for LlamaGen alone"):
+        build_for_pictures("heads", painted("janus"), 32)
