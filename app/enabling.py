@@ -178,7 +178,7 @@ def _check(words: Mapping[str, object], kinds: Iterable[object]) -> None:
         SpecConfig.split(words)
     except ValueError as error:
         raise EnableError(f"--enable: {error}") from error
-    for flag in ("reproducible", "auto"):
+    for flag in ("reproducible", "auto", "lookup"):
         if not isinstance(words.get(flag, False), bool):
             raise EnableError(f"--enable {flag}= is true or false; got {words[flag]!r}")
     for name, value in words.items():

@@ -118,10 +118,13 @@ def methods(model: Any, args: argparse.Namespace) -> Iterator[RealMethod]:
         refused = args.batch > 1 and name.startswith("hf-")  # transformers' own assisted generation is for one row
         if (name == "stock" or name in args.methods) and not refused:
             yield RealMethod(name, another(), arguments)
-    ours = {name: name for name in args.methods if name in WEIGHTLESS} | {one.stem: str(one) for one in args.drafters}
-    for (name, drafter), compiled in itertools.product(ours.items(), args.compile):
+    ours: dict[str, dict[str, Any]] = {name: {"drafter": name} for name in args.methods if name in WEIGHTLESS}
+    ours |= {one.stem: {"drafter": str(one)} for one in args.drafters}
+    if args.lookup:
+        ours |= {f"{one.stem} + lookup": {"drafter": str(one), "lookup": True} for one in args.drafters}
+    for (name, options), compiled in itertools.product(ours.items(), args.compile):
         own = another()
-        handle = mmspec.enable(own, drafter=drafter, compile=compiled)
+        handle = mmspec.enable(own, compile=compiled, **options)
         yield RealMethod(name + " compiled" * compiled, own, {}, handle)
 
 
@@ -230,6 +233,7 @@ def main() -> None:
     ours = [*STOCK[1:3], *WEIGHTLESS]
     add("--methods", nargs="*", choices=ours, default=ours, metavar="NAME", help=", ".join(ours))
     add("--drafters", nargs="*", type=Path, default=[], help="folders of trained drafters, called as their folders are")
+    add("--lookup", action="store_true", help="each of these also with lookup=True")
     add("--assistant", type=Path, help="folder of a smaller model of the same tokens; adds stock assisted generation")
     add("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     add("--calls", type=int, default=12, help="of each kind, at most")

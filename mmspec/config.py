@@ -34,6 +34,8 @@ class SpecConfig:
             switch, and so on the clock, except with `reproducible` or greedy decoding. None: on for drafters of
             text without weights (ngram, suffix, recycle) under a lossless rule, whose seeds draw the same either way;
             they weigh each draft by the measured time of rounds of its size, and are not turned off.
+        lookup: beside a trained drafter or a smaller model, copy what followed the end of a row's text where it stood
+            in that text before, wherever that promises more than the drafts did. The distribution is kept.
         compile: capture the target's forward and a feature drafter's pass (for pictures of LlamaGen and Janus the
             forward only) and compile them, once for each shape; also the decoder's reading of prompts without padding,
             for the first four shapes of prompts that occur twice. The first calls take up to a minute. What cannot be
@@ -49,6 +51,7 @@ class SpecConfig:
     budget: float | None = None
     reproducible: bool = False
     auto: bool | None = None
+    lookup: bool = False
     compile: bool = False
     prefix_cache: str | int | None = None
     on_unsupported: str = "error"
@@ -60,6 +63,8 @@ class SpecConfig:
                 f"compile must be True or False; got {self.compile!r}. Write True, which does what 'all' did, also in "
                 "place of 'auto', which is no more"
             )
+        if not isinstance(self.lookup, bool):
+            raise ValueError(f"lookup must be True or False; got {self.lookup!r}")
         if self.budget is not None and not self.budget >= 0:
             raise ValueError(f"budget must be a distance ≥ 0, or None for no limit; got {self.budget!r}")
         if self.budget is not None and getattr(self.rule, "name", self.rule) == "exact":

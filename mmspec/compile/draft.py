@@ -53,16 +53,17 @@ class CapturedDraft:
         vocab: rows of that head.
         held: what was captured with this drafter's layer and these weights. A capture is used once its draft was one
             that keeps the distribution: see `check`.
-        depth: of the longest draft of these rows; None: this drafter's own.
+        depths: of the longest drafts of these rows, each of which has a capture; none: this drafter's own.
     """
 
     def __init__(
         self, drafter: Capturable, weights: Callable[[], Iterable[Tensor]], vocab: int, held: Held,
-        depth: int | None = None,
+        depths: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.drafter, self.weights, self.vocab, self.held = drafter, weights, vocab, held
         self.features, self.nodes = drafter.features, drafter.nodes
-        self.rows = 1 + (depth or drafter.options.depth)  # that a round can hand over, if the one before drafted
+        # that a round can hand over, if the one before drafted
+        self.most = sorted(1 + depth for depth in (depths or [drafter.options.depth]))
 
     def start(self, session: SessionView[FeatureMemory], target: Target, prompt: Prompt) -> FeatureMemory:
         self.held.check(self.drafter)
@@ -74,22 +75,23 @@ class CapturedDraft:
     @torch.no_grad()
     def propose(self, session: SessionView[FeatureMemory], target: Target) -> Draft:
         weighed = target.weighs and not self.drafter.head.own
-        if weighed or session.last.kept.shape[1] > self.rows:
+        rows = next((n for n in self.most if session.last.kept.shape[1] <= n), None)
+        if weighed or rows is None:
             return self.drafter.propose(session, target)
         memory = session.memory
         hidden, follow, count, counts = decided(session.last)
-        missing = self.rows - follow.shape[1]  # rows past `count` mean nothing, and are written over
+        missing = rows - follow.shape[1]  # rows past `count` mean nothing, and are written over
         inputs = [pad(hidden, (0, 0, 0, missing)), pad(follow, (0, missing)), count]
         inputs += [session.pending, session.emitted, session.seeds, *memory.state()]
         inputs = [t.contiguous() for t in inputs]  # such as counts that stand for all rows at once
         after = memory.lengths.plus(counts, count)
-        attend = self.drafter.attending(memory, replace(memory, lengths=after), self.rows)
+        attend = self.drafter.attending(memory, replace(memory, lengths=after), rows)
         o, drawn = self.drafter.options, draws(self.drafter.options, session)
         shape, head = (o.tree, o.depth, o.width, o.size), self.drafter.head
         key = (shape, head.vocab, drawn, target.guidance, *(t.shape for t in inputs))
 
         def made() -> PiecewiseFunction:
-            captured = self._capture(target, drawn, inputs, memory)
+            captured = self._capture(target, drawn, inputs, memory, rows)
             check(self._draft(captured(attend, *inputs)), session, self.vocab)
             return captured
 
@@ -111,14 +113,16 @@ class CapturedDraft:
         tree = Tree(parents, depth, ancestors, o.tree == "chain", families)
         return Draft(tokens, tree, Categorical(*distribution) if distribution else None)
 
-    def _capture(self, target: Target, drawn: bool, inputs: list[Tensor], memory: FeatureMemory) -> PiecewiseFunction:
+    def _capture(
+        self, target: Target, drawn: bool, inputs: list[Tensor], memory: FeatureMemory, rows: int
+    ) -> PiecewiseFunction:
         drafter, o, device = self.drafter, self.drafter.options, inputs[0].device
         static = o.tree != static_trees.DYNAMIC
-        fixed = [chain(self.rows, device), static_trees.plan(o.tree, o.depth, device) if static else None]
+        fixed = [chain(rows, device), static_trees.plan(o.tree, o.depth, device) if static else None]
 
         def run(hidden: Tensor, follow: Tensor, count: Tensor, *state: Tensor) -> list[Tensor]:
             pending, emitted, seeds, *rest = state
-            path = Decided(hidden, follow, count, (self.rows,) * len(count))
+            path = Decided(hidden, follow, count, (rows,) * len(count))
             with memory.passing(rest) as empty:
                 within = _Within(pending, emitted, seeds, cast(FeatureMemory, empty))
                 draft = drafter.draft(within, target, path, drawn)

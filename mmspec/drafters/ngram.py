@@ -11,24 +11,16 @@ from mmspec.config import Options
 from mmspec.drafters.likely import Rates, worthwhile
 from mmspec.drafters.shape import Sizes
 from mmspec.protocols import PerRow, SessionView, Target, TargetInfo
-from mmspec.switch import Price, Prices
+from mmspec.switch import Prices
 from mmspec.tree import chain
 from mmspec.types import NO_TOKEN, Draft, Prompt
 
+ORDERS = (3, 2, 1)
 _USUAL = Sizes(7, 1, 8)
 _RUNS = 5  # how many tokens in a row were guessed right before is told apart up to here, less one
 _DOUBT = 4.0  # tests that a first guess of a rate is worth
 _FIRST = 0.4  # that guess
 _LATEST = 200  # tests of a rate after which half of them are forgotten
-
-
-@dataclass
-class Index:
-    """Where each n-gram of a text was last followed by something."""
-
-    places: dict[tuple[int, ...], int] = field(default_factory=dict)
-    read: int = 0  # tokens indexed so far
-    run: int = 0  # tokens in a row that were guessed right
 
 
 def _hits() -> Rates:
@@ -38,6 +30,62 @@ def _hits() -> Rates:
 def _kind(order: int, run: int) -> tuple[int, int]:
     """Of a guess: the length of its n-gram, and how many guesses before came true in a row."""
     return order, min(run, _RUNS - 1)
+
+
+@dataclass
+class Index:
+    """Where each n-gram of a text was last followed by something, and how often that came again.
+
+    Attributes:
+        hits: by the length of a match, and by how many guesses before came true in a row.
+        orders: lengths of the n-grams to match, tried in this order.
+    """
+
+    hits: Rates = field(default_factory=_hits)
+    orders: tuple[int, ...] = ORDERS
+    places: dict[tuple[int, ...], int] = field(default_factory=dict)
+    read: int = 0  # tokens indexed so far
+    run: int = 0  # tokens in a row that were guessed right
+
+    def follow(self, tokens: list[int], depth: int) -> tuple[list[int], list[float]]:
+        """What followed the longest match of the end of a text, at most `depth` tokens, and how many tokens a row gains
+        on average from none of them, the first, the first two, …
+
+        Args:
+            tokens: the text; what came since the last call tests what would have been guessed.
+        """
+        answered = self.read  # the prompt tests nothing
+        for end in range(max(self.read, 1), len(tokens)):
+            if answered:
+                self._test(tokens, end)
+            for n in self.orders:  # an n-gram that ends before `end` is followed by tokens[end]
+                if end >= n:
+                    self.places[tuple(tokens[end - n : end])] = end
+        self.read = len(tokens)
+        order, at = self._match(tokens, len(tokens))
+        copied, promises, likely = tokens[at : at + depth] if order else [], [1.0], 1.0
+        for step in range(len(copied)):
+            likely *= self.hits.of(_kind(min(order + step, max(self.orders)), self.run + step), _FIRST)
+            promises.append(promises[-1] + likely)
+        return copied, promises
+
+    def _test(self, tokens: list[int], end: int) -> None:
+        """What would have been guessed for tokens[end]."""
+        order, at = self._match(tokens, end)
+        if order:
+            true = tokens[at] == tokens[end]
+            self.hits.test(_kind(order, self.run), true)
+            self.run = self.run + 1 if true else 0
+        else:
+            self.run = 0
+
+    def _match(self, tokens: list[int], end: int) -> tuple[int, int]:
+        """The longest n-gram before `end` that stood in the text before, and where what followed it is; 0: none."""
+        for n in self.orders:
+            at = self.places.get(tuple(tokens[end - n : end])) if end >= n else None
+            if at is not None:
+                return n, at
+        return 0, 0
 
 
 @dataclass(frozen=True)
@@ -50,7 +98,7 @@ class NgramDrafter:
         prices: what drafts cost, where that is measured: chains are then as long as it pays; None: as long as they can.
     """
 
-    orders: tuple[int, ...] = (3, 2, 1)
+    orders: tuple[int, ...] = ORDERS
     options: Sizes = _USUAL
     features: tuple[int, ...] = ()
     shares: ClassVar[bool] = True  # whether it drafts may depend on the clock, see `SpecConfig.auto`
@@ -71,54 +119,17 @@ class NgramDrafter:
         return replace(self, options=Sizes(depth, 1, depth + 1), hits=_hits())
 
     def start(self, session: SessionView[PerRow[Index]], target: Target, prompt: Prompt) -> PerRow[Index]:
-        return PerRow([Index() for _ in session.rows])
+        return PerRow([Index(self.hits, self.orders) for _ in session.rows])
 
     def propose(self, session: SessionView[PerRow[Index]], target: Target) -> Draft:
         price = None if self.prices is None else self.prices.of(len(session.rows), session.pending.device.type)
-        copies = [
-            self._continuation(index, row.tokens, price)
-            for index, row in zip(session.memory.values, session.rows, strict=True)
-        ]
+        copies = []
+        for index, row in zip(session.memory.values, session.rows, strict=True):
+            copied, promises = index.follow(row.tokens, self.options.depth)
+            copies.append(copied if price is None else copied[: worthwhile(promises, price) - 1])
         depth = max(map(len, copies))
         chains = [
             [row.tokens[-1], *f, *[NO_TOKEN] * (depth - len(f))] for row, f in zip(session.rows, copies, strict=True)
         ]
         tokens = torch.tensor(chains, device=session.pending.device)
         return Draft(tokens, chain(depth + 1, tokens.device).expand(len(chains)))
-
-    def _continuation(self, index: Index, tokens: list[int], price: Price | None) -> list[int]:
-        answered = index.read  # the prompt tests nothing
-        for end in range(max(index.read, 1), len(tokens)):
-            if answered:
-                self._test(index, tokens, end)
-            for n in self.orders:  # an n-gram that ends before `end` is followed by tokens[end]
-                if end >= n:
-                    index.places[tuple(tokens[end - n : end])] = end
-        index.read = len(tokens)
-        order, at = self._match(index, tokens, len(tokens))
-        copied = tokens[at : at + self.options.depth] if order else []
-        if price is None or not copied:
-            return copied
-        promises, likely = [1.0], 1.0
-        for step in range(len(copied)):
-            likely *= self.hits.of(_kind(min(order + step, max(self.orders)), index.run + step), _FIRST)
-            promises.append(promises[-1] + likely)
-        return copied[: worthwhile(promises, price) - 1]
-
-    def _test(self, index: Index, tokens: list[int], end: int) -> None:
-        """What would have been guessed for tokens[end]."""
-        order, at = self._match(index, tokens, end)
-        if order:
-            true = tokens[at] == tokens[end]
-            self.hits.test(_kind(order, index.run), true)
-            index.run = index.run + 1 if true else 0
-        else:
-            index.run = 0
-
-    def _match(self, index: Index, tokens: list[int], end: int) -> tuple[int, int]:
-        """The longest n-gram before `end` that stood in the text before, and where what followed it is; 0: none."""
-        for n in self.orders:
-            at = index.places.get(tuple(tokens[end - n : end])) if end >= n else None
-            if at is not None:
-                return n, at
-        return 0, 0

@@ -12,10 +12,12 @@ from torch import nn
 from mmspec.compile.draft import CapturedDraft
 from mmspec.compile.held import Held, weights
 from mmspec.config import SpecConfig
+from mmspec.drafters import lookup
 from mmspec.drafters.adaptive import Adaptive, variants
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.drafters.heads import HeadsDrafter
+from mmspec.drafters.shape import Shape, Sizes
 from mmspec.pipelines.host import devices
 from mmspec.pipelines.target import captures
 from mmspec.protocols import Compilable, Drafter, Proposer, TargetInfo
@@ -35,7 +37,7 @@ def proposer(model: object, drafter: Drafter, config: SpecConfig, target: Target
         drafts: whether `compile` captures what the drafter does, too.
 
     Raises:
-        ValueError: `auto` where several processes share a model.
+        ValueError: `auto` where several processes share a model, or `lookup` beside a drafter that does not learn.
     """
     if config.auto and devices.shared(model):
         raise ValueError(
@@ -44,11 +46,21 @@ def proposer(model: object, drafter: Drafter, config: SpecConfig, target: Target
         )
     compile = config.compile if drafts or isinstance(drafter, HeadsDrafter) else False
     options = getattr(drafter, "options", None)
-    if options is not None and getattr(options, "adaptive", False):
-        depth, each = options.depth, variants(drafter)
-        ready: Proposer = Adaptive({n: _captured(model, one, compile, target, depth) for n, one in each.items()})
+    if config.lookup and (not isinstance(options, Shape) or isinstance(options, Sizes) or target.ends is None):
+        raise ValueError(
+            "lookup=True copies a row's text beside a trained drafter or a smaller model that drafts for text; this is "
+            f"{type(drafter).__name__}, so leave lookup out"
+        )
+    depths = {getattr(options, "depth", 0), *([lookup.LENGTH] if config.lookup else [])}  # of what is drafted
+    adaptive = getattr(options, "adaptive", False)
+    if adaptive:
+        each = {n: _captured(model, one, compile, target, depths) for n, one in variants(drafter).items()}
+        ready: Proposer = Adaptive(each)
     else:
-        ready = _captured(model, drafter, compile, target)
+        ready = _captured(model, drafter, compile, target, depths)
+    if config.lookup:
+        brief = ready if adaptive else _captured(model, lookup.brief(drafter), compile, target, depths)
+        ready = lookup.Lookup(ready, brief)
     auto = config.auto if config.auto is not None else drafts and _costs_no_seed(model, drafter, config)
     return Switch(ready, _known(model, drafter, config, target)) if auto and drafter.nodes > 1 else ready
 
@@ -59,11 +71,11 @@ def _costs_no_seed(model: object, drafter: Drafter, config: SpecConfig) -> bool:
     return SWITCHED and lossless and getattr(drafter, "shares", False) and not devices.shared(model)
 
 
-def _captured(model: object, drafter: Drafter, compile: bool, target: TargetInfo, depth: int | None = None) -> Proposer:
+def _captured(model: object, drafter: Drafter, compile: bool, target: TargetInfo, depths: set[int]) -> Proposer:
     """What drafts as the drafter does, from captures of what it computes where that can be captured.
 
     Args:
-        depth: see CapturedDraft.
+        depths: see CapturedDraft.
     """
     if not compile:
         return drafter
@@ -78,7 +90,7 @@ def _captured(model: object, drafter: Drafter, compile: bool, target: TargetInfo
     assert ours is not None
     held = ours.beside(drafter.block, type(drafter).__name__)
     alive = weakref.ref(model)  # what drafts for a model does not keep it
-    return CapturedDraft(drafter, lambda: weights(alive()), target.vocab, held, depth)
+    return CapturedDraft(drafter, lambda: weights(alive()), target.vocab, held, sorted(depths))
 
 
 def _known(model: object, drafter: Any, config: SpecConfig, target: TargetInfo) -> Known:

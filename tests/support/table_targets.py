@@ -123,6 +123,8 @@ class Drawn:
     drawn from. `honest=False` states another distribution than the one it draws from.
     """
 
+    features: tuple[int, ...] = ()
+
     def __init__(self, model: TableModel, paths: list[tuple[int, ...]] | int, honest: bool = True) -> None:
         depth = paths if isinstance(paths, int) else max(map(len, paths))
         self.chain = isinstance(paths, int)
