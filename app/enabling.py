@@ -119,7 +119,7 @@ def unchecked(said: Iterable[str]) -> dict[str, Any]:
         name, equals, text = word.partition("=")
         if not equals:
             raise EnableError(f"--enable takes NAME=VALUE, such as depth=6; got {word!r}")
-        words[name.strip().replace("-", "_")] = _value(text)
+        words[name.strip().replace("-", "_")] = value_of(text)
     return words
 
 
@@ -159,7 +159,7 @@ def _options(name: str) -> object:
     return getattr(drafter_class(name), "options", None)
 
 
-def _value(text: str) -> object:
+def value_of(text: str) -> object:
     """A number, a truth, nothing, several of these with commas between, or the words as they are."""
     text = text.strip()
     if text.lower() in WORDS:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
+
+from PIL import Image
 
 from mmspec.app.devices import EngineError, find_device, find_dtype, first_line
 from mmspec.pipelines.families.table import unwrap
@@ -31,5 +35,12 @@ def of_file(path: Path, device: str, dtype: str) -> ImageModel:
         draw = module.draw
     except Exception as error:  # of the user's code
         raise EngineError(f"cannot load {str(path)!r} ({first_line(error)}); {OWN_FILE}") from error
-    codes = image_models.codes_of(unwrap(target))
-    return ImageModel(target, lambda prompts, **settings: draw(target, prompts, **settings), codes)
+    about = f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()[:10]}"
+
+    def drawn(prompts: Sequence[str], **settings: object) -> Sequence[Image.Image]:
+        try:
+            return draw(target, prompts, **settings)  # type: ignore[no-any-return]
+        except Exception as error:  # of the user's code
+            raise EngineError(f"{str(path)!r} cannot draw: {first_line(error)}") from error
+
+    return ImageModel(target, drawn, image_models.codes_of(unwrap(target)), about)

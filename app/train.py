@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
+from mmspec.app.enabling import value_of
 from mmspec.app.files import write_whole
 from mmspec.app.media.clips import HELP, USUAL, VideoReader, policy
 from mmspec.app.media.video import FramePolicy
 from mmspec.app.options import Pairs, count, from_zero
-from mmspec.app.untrained import BLOCKS, build, build_for_pictures, check_block, draftable
+from mmspec.app.untrained import BLOCKS, build, build_for_pictures, check_block, check_drawing, draftable
 from mmspec.checkpoints.save import save_drafter
 from mmspec.registry import DRAFTERS, drafter_class
 from mmspec.train.data import read
@@ -29,7 +30,7 @@ from mmspec.train.recipes import RECIPES, Recipe
 if TYPE_CHECKING:
     from mmspec.pipelines.host.kinds import GenerativeModel, Processor
 
-DRAW = {"guidance_scale": 1.0, "temperature": 1.0, "top_k": 0, "image_area": 0}  # of its calls, and their kinds
+DRAW = {"guidance_scale": 3.0, "temperature": 1.0, "top_k": 0, "image_area": 0}  # of its calls, and their kinds
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list", str: "a word"}
 
 
@@ -56,8 +57,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--intermediate", type=count, help="width of the drafter's MLP; default: the target's")
     add("--shape", help="other values of the drafter's config, such as draft_vocab=8192 (a head of its own, for the "
         "most frequent tokens of the answers), num_q=4 or depth=6", **sets)  # fmt: skip
-    draw = add("--draw", help="how a model that draws is called, such as guidance_scale=3.0 top_k=2000; its drafter "
-        "learns to draft for such calls", **sets)  # fmt: skip
+    draw = add("--draw", help="how a model that draws is called, such as guidance_scale=3.0, under which its drafter "
+        "learns, or temperature=0.9 top_k=2000", **sets)  # fmt: skip
     draw.names = lambda: DRAW  # type: ignore[attr-defined]
     add("--answers", type=Path, help="folder of the target's answers, to share between runs")
     add("--keep", type=from_zero, default=0.0, metavar="GB", help="memory for features to use again")
@@ -137,10 +138,12 @@ def train(
     from mmspec.pipelines.teacher import Teacher
 
     torch.manual_seed(recipe.seed)
-    if method == "heads" and drawing:
-        raise ValueError("'heads' learn at the pipeline's own settings; leave --draw out, or change its defaults")
+    if processor is not None and drawing:
+        raise ValueError("--draw says how a model that draws is called, and this one writes; leave it out")
     shaped = build_for_pictures if processor is None else build
     drafter = drafter or shaped(method, model, intermediate, **(shape or {}))
+    if processor is None:
+        check_drawing(drafter, model, recipe, drawing or {})
     if drafter.method == "block":
         check_block(drafter, recipe)
     heads = getattr(drafter.config, "tokens", 1)
@@ -156,8 +159,15 @@ def train(
     features, of = drafter.features, getattr(drafter.config, "target", "") or model.config._name_or_path
     about = f"{of} {data}" + (f" {frames}" if any(sample.clip for sample in samples) else "")
     about += f" {sorted(drawing.items())}" if drawing else ""
-    teaches = Teacher(model, processor, features) if processor else ImageTeacher(model, features, drawing)
+    about += f" {model.about}" if getattr(model, "about", "") else ""
+    teaches: Any = Teacher(model, processor, features) if processor else ImageTeacher(model, features, drawing)
+    if teaches.dtype != torch.float32 and not recipe.bf16:  # weights that are learnt stay in float32
+        recipe = recipe.with_(bf16=True)
     with clips, teaches as teacher:
+        if processor is None:
+            teacher.open(samples[0])
+            if teacher.target.streams > 1 and getattr(getattr(drafter, "head", None), "own", False):
+                raise ValueError("a drafter with a head of its own knows no guidance; leave draft_vocab out")
         drafter.to(teacher.model.device)
         kind = HeadsTraining if drafter.method == "heads" else Distillation
         run = kind(
@@ -169,7 +179,7 @@ def train(
         report = {
             "held_out_tau": tau, "curve": run.curve, "minutes": (time.monotonic() - began) / 60,
             "cpu_minutes_of_steps": run.seconds / 60, "method": method, "recipe": asdict(recipe), "data": data,
-            "samples": len(samples),
+            "samples": len(samples), **({"draw": drawing} if drawing else {}),
         }  # fmt: skip
         write_whole(out / "report.json", json.dumps(report, indent=2).encode())
         chain = "drawn chain" if recipe.overlap else "chain"
@@ -221,7 +231,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         recipe = _recipe(args)
         shape = _values("--shape", args.shape, known)
-        drawing = _values("--draw", args.draw, DRAW)
+        own = args.target.endswith(".py")  # of the user's, whose `draw` takes what it takes
+        words = (word.partition("=") for word in args.draw)
+        drawing = {name: value_of(text) for name, _, text in words} if own else _values("--draw", args.draw, DRAW)
         model, processor = _opened(args.target, draws(args.target, args.data), find_device(args.device))
         train(
             model, processor, args.method, args.data, args.out, recipe, intermediate=args.intermediate, shape=shape,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mmspec.config import Options
 from mmspec.drafters.block_config import BlockConfig
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.heads import HeadsConfig, HeadsDrafter
@@ -101,6 +102,26 @@ def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape
         method, families.of(pipe).describe(pipe), shape, heads=c.heads, rope="2d", grid=c.grid, rope_theta=c.rope_base,
         norm_eps=c.norm_eps, intermediate=intermediate or pipe.transformer.layers[0].feed_forward.w2.in_features,
     )  # fmt: skip
+
+
+def check_drawing(drafter: Any, painter: Any, recipe: Recipe, settings: Options) -> None:
+    """Refuse a drafter, a recipe and settings that do not go together with what draws, before anything is drawn.
+
+    Raises ValueError: the drafter does not fit, a vocabulary of a model that has codes alone, or a setting that its
+    calls do not take.
+    """
+    from mmspec.pipelines.families import table as families
+    from mmspec.pipelines.host.image_models import SIZE, ImageModel
+
+    model: Any = families.unwrap(painter.target) if isinstance(painter, ImageModel) else painter
+    info = families.of(model).pictures(model) or families.of(model).describe(model)
+    drafter.fit(info, {})
+    if recipe.vocabulary and info.ends is None:
+        raise ValueError(f"vocabulary={recipe.vocabulary}: the head of {info.name} has codes alone, so leave it out")
+    if not isinstance(painter, ImageModel) and settings.get(SIZE):
+        raise ValueError(f"{SIZE} is for Emu3; a LlamaGen's pictures have a size of their own, so leave it out")
+    if drafter.method == "heads" and settings:
+        raise ValueError("'heads' learn at the pipeline's own settings; leave --draw out, or change its defaults")
 
 
 def layer_of(model: GenerativeModel, hidden: int, intermediate: int | None) -> dict[str, Any]:

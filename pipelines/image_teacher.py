@@ -10,38 +10,42 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mmspec.config import Options
+from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host.image_models import ImageModel
 from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 from mmspec.pipelines.patch import enable
-from mmspec.protocols import Drafter, Target, TargetInfo
+from mmspec.protocols import Drafter, TargetInfo
 from mmspec.session import Row, Session
 from mmspec.train.data import TrainingSample
 from mmspec.train.trace import Trace
 from mmspec.tree import chain
-from mmspec.types import FINAL, Acceptance, Draft, Prompt
+from mmspec.types import FINAL, Acceptance, Categorical, Draft, Prompt, Scores
 
 PIECE = 512  # tokens of a picture that one forward reads, so that not all of its distributions are in memory at once
 
 
 class Traced(BaseException):
-    """Carries a trace out of the call for pictures in which it was read; no call catches it."""
+    """Carries a trace out of the call for pictures in which it was read; None: that call is for fewer pictures.
 
-    def __init__(self, trace: Trace) -> None:
+    No Exception, so that no call runs on.
+    """
+
+    def __init__(self, trace: Trace | None) -> None:
         self.trace = trace
 
 
 class PictureRecorder(Plain):
-    """Proposes nothing, and notes the rows of a call; with answers, reads these in the place of what is drawn, and ends
-    the call with `Traced`."""
+    """Proposes nothing, and notes the rows of all calls; with answers, reads these in the place of what is drawn, and
+    ends the first call with `Traced`."""
 
     def __init__(self, features: tuple[int, ...], answers: Sequence[Sequence[int]] | None = None) -> None:
         self.reads = features
         self.features = features if FINAL in features else (*features, FINAL)
         self.answers = answers
         self.rows: list[Row] = []
-        self.target: Target | None = None
+        self.target: Any = None
 
     @property
     def nodes(self) -> int:  # type: ignore[override]  # as many as it reads at once
@@ -51,9 +55,11 @@ class PictureRecorder(Plain):
         return self
 
     def start(self, session: Session, target: Any, prompt: Prompt) -> None:  # type: ignore[override]
-        self.rows, self.target = list(session.rows), target
+        self.rows += session.rows
+        self.target = target
         if self.answers is not None:
-            raise Traced(self._trace(session, target, prompt, self.answers))
+            alike = len(self.answers) == len(session.rows)
+            raise Traced(self._trace(session, target, prompt, self.answers) if alike else None)
 
     def _trace(self, session: Session, target: Any, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Trace:
         device, S = session.pending.device, target.streams
@@ -83,12 +89,12 @@ def _along(session: Session, target: Any, ids: Tensor) -> list[Tensor]:
         tokens = ids[:, first : first + PIECE]
         B, n = tokens.shape
         draft = Draft(tokens, chain(n, ids.device).expand(B))
-        scores = target.score(session, draft)
-        read.append(scores.hidden)
+        _, hidden = target.nodes(session, draft)
+        read.append(hidden)
         if first + n < ids.shape[1]:
             count = torch.full((B,), n, device=ids.device)
             stands = Acceptance(torch.ones_like(tokens, dtype=torch.bool), count, count - 1, ids[:, first + n])
-            target.commit(session, session.commit(draft, scores, stands))
+            target.commit(session, session.commit(draft, Scores(Categorical(ids=tokens), hidden), stands))
     return read
 
 
@@ -108,7 +114,9 @@ class ImageTeacher:
         self.model: Any = painter.target if isinstance(painter, ImageModel) else painter
         network: Any = families.unwrap(self.model) if isinstance(painter, ImageModel) else painter.transformer
         network.eval().requires_grad_(False)
+        self.dtype: torch.dtype = network.dtype
         self._target: Any = None
+        self._alone = False  # whether its calls are for one picture each
 
     def __enter__(self) -> ImageTeacher:
         return self
@@ -127,9 +135,10 @@ class ImageTeacher:
             raise RuntimeError("the teacher draws or reads a picture first; its head and its guidance come from there")
         return self._target
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Guided logits [..., V], which are what is verified, of all streams' final features [..., S·H]."""
-        return self.target.head(hidden.flatten(0, -2)[None]).view(*hidden.shape[:-1], -1)
+    def head(self, hidden: Tensor, vocab: DraftVocab | None = None) -> Tensor:
+        """Guided logits [..., V], or of a draft vocabulary [..., V_d], of all streams' final features [..., S·H]: what
+        is verified, before temperature and top-k."""
+        return self.target.head(hidden.flatten(0, -2)[None], vocab).view(*hidden.shape[:-1], -1)
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.target.embed(ids)
@@ -139,6 +148,10 @@ class ImageTeacher:
         if isinstance(self.painter, ImageModel):
             return self.painter.draw(prompts, **self.settings)
         classes = self.painter.transformer.config.classes
+        if classes and not all(prompt.isdigit() for prompt in prompts):
+            raise ValueError(
+                f"this model draws classes, so a prompt is a number from 0 to {classes - 1}; got {prompts}"
+            )
         what: dict[str, Any] = {"class_labels": [int(p) for p in prompts]} if classes else {"prompt": prompts}
         return self.painter(**what, **self.settings, generator=generator, output_type="latent")
 
@@ -153,6 +166,11 @@ class ImageTeacher:
         """Token ids of one whole picture per prompt, drawn as a plain call would; nothing is cut."""
         recorder = PictureRecorder(())
         self._recorded(samples, recorder)
+        if len(recorder.rows) != len(samples):
+            raise ValueError(
+                f"{len(samples)} prompts gave {len(recorder.rows)} pictures; what draws has to call `generate` once "
+                "for all prompts, or once for each, and nothing else"
+            )
         return [row.tokens[row.start :] for row in recorder.rows]
 
     @torch.no_grad()
@@ -168,11 +186,32 @@ class ImageTeacher:
 
     @torch.no_grad()
     def trace(self, samples: Sequence[TrainingSample], answers: Sequence[Sequence[int]]) -> Trace:
-        """What the model says along these pictures, all of its streams, in a call that is made for nothing else."""
+        """What the model says along these pictures, all of its streams, in a call that is made for nothing else.
+
+        Raises:
+            ValueError: what draws makes no call that mmspec takes part in.
+        """
+        if self._alone:
+            each = zip(samples, answers, strict=True)
+            return Trace.of([row for one, answer in each for row in self._read([one], [answer]).rows()])
+        return self._read(samples, answers)
+
+    def _read(self, samples: Sequence[TrainingSample], answers: Sequence[Sequence[int]]) -> Trace:
         recorder = PictureRecorder(self.features, answers)
         try:
             self._recorded(samples, recorder)
         except Traced as read:
             self._target = recorder.target
-            return read.trace
-        raise RuntimeError(f"{families.unwrap(self.model).__class__.__name__} drew without asking for drafts")
+            if read.trace is not None:
+                return read.trace
+            self._alone = len(samples) > 1
+            if self._alone:
+                return self.trace(samples, answers)
+        raise ValueError(
+            f"{type(families.unwrap(self.model)).__name__} drew {len(samples)} pictures in no call of `generate` for "
+            "as many, which is what a teacher reads"
+        )
+
+    def open(self, sample: TrainingSample) -> None:
+        """Make `target` known, and what goes wrong in a call."""
+        self.trace([sample], [[0]])

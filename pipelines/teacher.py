@@ -27,7 +27,7 @@ class Teacher:
 
     def __init__(self, model: GenerativeModel, processor: Processor, features: tuple[int, ...]) -> None:
         self.model = families.unwrap(model).eval().requires_grad_(False)
-        self.processor = processor
+        self.processor, self.dtype = processor, self.model.dtype
         self.features = features
         self._taps = taps(self.model, features)
 

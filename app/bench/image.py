@@ -53,6 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--guidance", type=float)
     add("--top-k", type=int)
     add("--temperature", type=from_zero)
+    add("--image-area", type=count, metavar="N", help="pixels of an Emu3's pictures (default: its processor's)")
     parser.add_argument("--grid", type=Path, metavar="FILE", help="a sheet of pictures, all methods at the same seeds")
     parser.add_argument("--resume", action="store_true", help="go on with the records of an earlier run's --json")
     where(parser)
@@ -79,6 +80,7 @@ def measure(args: argparse.Namespace, outcome: Outcome, further: Further | None 
     if args.images == 0 and args.grid is None and further is None and not measured:
         raise BenchError("nothing is asked for; give --images, --grid, --clip or --inception")
     settings = {"guidance_scale": args.guidance, "top_k": args.top_k, "temperature": args.temperature}
+    settings |= {"image_area": args.image_area} if args.image_area else {}
     bench = ImageBench(load(args.model, args.device, args.dtype, **settings), args.seed)
     facts = {"model": args.model, "settings": bench.painter.settings, "seed": args.seed, "budget": args.budget}
     outcome.provenance = provenance(bench.painter.device, bench.painter.dtype) | facts

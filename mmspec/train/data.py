@@ -88,7 +88,8 @@ def read(source: str, limit: int | None = None, seed: int = 0, clips: Clips | No
             f"{':N, '.join(DRAWN)}:N or, without images, prompts:FILE"
         )
     if not samples:
-        raise ValueError(f"{source} holds no samples; a folder needs images ({', '.join(sorted(_SUFFIXES))})")
+        needs = "a prompt a line" if kind == "prompts" else f"a folder needs images ({', '.join(sorted(_SUFFIXES))})"
+        raise ValueError(f"{source} holds no samples; {needs}")
     return samples[:limit]
 
 

@@ -208,7 +208,8 @@ class Distillation:
         held, shown = self.lesson(self.held_out, "held-out"), self.lesson(self.samples, "train")
         text = self.lesson(self.texts, "text") if self.recipe.texts else None
         if self.drafter.head.own:
-            cut_head(self.drafter, self.teacher, self._seen(self.answers(self.samples, "train")))
+            with self.computing():
+                cut_head(self.drafter, self.teacher, self._seen(self.answers(self.samples, "train")))
         elif self.recipe.vocabulary:
             narrow(self.drafter, self._seen(self.answers(self.samples, "train")), self.recipe.vocabulary)
         self.resume()
@@ -233,7 +234,8 @@ class Distillation:
         steps.close()
         if gate.learns_after(self.drafter, self.recipe):
             traces = (shown.trace([i]) for i in range(min(len(shown.samples), self.recipe.gate_samples)))
-            choice = gate.learn(self.drafter, self.teacher, traces, self.recipe)
+            with self.computing():
+                choice = gate.learn(self.drafter, self.teacher, traces, self.recipe)
             tqdm.write("the gate chooses " + ", ".join(f"{name} {share:.0%}" for name, share in choice.items()))
             tau = self.measure(held)
         return tau
@@ -309,6 +311,7 @@ class Distillation:
             "seconds": self.seconds,
             "curve": self.curve,
             "recipe": json.dumps(asdict(self.recipe)),
+            "about": self.about,
             "drafter": self.accelerator.unwrap_model(self.network).state_dict(),
             "optimizers": [o.state_dict() for o in self.optimizers],
         }
@@ -320,7 +323,7 @@ class Distillation:
         """Go on from the checkpoint in `out`.
 
         Raises:
-            ValueError: the checkpoint belongs to another recipe.
+            ValueError: the checkpoint belongs to another recipe, target or source of data.
         """
         if not self.checkpoint.exists():
             return
@@ -328,6 +331,11 @@ class Distillation:
         usual, now = (json.loads(json.dumps(asdict(recipe))) for recipe in (Recipe(), self.recipe))
         if usual | json.loads(state["recipe"]) != now:  # what it does not know yet had its usual value
             raise ValueError(f"{self.checkpoint} was made with another recipe; choose another --out, or delete it")
+        if state.get("about", self.about) != self.about:
+            raise ValueError(
+                f"{self.checkpoint} was made for {state['about']!r}, and this run is for {self.about!r}; choose "
+                "another --out, or delete it"
+            )
         self.step, self.seconds, self.curve = state["step"], state["seconds"], state.get("curve", [])
         self.accelerator.unwrap_model(self.network).load_state_dict(state["drafter"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):

@@ -14,7 +14,8 @@ from mmspec.train.data import TrainingSample, lengths_sorted
 
 @dataclass(frozen=True)
 class Trace:
-    """What the target saw and thought along one batch of right-padded sequences; S streams side by side."""
+    """What the target saw and thought along one batch of sequences; S streams side by side. Texts are padded on the
+    right, prompts of pictures on the left, pictures on the right."""
 
     ids: Tensor  # [B, T]
     embeds: Tensor  # [B, T, S·H], visual features in their places
@@ -23,7 +24,7 @@ class Trace:
     valid: Tensor  # bool [B, T]
     answered: Tensor  # bool [B, T], the target's own tokens
     visual: Tensor  # int64 [B, T], k ≥ 1 at the tokens of the row's k-th image or video frame, 0 at all others
-    positions: Tensor  # [B, T, A], the target's own position ids, on A axes
+    positions: Tensor  # [B, T, A], the target's own position ids, on A axes; of what draws a count
     start: int = 0  # the drafter's rotary position of row 0; on a grid, behind P rows of prompt, 1 − P
 
     def rows(self) -> list[Trace]:

@@ -28,6 +28,7 @@ class ImageModel:
     # prompts and settings → a picture each. Sampling is from torch's global generator
     draw: Callable[..., Sequence[Image.Image]]  # none where transformers cannot decode them
     codes: int = 0  # how many codes a picture is made of; 0: not known
+    about: str = ""  # what tells its pictures from another's, beside the name of the model
 
 
 def load(where: str, device: torch.device, dtype: torch.dtype, decoded: bool = True) -> ImageModel | None:
@@ -75,6 +76,16 @@ def _pipeline(where: str, device: torch.device, dtype: torch.dtype) -> ImageMode
     return ImageModel(pipe, draw)
 
 
+def _other(settings: Options) -> None:
+    """Refuse what has no place in a model's calls.
+
+    Raises:
+        ValueError: a size, of a model that has one of its own.
+    """
+    if settings.get(SIZE):
+        raise ValueError(f"{SIZE} is for Emu3; this model's pictures have a size of their own, so leave it out")
+
+
 def _sampling(settings: Options) -> dict[str, Any]:
     """What `generate` is told of temperature, top-k and guidance; temperature 0 takes the likeliest."""
     how = {name: settings[name] for name in ("top_k", "guidance_scale") if settings.get(name) is not None}
@@ -93,6 +104,7 @@ def _chat(processor: Processor, prompts: Sequence[str]) -> list[str]:
 def _janus(
     model: GenerativeModel, processor: Processor, prompts: Sequence[str], settings: Options
 ) -> Sequence[Image.Image]:
+    _other(settings)
     config: Any = model.generation_config
     if not hasattr(config, "generation_kwargs"):  # releases that drop what they do not know of a file
         config.generation_kwargs = {"boi_token_id": processor.tokenizer.boi_token_id}
@@ -135,6 +147,7 @@ def _chameleon(
     model: GenerativeModel, processor: Processor, prompts: Sequence[str], settings: Options
 ) -> Sequence[Image.Image]:
     """Tokens alone, of an enabled model: stock has no such call, and no decoder."""
+    _other(settings)
     inputs = processor(text=list(prompts), return_tensors="pt", padding=True, padding_side="left").to(model.device)
     model.generate(**inputs, multimodal_generation_mode="image-only", **_sampling(settings))
     return []

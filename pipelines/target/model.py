@@ -45,6 +45,11 @@ class ModelTarget:
         self.streams = 1 if guidance is None else 2
 
     def score(self, session: Session, draft: Draft) -> Scores:
+        raw, hidden = self.nodes(session, draft)
+        return self.scores(raw, session, draft, hidden)
+
+    def nodes(self, session: Session, draft: Draft) -> tuple[Tensor, Tensor | None]:
+        """Raw logits [B·S, N, V] after each node, and its features [B, N, S·F] where the drafter asked for some."""
         state: State = session.cache
         S, tree = self.streams, draft.tree
         tokens, index = (each_stream(t, S) for t in (draft.tokens.clamp(min=0), (session.emitted - 1)[:, None]))
@@ -56,7 +61,7 @@ class ModelTarget:
         read = self.reader if self.captures(session) else self.read
         with self.reads(tree, state.cache.lengths):
             raw, *hidden = read(state, tokens, places, self.mask(state, tree.ancestors, tree.depth, tree.is_chain))
-        return self.scores(raw, session, draft, unfold(hidden[0], self.streams) if hidden else None)
+        return raw, unfold(hidden[0], self.streams) if hidden else None
 
     def commit(self, session: Session, round_: Round) -> None:
         session.cache.commit(round_)

@@ -96,15 +96,23 @@ def test_a_draft_reads_what_training_read(name: str) -> None:
         torch.testing.assert_close(trace.features[:, L + emitted - 2], hidden[:, 0], rtol=1e-4, atol=1e-4)
 
 
+RECIPE = IMAGE_EAGLE.with_(
+    steps=30, batch=4, lr=5e-3, held_out=3, unroll=2, writing=3, noise=0.0, token_weight=1.0
+)  # fmt: skip
+
+
+def trained(painter: ImageModel, folder: Path, steps: int = 2, **more: Any) -> Any:
+    data = folder / "prompts.txt"
+    data.write_text("0\n1\n2\n" * 6)
+    recipe = RECIPE.with_(steps=steps, **more.pop("recipe", {}))
+    return train(model=painter, processor=None, method="eagle", data=f"prompts:{data}", out=folder / "run",
+                 recipe=recipe, intermediate=64, **more)  # fmt: skip
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_training_raises_tau_and_draws_the_same(name: str, tmp_path: Path) -> None:
     model = copy.deepcopy(tiny_image_models.model(name))
-    painter = painted(name, model)
-    data = tmp_path / "prompts.txt"
-    data.write_text("0\n1\n2\n" * 6)
-    recipe = IMAGE_EAGLE.with_(steps=30, batch=4, lr=5e-3, held_out=3, unroll=2, writing=3, noise=0.0, token_weight=1.0)
-    made = train(model=painter, processor=None, method="eagle", data=f"prompts:{data}", out=tmp_path / "run",
-                 recipe=recipe, intermediate=64)  # fmt: skip
+    made = trained(painted(name, model), tmp_path, 30)
     report = mmspec.load_drafter(tmp_path / "run" / "drafter")
     assert report.config == made.config and made.config.hidden == 64
     call = PAINTERS[name].call(3)
@@ -113,6 +121,71 @@ def test_training_raises_tau_and_draws_the_same(name: str, tmp_path: Path) -> No
     with mmspec.enable(model, drafter=str(tmp_path / "run" / "drafter"), depth=3, width=2, size=6) as handle:
         assert torch.equal(tiny_image_models.draw(model, call), wanted)
     assert handle.stats.rounds
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_in_bfloat16_is_learnt_from(name: str, tmp_path: Path) -> None:
+    model = copy.deepcopy(tiny_image_models.model(name)).bfloat16()
+    made = trained(painted(name, model), tmp_path)
+    assert next(made.parameters()).dtype == torch.float32
+    with mmspec.enable(model, drafter=made) as handle:
+        tiny_image_models.draw(model, PAINTERS[name].call(2))
+    assert handle.stats.rounds
+
+
+def test_a_call_for_each_picture_is_read_as_well(tmp_path: Path) -> None:
+    """The same traces as of one call for all."""
+    whole, answers = painted("chameleon guided"), [[*range(40, 50)], [*range(50, 60)], [*range(60, 70)]]
+
+    def each(prompts: list[str], **settings: Any) -> list[Any]:
+        return [image for prompt in prompts for image in whole.draw([prompt], **settings)]
+
+    with ImageTeacher(whole, (-1,)) as teacher, ImageTeacher(ImageModel(whole.target, each), (-1,)) as single:
+        once, apart = teacher.trace(SAMPLES, answers), single.trace(SAMPLES, answers)
+        assert [len(answer) for answer in single.answers(SAMPLES, 0, 0.0)] == [18, 18, 18]
+    for row, (a, b) in enumerate(zip(once.rows(), apart.rows(), strict=True)):
+        assert a.ids[a.valid].tolist() == b.ids[b.valid].tolist(), row
+        torch.testing.assert_close(a.final[a.answered], b.final[b.answered], rtol=1e-4, atol=1e-4)
+    trained(ImageModel(whole.target, each), tmp_path)
+
+
+def test_what_draws_has_to_draw(tmp_path: Path) -> None:
+    janus = painted("janus")
+    with pytest.raises(ValueError, match="in no call of `generate`"):
+        trained(ImageModel(janus.target, lambda prompts, **how: []), tmp_path)
+    twice = ImageModel(janus.target, lambda prompts, **how: [janus.draw(["0"]), janus.draw(["1"])])
+    with ImageTeacher(twice, (-1,)) as teacher, pytest.raises(ValueError, match="3 prompts gave 2 pictures"):
+        teacher.answers(SAMPLES, 0, 0.0)
+
+
+def test_a_run_goes_on_with_a_head_of_its_own_and_with_nothing_else(tmp_path: Path) -> None:
+    painter = painted("chameleon")
+    own = {"shape": {"draft_vocab": 80}}
+    trained(painter, tmp_path, **own)
+    trained(painter, tmp_path, **own)
+    with pytest.raises(ValueError, match="choose another --out"):
+        trained(painter, tmp_path, drawing={"top_k": 7}, **own)
+    with pytest.raises(ValueError, match="knows no guidance"):
+        trained(painted("emu3"), tmp_path, **own)
+
+
+def test_a_vocabulary_is_for_heads_that_have_words(tmp_path: Path) -> None:
+    model = copy.deepcopy(tiny_image_models.model("chameleon guided"))
+    made = trained(painted("chameleon guided", model), tmp_path, recipe={"vocabulary": 70})
+    assert len(made.config.proposes) == 70
+    with mmspec.enable(model, drafter=made) as handle:
+        tiny_image_models.draw(model, PAINTERS["chameleon guided"].call(2))
+    assert handle.stats.rounds
+    with pytest.raises(ValueError, match="has codes alone"):
+        trained(painted("janus"), tmp_path, recipe={"vocabulary": 70})
+
+
+def test_a_drafter_that_does_not_fit_is_refused_before_anything_is_drawn(tmp_path: Path) -> None:
+    called: list[int] = []
+    silent = ImageModel(tiny_image_models.model("janus"), lambda prompts, **how: called.append(1) or [])
+    with pytest.raises(ValueError, match="rotary positions '2d'"):
+        trained(silent, tmp_path, shape={"rope": "2d", "grid": 4})
+    assert not called
 
 
 def small_janus() -> Any:
@@ -171,6 +244,31 @@ def test_the_command_trains_for_a_folder(name: str, tmp_path: Path) -> None:
     with mmspec.enable(model, drafter=str(tmp_path / "run" / "drafter")) as handle:
         tiny_image_models.draw(model, PAINTERS[kind].call(2))
     assert handle.stats.rounds
+
+
+@pytest.mark.parametrize(
+    ("own", "reason"),
+    [("def load(device, dtype): return 1", "draw"), ("def draw(m, p): return []", "load"), (OWN + "    ,,", "syntax"),
+     (OWN.replace("return held.draw", "return hold.draw"), "name 'hold' is not defined"), (None, "no file")],
+)  # fmt: skip
+def test_a_file_that_cannot_draw_is_said_to(
+    own: str | None, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, file = tiny_image_models.saved("janus", tmp_path / "target"), tmp_path / "own.py"
+    (tmp_path / "prompts.txt").write_text("red circle\n" * 6)
+    if own is not None:
+        file.write_text(own.replace("{folder!r}", repr(str(folder))))
+    words = ["train", "--target", file, "--data", f"prompts:{tmp_path / 'prompts.txt'}", "--out", tmp_path / "run"]
+    assert cli.main([*map(str, words), "--device", "cpu", "--set", "held_out=1"]) == 1
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("draw", ["image_area=64", "guidance=3", "top_k=some"])
+def test_settings_that_a_call_does_not_take(draw: str, tmp_path: Path) -> None:
+    folder = tiny_image_models.saved("janus", tmp_path / "target")
+    (tmp_path / "prompts.txt").write_text("red circle\n" * 6)
+    words = ["train", "--target", folder, "--data", f"prompts:{tmp_path / 'prompts.txt'}", "--out", tmp_path / "run"]
+    assert cli.main([*map(str, words), "--device", "cpu", "--set", "held_out=1", "--draw", draw]) == 1
 
 
 def test_heads_are_for_llamagen(tmp_path: Path) -> None:

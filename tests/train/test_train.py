@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import sys
@@ -693,6 +694,23 @@ def test_the_embedded_drafters_are_within_their_size(method: str) -> None:
     from mmspec.registry import drafter_class
 
     assert 2 * sum(p.numel() for p in drafter_class(method)(config).parameters()) <= 1.45e6
+
+
+@pytest.mark.parametrize("method", ["eagle", "msd", "vispec", "flash", "specvlm", "block"])
+def test_a_target_in_bfloat16_is_learnt_from(method: str, questions: Path, tmp_path: Path) -> None:
+    """As a GPU loads it: the weights that are learnt stay in float32, and draft for it afterwards."""
+    model, processor = copy.deepcopy(tiny_llava.model()).bfloat16(), tiny_llava.processor()
+    recipe = RECIPES[method].without_texts()
+    unroll = recipe.unroll if method == "flash" else 2
+    recipe = recipe.with_(steps=2, batch=2, held_out=2, max_new_tokens=8, unroll=unroll)
+    shape = {"block": 4, "features": (0, 1), "layers": 1} if method == "block" else {}
+    made = train(model, processor, method, str(questions), tmp_path, recipe, intermediate=32, shape=shape)
+    assert {weight.dtype for weight in made.parameters()} == {torch.float32}
+    sample = data.read(str(questions))[0]
+    inputs = chat_inputs(processor, [sample.prompt], [sample.load()]).to(dtype=torch.bfloat16)
+    with mmspec.enable(model, made) as handle:
+        model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    assert handle.stats.rounds
 
 
 def test_steps_in_bfloat16_learn_and_leave_the_weights_in_float32(questions: Path) -> None:

@@ -1,0 +1,108 @@
+"""How soon the first token of a second question about a picture comes, at the shape of a published model.
+
+    python benchmarks/second_question.py --out benchmarks/results/second-question
+
+The model has random weights, so that only times and tokens are compared. Its processor would cut a picture into tiles;
+here they are noise. Each method in turn is asked two questions about every picture, and begins with nothing kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
+
+import mmspec  # noqa: E402
+from benchmarks.suites.shapes_models import REAL, TOY, Chat  # noqa: E402
+from benchmarks.suites.shapes_published import MODELS  # noqa: E402
+from mmspec.app.provenance import provenance  # noqa: E402
+
+NAME = "smolvlm-500m"
+METHODS: dict[str, dict[str, Any] | None] = {
+    "stock": None,
+    "whole prompts": {},
+    "prefix_cache": {"prefix_cache": "2GB"},
+}
+QUESTION = 24  # tokens of one
+
+
+def asked(shape: Chat, size: str, tiles: int, seed: int, model: Any) -> list[dict[str, Any]]:
+    """Two questions about one picture of so many tiles."""
+    torch.manual_seed(seed)
+    pictures, each = shape.picture(shape.vision[size], shape.side[size], tiles)
+    pixels = pictures["pixel_values"].transpose(0, 1)
+    image, words = model.config.image_token_id, shape.text[size]["vocab_size"] - 80
+    begin = torch.cat([torch.randint(3, words, (1, 4)), torch.full((1, tiles * each), image)], 1)
+    both = [torch.cat([begin, torch.randint(3, words, (1, QUESTION))], 1) for _ in range(2)]
+    return [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels} for ids in both]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--pictures", type=int, default=12)
+    parser.add_argument("--tiles", type=int, default=5, help="of a picture: SmolVLM's processor makes 5 to 17")
+    parser.add_argument("--toy", action="store_true", help="a tiny shape of the same build")
+    parser.add_argument("--out", type=Path, help="PATH.json and PATH.md are written")
+    args = parser.parse_args()
+    size, shape = TOY if args.toy else REAL, MODELS[NAME]
+    assert isinstance(shape, Chat)
+    torch.manual_seed(0)
+    parts: dict[str, Any] = {**shape.parts(size, torch.float32)}
+    model = parts["target"].eval()
+    took: dict[str, list[list[float]]] = {name: [] for name in METHODS}
+    said: dict[str, list[list[int]]] = {name: [] for name in METHODS}
+    handles: dict[str, Any] = {}
+    with torch.inference_mode():
+        for picture in range(-1, args.pictures):  # the first one warms up
+            questions = asked(shape, size, args.tiles, picture + 1, model)
+            for name, how in METHODS.items():
+                mmspec.disable(model)
+                if how is not None:
+                    handles[name] = mmspec.enable(model, parts["eagle"], **how)
+                for inputs in questions:
+                    began = time.perf_counter()
+                    out = model.generate(**inputs, max_new_tokens=1, do_sample=False)
+                    if picture >= 0:
+                        took[name].append([time.perf_counter() - began])
+                        said[name].append(out[0, -1:].tolist())
+    mmspec.disable(model)
+    facts = provenance(model.device, model.dtype) | {"argv": sys.argv, "model": f"{NAME}, random weights"}
+    facts |= {"tiles": args.tiles, "prompt_tokens": questions[0]["input_ids"].shape[1]}
+    found = []
+    for name in METHODS:
+        first, second = ([one[0] for one in took[name][i::2]] for i in (0, 1))
+        shares = [b / a for a, b in zip(first, second, strict=True)]
+        low, mid, high = statistics.quantiles(shares, n=4, method="inclusive")
+        found.append({
+            "method": name, "first_ms": 1e3 * statistics.median(first), "second_ms": 1e3 * statistics.median(second),
+            "share": {"median": mid, "p25": low, "p75": high}, "identical": said[name] == said["stock"],
+            "n": len(shares),
+        })  # fmt: skip
+    lines = ["# A second question about a picture", "", *[f"- {k}: {v}" for k, v in facts.items()], ""]
+    lines += ["| method | first ms | second ms | second/first | identical | n |", "|---|--:|--:|--:|--:|--:|"]
+    for r in found:
+        q = r["share"]
+        lines.append(
+            f"| {r['method']} | {r['first_ms']:.0f} | {r['second_ms']:.0f} | {q['median']:.1%} ({q['p25']:.1%}-"
+            f"{q['p75']:.1%}) | {'yes' if r['identical'] else 'no'} | {r['n']} |"
+        )
+    text = "\n".join([*lines, "", "Milliseconds until a call for one token returns, medians over pictures."]) + "\n"
+    if args.out:
+        args.out.with_suffix(".json").write_text(
+            json.dumps({"provenance": facts, "records": found}, separators=(",", ":"))
+        )
+        args.out.with_suffix(".md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
