@@ -77,7 +77,7 @@ def main() -> None:
     mmspec.disable(model)
     facts = provenance(model.device, model.dtype) | {"argv": sys.argv, "model": f"{NAME}, random weights"}
     facts |= {"tiles": args.tiles, "prompt_tokens": questions[0]["input_ids"].shape[1]}
-    found = []
+    found: list[dict[str, Any]] = []
     for name in METHODS:
         first, second = ([one[0] for one in took[name][i::2]] for i in (0, 1))
         shares = [b / a for a, b in zip(first, second, strict=True)]

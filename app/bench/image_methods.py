@@ -153,10 +153,13 @@ def _feature(drafters: Sequence[tuple[str, object]]) -> list[tuple[str, DrawingM
 def relaxed(
     codes: int, drafters: Sequence[tuple[str, object]], own: Sequence[str], budget: float | None
 ) -> list[ImageMethod]:
-    """Every rule on the Jacobi drafter and on each feature drafter; `own` are further rules, by their specification."""
+    """Every rule on the Jacobi drafter and on each feature drafter; `own` are further rules, by their specification.
+    They and GSD's also on windows that are drawn anew in each round, as GSD is published."""
     rules = {**published(codes), **ours(codes), **{spec: spec for spec in own}}
     bases = [("jacobi", DrawingMethod("jacobi", dict(BASE))), *_feature(drafters)]
-    return [with_rule(f"{base}+{name}", way, spec, budget) for base, way in bases for name, spec in rules.items()]
+    anew = DrawingMethod("jacobi", BASE | {"coupling": "none"})
+    made = [with_rule(f"{base}+{name}", way, spec, budget) for base, way in bases for name, spec in rules.items()]
+    return made + [with_rule(f"jacobi-none+{name}", anew, rules[name], budget) for name in ("gsd-published", *own)]
 
 
 def with_rule(
