@@ -22,8 +22,8 @@ _USUAL, _DOUBT = 2.0, 4.0  # tokens a round that a drafter is taken to gain, and
 
 
 @dataclass
-class Row:
-    """What is known of a row.
+class RowText:
+    """The text of a row, and what its drafter gained.
 
     Attributes:
         index: of its text.
@@ -43,7 +43,7 @@ class _Rows:
     """The drafter's memory of some rows, and what lookup knows of them."""
 
     inner: Any  # Rows, or None
-    rows: list[Row]
+    rows: list[RowText]
 
     @property
     def stats(self) -> dict[str, float]:
@@ -75,7 +75,7 @@ class Lookup:
         self.features, self.nodes = drafter.features, max(drafter.nodes, 1 + LENGTH)
 
     def start(self, session: Session, target: Target, prompt: Prompt) -> _Rows:
-        return _Rows(self.drafter.start(session, target, prompt), [Row() for _ in session.rows])
+        return _Rows(self.drafter.start(session, target, prompt), [RowText() for _ in session.rows])
 
     def propose(self, session: Session, target: Target) -> Draft:
         memory: _Rows = session.memory
