@@ -23,6 +23,7 @@ import mmspec
 from mmspec import zoo
 from mmspec.app import engine as engines
 from mmspec.app.engine import Engine
+from mmspec.drafters import lookup
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.families import decoder_only
 from mmspec.pipelines.host.cache import RaggedCache
@@ -287,6 +288,16 @@ class Fussy(Plain):
         if any(row.generated > 2 and row.tokens[: row.start] == self.start_of_text for row in session.rows):
             raise RuntimeError("one text breaks the round of all")
         return super().propose(session, target)
+
+
+@pytest.mark.parametrize("drafter", ["eagle chain", "eagle tree", "adaptive"])
+def test_rows_that_copy_their_texts_come_and_go(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "EDGE", 0.0)
+    model, asked = tiny_vlms.model("llava"), prompts("llava")
+    options = settings(eos_token_id=ENDS, max_new_tokens=16)
+    want = [alone(model, one, **options) for one in asked]
+    with mmspec.enable(model, drafter=GUESTS[drafter](model), lookup=True):
+        assert answers(ContinuousBatcher(model, None, 3, **options), asked) == want
 
 
 def test_a_prompt_that_breaks_a_round_fails_alone() -> None:
