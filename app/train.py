@@ -161,7 +161,7 @@ def train(
     about += f" {sorted(drawing.items())}" if drawing else ""
     about += f" {model.about}" if getattr(model, "about", "") else ""
     teaches: Any = Teacher(model, processor, features) if processor else ImageTeacher(model, features, drawing)
-    if teaches.dtype != torch.float32 and not recipe.bf16:  # weights that are learnt stay in float32
+    if teaches.dtype != torch.float32 and not recipe.bf16:  # its features come in half precision
         recipe = recipe.with_(bf16=True)
     with clips, teaches as teacher:
         if processor is None:
@@ -176,16 +176,22 @@ def train(
         tau = run.run()
     if run.accelerator.is_main_process:
         write(drafter.eval(), model, out / "drafter")
-        report = {
-            "held_out_tau": tau, "curve": run.curve, "minutes": (time.monotonic() - began) / 60,
-            "cpu_minutes_of_steps": run.seconds / 60, "method": method, "recipe": asdict(recipe), "data": data,
-            "samples": len(samples), **({"draw": drawing} if drawing else {}),
-        }  # fmt: skip
-        write_whole(out / "report.json", json.dumps(report, indent=2).encode())
-        chain = "drawn chain" if recipe.overlap else "chain"
-        what = "window" if drafter.method == "heads" else f"{chain} of {recipe.unroll}"
-        print(f"held-out tau {tau:.2f} ({what}, bonus token included); drafter in {out / 'drafter'}")
+        facts = {"method": method, "data": data, "samples": len(samples), **({"draw": drawing} if drawing else {})}
+        _report(run, tau, time.monotonic() - began, facts)
     return drafter
+
+
+def _report(run: Distillation, tau: float, seconds: float, facts: dict[str, Any]) -> None:
+    """What a run came to, in its folder and on the screen."""
+    recipe, out = run.recipe, run.out
+    report = {
+        "held_out_tau": tau, "curve": run.curve, "minutes": seconds / 60, "cpu_minutes_of_steps": run.seconds / 60,
+        "recipe": asdict(recipe), **facts,
+    }  # fmt: skip
+    write_whole(out / "report.json", json.dumps(report, indent=2).encode())
+    chain = "drawn chain" if recipe.overlap else "chain"
+    what = "window" if run.drafter.method == "heads" else f"{chain} of {recipe.unroll}"
+    print(f"held-out tau {tau:.2f} ({what}, bonus token included); drafter in {out / 'drafter'}")
 
 
 def write(drafter: Any, model: GenerativeModel, folder: Path) -> None:

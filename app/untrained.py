@@ -89,9 +89,8 @@ def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape
     if isinstance(pipe, ImageModel):
         if method == "heads":
             raise ValueError("'heads' draft for LlamaGen alone; for another model that draws use 'eagle'")
-        model: Any = families.unwrap(pipe.target)
-        family = families.of(model)
-        return _like(method, model, family.pictures(model) or family.describe(model), intermediate, shape)
+        model, info = _what_draws(pipe)
+        return _like(method, model, info, intermediate, shape)
     c = pipe.transformer.config
     if method == "heads":
         about = families.of(pipe).describe(pipe)
@@ -104,17 +103,25 @@ def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape
     )  # fmt: skip
 
 
+def _what_draws(painter: Any) -> tuple[Any, TargetInfo]:
+    """The model or pipeline that draws the tokens, and what a drafter for its pictures has to fit."""
+    from mmspec.pipelines.families import table as families
+    from mmspec.pipelines.host.image_models import ImageModel
+
+    model: Any = families.unwrap(painter.target) if isinstance(painter, ImageModel) else painter
+    family = families.of(model)
+    return model, family.pictures(model) or family.describe(model)
+
+
 def check_drawing(drafter: Any, painter: Any, recipe: Recipe, settings: Options) -> None:
     """Refuse a drafter, a recipe and settings that do not go together with what draws, before anything is drawn.
 
     Raises ValueError: the drafter does not fit, a vocabulary of a model that has codes alone, or a setting that its
     calls do not take.
     """
-    from mmspec.pipelines.families import table as families
     from mmspec.pipelines.host.image_models import SIZE, ImageModel
 
-    model: Any = families.unwrap(painter.target) if isinstance(painter, ImageModel) else painter
-    info = families.of(model).pictures(model) or families.of(model).describe(model)
+    info = _what_draws(painter)[1]
     drafter.fit(info, {})
     if recipe.vocabulary and info.ends is None:
         raise ValueError(f"vocabulary={recipe.vocabulary}: the head of {info.name} has codes alone, so leave it out")

@@ -99,17 +99,46 @@ class Reporting(Protocol):
     stats: dict[str, float]
 
 
+def reported(memory: object) -> dict[str, float]:
+    """What goes into `Stats.drafter`: nothing, unless the memory is `Reporting`."""
+    return dict(memory.stats) if isinstance(memory, Reporting) else {}
+
+
+@dataclass
+class Around(Generic[T]):
+    """The memory of a drafter inside another, and a value of the outer one for each row."""
+
+    inner: Any  # the drafter's own: Rows, or None
+    values: list[T]
+
+    @property
+    def stats(self) -> dict[str, float]:
+        return reported(self.inner)
+
+    def select(self, rows: Tensor) -> Around[T]:
+        inner = None if self.inner is None else self.inner.select(rows)
+        return Around(inner, [self.values[i] for i in rows.tolist()])
+
+    def join(self, other: Around[T]) -> Around[T]:
+        return Around(None if self.inner is None else self.inner.join(other.inner), self.values + other.values)
+
+
+def drafted_inside(drafter: Proposer, session: Session, target: Target) -> Draft:
+    """The draft of a drafter inside another, which finds its own memory in the session."""
+    memory = session.memory
+    session.memory = memory.inner
+    try:
+        return drafter.propose(session, target)
+    finally:
+        session.memory = memory
+
+
 @runtime_checkable
 class Compilable(Protocol):
     """A drafter that has a forward of its own to capture and compile, as a target's is."""
 
     def compiled(self, compile: bool) -> Self:
         """The same drafter, with its forwards captured."""
-
-
-def reported(memory: object) -> dict[str, float]:
-    """What goes into `Stats.drafter`: nothing, unless the memory is `Reporting`."""
-    return dict(memory.stats) if isinstance(memory, Reporting) else {}
 
 
 class Target(Protocol):

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmspec.protocols import Proposer, Target, reported
+from mmspec.protocols import Proposer, Target, drafted_inside, reported
 from mmspec.session import Session
 from mmspec.statistics import Stats
 from mmspec.tree import lone
@@ -194,7 +194,7 @@ class Switch:
         if memory.on and known.pays(batch) is False and not self.weighs:
             memory.on, memory.inner = False, None
         known.prices.margin = DOUBT if self.weighs and known.pays(batch) is False else MARGIN
-        draft = self._drafted(session, target) if memory.on else None
+        draft = drafted_inside(self.drafter, session, target) if memory.on else None
         nothing = draft is not None and draft.tree.size == 1 and getattr(self.drafter, "shares", False)
         leave = not memory.on or known.wants_plain(batch)
         if draft is not None and leave:
@@ -204,15 +204,6 @@ class Switch:
         before = (session.stats, _sums(session.stats), batch, tested.tree.size, not leave and not nothing)
         memory.before_round = before if judged else None
         return tested
-
-    def _drafted(self, session: Session, target: Target) -> Draft:
-        """The drafter's draft; it finds its own memory in the session."""
-        memory = session.memory
-        session.memory = memory.inner
-        try:
-            return self.drafter.propose(session, target)
-        finally:
-            session.memory = memory
 
     def _book(self, memory: _Memory) -> None:
         """Book the last round, if nothing but it was summed up meanwhile: rows that come bring sums of their own."""

@@ -157,9 +157,11 @@ class ImageTeacher:
 
     def _recorded(self, samples: Sequence[TrainingSample], recorder: PictureRecorder) -> None:
         """Make the call with this recorder, to its end."""
-        with enable(self.model, drafter=recorder, reproducible=True):
-            self._drawn(samples)
-        self._target = recorder.target
+        try:
+            with enable(self.model, drafter=recorder, reproducible=True):
+                self._drawn(samples)
+        finally:
+            self._target = recorder.target
 
     @torch.no_grad()
     def answers(self, samples: Sequence[TrainingSample], max_new_tokens: int, temperature: float) -> list[list[int]]:
@@ -201,7 +203,6 @@ class ImageTeacher:
         try:
             self._recorded(samples, recorder)
         except Traced as read:
-            self._target = recorder.target
             if read.trace is not None:
                 return read.trace
             self._alone = len(samples) > 1

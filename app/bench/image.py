@@ -80,7 +80,7 @@ def measure(args: argparse.Namespace, outcome: Outcome, further: Further | None 
     if args.images == 0 and args.grid is None and further is None and not measured:
         raise BenchError("nothing is asked for; give --images, --grid, --clip or --inception")
     settings = {"guidance_scale": args.guidance, "top_k": args.top_k, "temperature": args.temperature}
-    settings |= {"image_area": args.image_area} if args.image_area else {}
+    settings |= {"image_area": args.image_area}
     bench = ImageBench(load(args.model, args.device, args.dtype, **settings), args.seed)
     facts = {"model": args.model, "settings": bench.painter.settings, "seed": args.seed, "budget": args.budget}
     outcome.provenance = provenance(bench.painter.device, bench.painter.dtype) | facts

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from mmspec.protocols import Proposer, Target, reported
+from mmspec.protocols import Around, Proposer, Target, drafted_inside
 from mmspec.session import Session
 from mmspec.types import NO_TOKEN, Draft, Prompt
 
@@ -31,25 +30,6 @@ def variants(drafter: Any) -> dict[int, Any]:
     return by_depth
 
 
-@dataclass
-class _Lengths:
-    """The drafter's memory of some rows, and how long the next draft of each is."""
-
-    inner: Any  # the drafter's own: Rows, or None
-    depths: list[int]
-
-    @property
-    def stats(self) -> dict[str, float]:
-        return reported(self.inner)
-
-    def select(self, rows: Tensor) -> _Lengths:
-        inner = None if self.inner is None else self.inner.select(rows)
-        return _Lengths(inner, [self.depths[i] for i in rows.tolist()])
-
-    def join(self, other: _Lengths) -> _Lengths:
-        return _Lengths(None if self.inner is None else self.inner.join(other.inner), self.depths + other.depths)
-
-
 class Adaptive:
     """Proposes chains of one of a few lengths: doubled for a row whose draft was accepted whole, halved where most was
     rejected.
@@ -67,27 +47,23 @@ class Adaptive:
         self.drafter = self.by_depth[max(by_depth)]
         self.features, self.nodes = self.drafter.features, self.drafter.nodes
 
-    def start(self, session: Session, target: Target, prompt: Prompt) -> _Lengths:
+    def start(self, session: Session, target: Target, prompt: Prompt) -> Around[int]:
         usual = list(self.by_depth)[len(self.by_depth) // 2]
-        return _Lengths(self.drafter.start(session, target, prompt), [usual] * len(session.rows))
+        return Around(self.drafter.start(session, target, prompt), [usual] * len(session.rows))
 
     def propose(self, session: Session, target: Target) -> Draft:
-        memory: _Lengths = session.memory
+        memory: Around[int] = session.memory
         last = session.last
-        memory.depths = [
+        memory.values = [
             self._next(depth, count - 1, proposed)
-            for depth, count, proposed in zip(memory.depths, last.counts, last.proposed, strict=True)
+            for depth, count, proposed in zip(memory.values, last.counts, last.proposed, strict=True)
         ]
         greedy = last.scores.p.is_point  # then neighbours may share a length: no length changes what is decided
-        depth = sorted(memory.depths)[(len(memory.depths) - 1) // 2] if greedy else max(memory.depths)
-        session.memory = memory.inner
-        try:
-            draft = self.by_depth[depth].propose(session, target)
-        finally:
-            session.memory = memory
-        if greedy or min(memory.depths) == depth:
+        depth = sorted(memory.values)[(len(memory.values) - 1) // 2] if greedy else max(memory.values)
+        draft = drafted_inside(self.by_depth[depth], session, target)
+        if greedy or min(memory.values) == depth:
             return draft
-        own = torch.tensor(memory.depths, device=draft.tokens.device)
+        own = torch.tensor(memory.values, device=draft.tokens.device)
         return replace(draft, tokens=draft.tokens.masked_fill(draft.tree.depth > own[:, None], NO_TOKEN))
 
     def _next(self, depth: int, accepted: int, proposed: int) -> int:

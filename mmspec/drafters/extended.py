@@ -25,35 +25,31 @@ def extended(draft: Draft, lines: Sequence[Line]) -> Draft:
     """
     if not any(line for _, line in lines):
         return draft
-    tokens, device = draft.tokens.tolist(), draft.tokens.device
-    N = len(tokens[0])
+    device, N = draft.tokens.device, draft.tree.size
     # of each row the nodes of its own that stay, and where its line stands
     stay = [node + 1 if line and (draft.tree.is_chain or node == 0) else N for node, line in lines]
     if draft.tree.is_chain:
-        begins = stay
-        longest = max(node + 1 + len(line) for node, line in lines)
+        begins, longest = stay, max(node + 1 + len(line) for node, line in lines)
         tree = chain(N + -(-max(0, longest - N) // STEP) * STEP, device).expand(len(lines))
     else:
-        begins = [N] * len(lines)
-        more = -(-max(len(line) for _, line in lines) // STEP) * STEP
-        parents = zip(draft.tree.parents.tolist(), lines, strict=True)
-        above = [[*own, node, *range(N, N + more - 1)] for own, (node, _) in parents]
-        tree = from_parents(torch.tensor(above, device=device), N + more)
-    rows = []
-    for own, kept, begin, (_, line) in zip(tokens, stay, begins, lines, strict=True):
-        row = [*own[:kept], *[NO_TOKEN] * (begin - kept), *line]
-        rows.append([*row, *[NO_TOKEN] * (tree.size - len(row))])
-    made = torch.tensor(rows, device=device)
-    q = None if draft.q is None else Categorical(_points(draft.q, made, torch.tensor(stay, device=device)))
-    return replace(draft, tokens=made, tree=tree, q=q)
+        begins, more = [N] * len(lines), -(-max(len(line) for _, line in lines) // STEP) * STEP
+        below = torch.tensor([[node, *range(N, N + more - 1)] for node, _ in lines], device=device)
+        tree = from_parents(torch.cat([draft.tree.parents, below], 1), N + more)
+    size = tree.size
+    rows = [
+        [*[NO_TOKEN] * begin, *line, *[NO_TOKEN] * (size - begin - len(line))]
+        for begin, (_, line) in zip(begins, lines, strict=True)
+    ]
+    own = torch.arange(size, device=device) < torch.tensor(stay, device=device)[:, None]
+    tokens = torch.where(own, pad(draft.tokens, (0, size - N)), torch.tensor(rows, device=device))
+    q = None if draft.q is None else Categorical(_points(draft.q, tokens, own))
+    return replace(draft, tokens=tokens, tree=tree, q=q)
 
 
-def _points(q: Categorical, tokens: Tensor, stay: Tensor) -> Tensor:
-    """Logits [B, N, V]: of q at the first `stay` nodes [B] of a row, point masses on the tokens behind them."""
+def _points(q: Categorical, tokens: Tensor, own: Tensor) -> Tensor:
+    """Logits [B, N, V]: of q at the nodes that are the draft's `own` [B, N], point masses on the other tokens."""
     assert q.logits is not None
-    N = tokens.shape[1]
-    logits = pad(q.logits, (0, 0, 0, N - q.logits.shape[1]))
+    logits = pad(q.logits, (0, 0, 0, tokens.shape[1] - q.logits.shape[1]))
     points = Categorical(ids=tokens).spread(logits)
     assert points.logits is not None
-    own = torch.arange(N, device=tokens.device) < stay[:, None]
     return torch.where(own[..., None], logits, points.logits)

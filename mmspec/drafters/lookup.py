@@ -6,12 +6,10 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
-
 from mmspec.drafters.extended import extended
 from mmspec.drafters.ngram import Index
 from mmspec.drafters.static_trees import CHAIN
-from mmspec.protocols import Proposer, Target, reported
+from mmspec.protocols import Around, Proposer, Target, drafted_inside
 from mmspec.session import Session
 from mmspec.types import Draft, Prompt
 
@@ -38,25 +36,6 @@ class RowText:
     copied: bool = False
 
 
-@dataclass
-class _Rows:
-    """The drafter's memory of some rows, and what lookup knows of them."""
-
-    inner: Any  # Rows, or None
-    rows: list[RowText]
-
-    @property
-    def stats(self) -> dict[str, float]:
-        return reported(self.inner)
-
-    def select(self, rows: Tensor) -> _Rows:
-        inner = None if self.inner is None else self.inner.select(rows)
-        return _Rows(inner, [self.rows[i] for i in rows.tolist()])
-
-    def join(self, other: _Rows) -> _Rows:
-        return _Rows(None if self.inner is None else self.inner.join(other.inner), self.rows + other.rows)
-
-
 class Lookup:
     """Proposes what a drafter proposes, or what followed the end of the row's text when it stood there before.
 
@@ -74,26 +53,21 @@ class Lookup:
         self.drafter, self.brief = drafter, brief
         self.features, self.nodes = drafter.features, max(drafter.nodes, 1 + LENGTH)
 
-    def start(self, session: Session, target: Target, prompt: Prompt) -> _Rows:
-        return _Rows(self.drafter.start(session, target, prompt), [RowText() for _ in session.rows])
+    def start(self, session: Session, target: Target, prompt: Prompt) -> Around[RowText]:
+        return Around(self.drafter.start(session, target, prompt), [RowText() for _ in session.rows])
 
     def propose(self, session: Session, target: Target) -> Draft:
-        memory: _Rows = session.memory
+        memory: Around[RowText] = session.memory
         lines = []
-        for row, known, count in zip(session.rows, memory.rows, session.last.counts, strict=True):
+        for row, known, count in zip(session.rows, memory.values, session.last.counts, strict=True):
             if not known.copied and row.generated > 1:
                 known.gained, known.rounds = known.gained + count, known.rounds + 1
             text, promises = known.index.follow(row.tokens, LENGTH)
             sure = sum(promises[i + 1] - promises[i] >= LEAST for i in range(len(text)))
             known.copied = sure > 0 and promises[sure] > EDGE * known.gained / known.rounds
             lines.append((0, text[:sure] if known.copied else []))
-        drafter = self.brief if all(known.copied for known in memory.rows) else self.drafter
-        session.memory = memory.inner
-        try:
-            draft = drafter.propose(session, target)
-        finally:
-            session.memory = memory
-        return extended(draft, lines)
+        drafter = self.brief if all(known.copied for known in memory.values) else self.drafter
+        return extended(drafted_inside(drafter, session, target), lines)
 
 
 def brief(drafter: Any) -> Any:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mmspec.drafters.extended import extended
+from mmspec.drafters.extended import Line, extended
 from mmspec.pipelines.host.processors.grammar import Parse
 from mmspec.protocols import Proposer, Target
 from mmspec.session import Row, Session
 from mmspec.types import NO_TOKEN, Draft, Prompt
 
 ROOM = 16  # forced tokens of a round at most
-Forcing = tuple[int, list[int]]  # the node behind which tokens are forced, and these
 
 
 def parse_of(row: Row) -> Parse | None:
@@ -47,7 +46,7 @@ class Forced:
         return extended(draft, forced)
 
 
-def _more(row: Row, tokens: list[int], parents: list[int]) -> Forcing:
+def _more(row: Row, tokens: list[int], parents: list[int]) -> Line:
     """Of a row; the root before any other node."""
     parse, text = parse_of(row), row.tokens[row.start :]
     if parse is None:

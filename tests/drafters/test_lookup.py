@@ -119,7 +119,7 @@ def test_rows_come_and_go() -> None:
         rows.round()
     memory = rows.session.memory
     both = memory.select(torch.tensor([1])).join(memory.select(torch.tensor([0])))
-    assert [row.copied for row in both.rows] == [False, True] and both.rows[1].index is memory.rows[0].index
+    assert [row.copied for row in both.values] == [False, True] and both.values[1].index is memory.values[0].index
 
 
 # -- what is said -----------------------------------------------------------------------------------------------------
@@ -134,8 +134,8 @@ def test_the_joint_law_of_what_is_drawn(paths: Any, sound: bool, monkeypatch: py
     monkeypatch.setattr(lookup, "LEAST", 0.0)
     if not sound:
 
-        def mixed(q: Categorical, tokens: Tensor, stay: Tensor) -> Tensor:
-            return points(q, tokens, torch.full_like(stay, 2))
+        def mixed(q: Categorical, tokens: Tensor, own: Tensor) -> Tensor:
+            return points(q, tokens, (torch.arange(own.shape[1]) < 2).expand_as(own))
 
         points = extending._points
         monkeypatch.setattr(extending, "_points", mixed)
@@ -205,7 +205,7 @@ def test_greedy_text_is_stocks(name: str, compile: bool, tmp_path: Path, monkeyp
 
             def propose(session: Any, target: Any, inner: Any = inner, copies: list[int] = copies) -> Draft:
                 draft = inner(session, target)
-                copies += [row.copied for row in session.memory.rows]
+                copies += [row.copied for row in session.memory.values]
                 return draft
 
             handle.proposer.propose = propose  # type: ignore[method-assign]
