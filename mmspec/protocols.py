@@ -123,16 +123,6 @@ class Around(Generic[T]):
         return Around(None if self.inner is None else self.inner.join(other.inner), self.values + other.values)
 
 
-def drafted_inside(drafter: Proposer, session: Session, target: Target) -> Draft:
-    """The draft of a drafter inside another, which finds its own memory in the session."""
-    memory = session.memory
-    session.memory = memory.inner
-    try:
-        return drafter.propose(session, target)
-    finally:
-        session.memory = memory
-
-
 @runtime_checkable
 class Compilable(Protocol):
     """A drafter that has a forward of its own to capture and compile, as a target's is."""

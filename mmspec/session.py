@@ -183,3 +183,13 @@ class Session:
             last = self.last
             self.last = last.join(other.last) if last is not None and other.last is not None else None
         self.stats.add(other.stats)
+
+
+@contextmanager
+def holding(session: Session, memory: Any) -> Iterator[None]:
+    """Within, this is the drafter's memory: a drafter inside another finds its own."""
+    outer, session.memory = session.memory, memory
+    try:
+        yield
+    finally:
+        session.memory = outer

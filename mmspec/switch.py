@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mmspec.protocols import Proposer, Target, drafted_inside, reported
-from mmspec.session import Session
+from mmspec.protocols import Proposer, Target, reported
+from mmspec.session import Session, holding
 from mmspec.statistics import Stats
 from mmspec.tree import lone
 from mmspec.types import Draft, Prompt
@@ -194,7 +194,10 @@ class Switch:
         if memory.on and known.pays(batch) is False and not self.weighs:
             memory.on, memory.inner = False, None
         known.prices.margin = DOUBT if self.weighs and known.pays(batch) is False else MARGIN
-        draft = drafted_inside(self.drafter, session, target) if memory.on else None
+        draft = None
+        if memory.on:
+            with holding(session, memory.inner):
+                draft = self.drafter.propose(session, target)
         nothing = draft is not None and draft.tree.size == 1 and getattr(self.drafter, "shares", False)
         leave = not memory.on or known.wants_plain(batch)
         if draft is not None and leave:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from mmspec.protocols import Around, Proposer, Target, drafted_inside
-from mmspec.session import Session
+from mmspec.protocols import Around, Proposer, Target
+from mmspec.session import Session, holding
 from mmspec.types import NO_TOKEN, Draft, Prompt
 
 LENGTHS = 3  # that a chain of adaptive length may have: the longest, half of it and a quarter of it
@@ -60,7 +60,8 @@ class Adaptive:
         ]
         greedy = last.scores.p.is_point  # then neighbours may share a length: no length changes what is decided
         depth = sorted(memory.values)[(len(memory.values) - 1) // 2] if greedy else max(memory.values)
-        draft = drafted_inside(self.by_depth[depth], session, target)
+        with holding(session, memory.inner):
+            draft = self.by_depth[depth].propose(session, target)
         if greedy or min(memory.values) == depth:
             return draft
         own = torch.tensor(memory.values, device=draft.tokens.device)

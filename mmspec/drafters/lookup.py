@@ -9,8 +9,8 @@ from typing import Any
 from mmspec.drafters.extended import extended
 from mmspec.drafters.ngram import Index
 from mmspec.drafters.static_trees import CHAIN
-from mmspec.protocols import Around, Proposer, Target, drafted_inside
-from mmspec.session import Session
+from mmspec.protocols import Around, Proposer, Target
+from mmspec.session import Session, holding
 from mmspec.types import Draft, Prompt
 
 LENGTH = 7  # tokens that are copied at most
@@ -67,7 +67,9 @@ class Lookup:
             known.copied = sure > 0 and promises[sure] > EDGE * known.gained / known.rounds
             lines.append((0, text[:sure] if known.copied else []))
         drafter = self.brief if all(known.copied for known in memory.values) else self.drafter
-        return extended(drafted_inside(drafter, session, target), lines)
+        with holding(session, memory.inner):
+            draft = drafter.propose(session, target)
+        return extended(draft, lines)
 
 
 def brief(drafter: Any) -> Any:
