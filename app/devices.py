@@ -11,7 +11,6 @@ import torch
 
 from mmspec.app import embedded
 from mmspec.app.options import meant
-from mmspec.compile.products import spare_memory
 
 
 class EngineError(Exception):
@@ -28,7 +27,13 @@ def free_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    return spare_memory() if device.type == "cpu" else None
+    if device.type != "cpu":
+        return None
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
 
 
 def wait(device: torch.device) -> None:

@@ -136,6 +136,10 @@ def _compiler() -> Iterator[Finding]:
     except Exception as error:  # of torch's own kinds
         why = f"{type(error).__name__}; install g++ or clang, or name one in CXX"
         yield Finding(NOTE, "compiler", f"no C++ compiler, which compile=True needs ({why})")
+    from mmspec.kernels import few_rows
+
+    if why := few_rows.built()[1]:
+        yield Finding(NOTE, "few rows", f"on a CPU torch's own products are used, which are slower: {why}")
 
 
 def _tokens(model: str, device: str) -> Iterator[Finding]:

@@ -37,7 +37,7 @@ from mmspec import zoo  # noqa: E402
 from mmspec.zoo import scenes  # noqa: E402
 
 SEED, HELD_OUT = 5, 1  # of all draws, and their second number where nothing learns from them
-PROJECTOR, STEPS, BATCH = 60, 320, 12  # steps of the projector alone, of all, and pictures in each
+PROJECTOR, STEPS, BATCH = 60, 200, 12  # steps of the projector alone, of all, and pictures in each
 RATES = {"projector": 2e-3, "decoder": 4e-4}
 MIX = Mix(0.12, 1.0, False)
 IMAGE = "<repo_name>"  # a token of SmolLM2 that stands in no text

@@ -1,9 +1,4 @@
-"""What our networks compute with: products of a few rows with a weight, and attention, by torch's fastest paths.
-
-On several threads MKL multiplies 2 to 8 rows of float32 by a weight as `nn.Linear` keeps it, [N, K], in about twice the
-time that one row takes. With the weight as the left operand the threads share it, and it is read once: four rows take
-little longer than one, and eight less than half as long again (docs/speed.md). No weight is copied.
-"""
+"""What our networks compute with: products of a few rows with a weight, and attention, by the fastest paths."""
 
 from __future__ import annotations
 
@@ -13,36 +8,37 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmspec.kernels import few_rows
 from mmspec.modes import computed_in
 
-ROWS, ROWS_OF_ONE_THREAD = 8, 4  # at most; with more, the usual order is as fast
-ENTRIES = 1 << 16  # of a weight, at least; a smaller one stays in the CPU's cache
-_HAS_MKL = torch.backends.mkl.is_available()
+ENTRIES = 1 << 14  # of a weight, from which `few_rows` gains
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` of x [..., K] with a weight [N, K]; sums may round otherwise in their last digits."""
-    if torch.compiler.is_compiling():  # the compiler chooses an order of its own
+    """`F.linear` of x [..., K] with a weight [N, K]; of few rows on a CPU by `few_rows`, whose sums round otherwise."""
+    if torch.compiler.is_compiling():  # captured functions replace their products, see mmspec/compile/products.py
         return F.linear(x, weight, bias)
     rows = x.numel() // x.shape[-1] if x.numel() else 0
-    if not (1 < rows <= (ROWS if torch.get_num_threads() > 1 else ROWS_OF_ONE_THREAD) and gains(x, weight)):
-        return F.linear(x, weight, bias)
-    product = (weight @ x.reshape(rows, -1).t()).t().contiguous().view(*x.shape[:-1], -1)
-    return product if bias is None else product + bias
+    few = 0 < rows <= few_rows.ROWS and gains(x, weight)
+    return few_rows.linear(x, weight, bias) if few else F.linear(x, weight, bias)
 
 
 def fits(weight: Tensor) -> bool:
-    """Whether the order matters to a weight: a plain float32 tensor on a CPU, too large for its cache."""
-    plain = type(weight) in (Tensor, nn.Parameter) and weight.dtype == torch.float32
-    return _HAS_MKL and plain and weight.device.type == "cpu" and weight.numel() >= ENTRIES
+    """Whether `few_rows` takes a weight: a plain float32 one on a CPU, large enough, whose rows follow each other.
+
+    Weights of 16 bits keep torch's products, whose rounding decides which token is the likeliest more often there.
+    """
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.dtype == torch.float32 and weight.device.type == "cpu"
+    large = plain and weight.numel() >= ENTRIES and weight.is_contiguous()
+    return large and few_rows.available(weight.dtype)
 
 
 def gains(x: Tensor, weight: Tensor) -> bool:
-    """Whether the weight comes first: such a weight, a plain input, and nobody traces the product or casts it."""
+    """Whether it takes such a weight and a plain input, and nobody traces the product, casts it or learns from it."""
     plain = type(x) is Tensor and x.dtype == torch.float32 and x.device.type == "cpu"
-    if not (fits(weight) and plain) or torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled("cpu"):
+    if not plain or torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled("cpu"):
         return False
-    return not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+    return not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)) and fits(weight)
 
 
 class Linear(nn.Linear):

@@ -110,8 +110,10 @@ class PiecewiseFunction:
             if _traced(partial(function, other), inputs, given)[0].code != graph.code:
                 raise Uncapturable("what it computes depends on how much was read before")
         recorded = graphed and graphs.wanted([*inputs, *weights])
-        joined = (graph, weights, []) if recorded else _joined(graph, inputs, weights)
-        graph, self._weights, self.copies = joined
+        if not recorded:
+            places = graph.graph.find_nodes(op="placeholder")[len(inputs) :]
+            products.replace(graph.graph, dict(zip(places, weights, strict=True)))
+        self._weights = weights
         self._graphs = graphs.Graphs(inputs, attend) if recorded else None
         place = None if self._graphs is None else self._graphs.place
         with uncast(self._device):
@@ -125,11 +127,6 @@ class PiecewiseFunction:
             return self._replay(attend, *inputs)
         with uncast(self._device):  # what autocast casts is written in the pieces, and so is what it leaves alone
             return self._replay(partial(_cast, attend, self._device.type, self._cast), *inputs)
-
-    def renew(self) -> None:
-        """After weights were written to: copies of them, which it reads in their place, are made anew."""
-        for copy in self.copies:
-            copy.renew()
 
     def _replay(self, attend: LayerAttention, *inputs: Tensor) -> Sequence[Tensor]:
         if self._graphs is not None:
@@ -196,26 +193,6 @@ def _traced(function: Function, inputs: Sequence[Tensor], own: Iterable[Tensor])
     graph.graph.set_codegen(fx.graph.CodeGen())  # plain arguments, plain results
     graph.recompile()
     return graph, [tensor for tensor, _ in weights.values()]
-
-
-def _joined(
-    graph: fx.GraphModule, inputs: Sequence[Tensor], weights: list[Tensor]
-) -> tuple[fx.GraphModule, list[Tensor], list[products.Joined]]:
-    """With products of the same rows as one: the graph, the weights that it still takes, with copies among them."""
-    held = dict(zip(graph.graph.find_nodes(op="placeholder")[len(inputs) :], weights, strict=True))
-    copies = products.join(graph.graph, held)
-    if not copies:
-        return graph, weights, []
-    for place in [place for place in held if not place.users]:
-        graph.graph.erase_node(place)
-        del held[place]
-    graph.recompile()
-    takes = [*held.values(), *(copy.given for copy in copies.values())]
-    with uncast(inputs[0].device), _one_mode():  # what autocast casts is in the graph, and so is what it leaves alone
-        whole = make_fx(graph)(*inputs, *takes)
-    whole.graph.set_codegen(fx.graph.CodeGen())
-    whole.recompile()
-    return whole, takes, list(copies.values())
 
 
 def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[Function, int]:

@@ -67,8 +67,6 @@ class Held:
                 same = before is not None and now.weights == before.weights
                 self._drops = self._drops + any(self._held.values()) if same else 0
                 self.forget()
-            elif now.written != before.written:
-                self.renew()
             self._wish, self._seen = wish, now
             if self._why is None and self._drops >= _DROPS:
                 self._why = "what its modules hold changes from call to call"
@@ -78,14 +76,6 @@ class Held:
         self._held = {}
         for held in list(self.drafts.values()):
             held.forget()
-
-    def renew(self) -> None:
-        """Weights were written to: copies of them are made anew."""
-        for function in list(self._held.values()):
-            if function is not None:
-                function.renew()
-        for held in list(self.drafts.values()):
-            held.renew()
 
     def known(self, key: Hashable) -> PiecewiseFunction | None:
         """What is held for a key."""

@@ -96,7 +96,7 @@ def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
     from torch._inductor import config
 
     monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
-    (finding,) = doctor._compiler()
+    finding, *_ = doctor._compiler()
     assert finding.mark == NOTE and "no C++ compiler, which compile=True needs" in finding.said
 
 
