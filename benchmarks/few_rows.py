@@ -1,4 +1,4 @@
-"""What a forward of SmolLM2-135M takes for a few rows of one text, as `nn.Linear` multiplies and weight first.
+"""What a forward of SmolLM2-135M takes for a few rows of one text, by torch's products and by `kernels/few_rows.py`.
 
     python benchmarks/few_rows.py --out benchmarks/results/few-rows
 
@@ -25,8 +25,8 @@ from transformers import DynamicCache  # noqa: E402
 from mmspec.app.provenance import load_average, provenance  # noqa: E402
 from mmspec.functional import Linear  # noqa: E402
 
-ROWS = (1, 2, 4, 5, 8, 9)
-WAYS = {"as nn.Linear multiplies": torch.nn.Linear, "weight first": Linear}
+ROWS = (1, 2, 4, 6, 9, 16, 32, 64)
+WAYS = {"torch": torch.nn.Linear, "few_rows": Linear}
 
 
 def seconds(model: torch.nn.Module, ids: torch.Tensor, cache: DynamicCache, way: type[torch.nn.Linear]) -> float:
