@@ -17,7 +17,7 @@ from mmspec.app.devices import EngineError, find_device, find_model, first_line,
 from mmspec.app.embedded import STOCK
 from mmspec.app.preparing import THREADS, Preparing, ProcessorThreads
 from mmspec.app.prompt import PromptChoice
-from mmspec.compile.held import settled
+from mmspec.compile.capture_cache import settled
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel, Processor

@@ -1,4 +1,4 @@
-"""What can be said to `enable`: the options that every drafter shares, and how a drafter takes its own."""
+"""The options of `enable`: those that all drafters share, and helpers that check a drafter's own options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mmspec.rules import Rule
 
 ON_UNSUPPORTED = ("error", "fallback")
-Options = Mapping[str, Any]  # what was said to `enable`, by name
+Options = Mapping[str, Any]  # keyword arguments of `enable`, by name
 T = TypeVar("T")
 
 
@@ -21,28 +21,27 @@ class UnsupportedError(ValueError):
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """Options of `enable` that all drafters share: what to accept, and how to run. Each drafter has options of its own
-    besides.
+    """Options of `enable` that all drafters share: what to accept, and how to run. Each drafter also has its own.
 
     Attributes:
         rule: which drafted tokens to accept: a rule's name, with its parameters if it has any, or a Rule.
-        budget: distance in total variation that a relaxed rule may spend on one row; None: no limit.
-        reproducible: fix the noise before anything is drafted, so that a row has the tokens that plain decoding gives
-            for its seed.
-        auto: turn drafting off where it does not pay, by the measured time of rounds and the number of accepted tokens,
-            and try it again now and then. The distribution is kept. What a row draws from its seed may depend on the
-            switch, and so on the clock, except with `reproducible` or greedy decoding. None: on for drafters of
-            text without weights (ngram, suffix, recycle) under a lossless rule, whose seeds draw the same either way;
-            they weigh each draft by the measured time of rounds of its size, and are not turned off.
-        lookup: beside a trained drafter or a smaller model, copy what followed the end of a row's text where it stood
-            in that text before, wherever that promises more than the drafts did. The distribution is kept.
-        compile: capture the target's forward and a feature drafter's pass (for pictures of LlamaGen and Janus the
-            forward only) and compile them, once for each shape; also the decoder's reading of prompts without padding,
-            for the first four shapes of prompts that occur twice. The first calls take up to a minute. What cannot be
-            compiled runs uncompiled, with a warning.
-        prefix_cache: memory for the keys and values of prompts and answers, such as "512MB" (or a number of bytes), so
-            that a prompt that begins like an earlier text with the same pictures is read only from where it differs;
-            None: nothing is kept.
+        budget: total-variation distance that a relaxed rule may spend on one row; None: no limit.
+        reproducible: fix the noise before anything is drafted, so that a row gets exactly the tokens that plain
+            decoding gives for its seed.
+        auto: turn drafting off while it does not pay, judged by the measured time of rounds and the number of accepted
+            tokens, and try it again now and then. The output distribution does not change. Which tokens a seed gives
+            may depend on the switch, and so on timing, except with `reproducible` or greedy decoding. None: on for the
+            text drafters without weights (ngram, suffix, recycle) under a lossless rule, where a seed gives the same
+            tokens either way; they compare each draft with the measured time of rounds of its size, and stay on.
+        lookup: beside a trained drafter or a smaller model, also find the end of a row's text earlier in that text and
+            copy what followed, wherever that promises more than the drafts did. The distribution does not change.
+        compile: capture and compile the target's forward and a feature drafter's pass (for LlamaGen and Janus images
+            the forward only), once for each shape; also the decoder's prefill of prompts without padding, for the first
+            four prompt shapes that occur twice. The first calls take up to a minute. What cannot be compiled runs
+            uncompiled, with a warning.
+        prefix_cache: memory for the keys and values of prompts and answers, such as "512MB" (or a number of bytes). A
+            prompt that begins like an earlier text with the same pictures is then read only from where it differs.
+            None: no prefix cache.
         on_unsupported: what happens to a call that cannot be accelerated: "error" raises with the reason, "fallback"
             warns once and runs the stock path, whose output is the same.
     """
@@ -60,8 +59,8 @@ class SpecConfig:
         one_of("on_unsupported", self.on_unsupported, ON_UNSUPPORTED)
         if not isinstance(self.compile, bool):
             raise ValueError(
-                f"compile must be True or False; got {self.compile!r}. Write True, which does what 'all' did, also in "
-                "place of 'auto', which is no more"
+                f"compile must be True or False; got {self.compile!r}. Write True in place of 'all', which it equals, "
+                "and of 'auto', which was removed"
             )
         if not isinstance(self.lookup, bool):
             raise ValueError(f"lookup must be True or False; got {self.lookup!r}")
@@ -77,71 +76,71 @@ class SpecConfig:
         try:
             size_in_bytes(self.prefix_cache or 0)
         except ValueError as error:
-            raise ValueError(f"prefix_cache: {error}; None keeps nothing") from None
+            raise ValueError(f"prefix_cache: {error}; None turns it off") from None
 
     @property
     def kept_bytes(self) -> int:
-        """What `prefix_cache` comes to."""
+        """`prefix_cache` in bytes."""
         return size_in_bytes(self.prefix_cache or 0)
 
     @classmethod
     def split(cls, options: Options) -> tuple[SpecConfig, Options]:
-        """Split keyword arguments into these options and the drafter's; of the drafter's, None is left out."""
+        """Split keyword arguments into these options and the drafter's own, dropping those that are None."""
         shared = [f.name for f in fields(cls)]
         own = {name: value for name, value in options.items() if name not in shared and value is not None}
         return cls(**{name: value for name, value in options.items() if name in shared}), own
 
 
 def chosen(defaults: T, given: Options, drafter: str) -> T:
-    """A drafter's options with the user's values in place of the defaults; the class of the options checks them.
+    """A drafter's options with the user's values in place of the defaults; the options class checks the values.
 
     Args:
-        defaults: a frozen dataclass, with what the drafter recommends.
-        given: by name.
-        drafter: what the message calls it.
+        defaults: a frozen dataclass with the values that the drafter recommends.
+        given: the user's values, by option name.
+        drafter: the drafter's name in the error message.
 
     Raises:
         ValueError: an option that this drafter does not have, so that none is ignored silently, or a wrong value.
     """
-    known = option_names(defaults)
-    useless = [name for name in given if name not in known]
-    if useless:
-        left = f"its options are {', '.join(known)}" if known else "it has no options of its own"
-        raise ValueError(f"{drafter} has no use for {', '.join(useless)}; {left}")
+    names = option_names(defaults)
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        hint = f"its options are {', '.join(names)}" if names else "it has no options of its own"
+        raise ValueError(f"{drafter} has no use for {', '.join(unknown)}; {hint}")
     return replace(defaults, **given)  # type: ignore[type-var]
 
 
 def option_names(options: object) -> list[str]:
-    """The names of a drafter's options; none where it brings none."""
+    """The names of a drafter's options; empty if it has none."""
     return [f.name for f in fields(options) if f.init] if is_dataclass(options) else []
 
 
 def size_in_bytes(value: object) -> int:
-    """A number of bytes, or a text such as 512MB, 2G or 1.5 GiB, all multiples of 1024.
+    """The number of bytes in an int, or in a string such as 512MB, 2G or 1.5 GiB, whose units are powers of 1024.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: any other value.
     """
     if is_whole(value, 0):
         return value
     size = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)(?:I?B)?", value.upper() if isinstance(value, str) else "")
     if not size:
-        raise ValueError(f"{value!r} is no size, as 512M, 2G or a number of bytes")
+        raise ValueError(f"{value!r} is not a size; write one like 512M or 2G, or a number of bytes")
     return int(float(size[1]) * 1024 ** " KMGT".index(size[2] or " "))
 
 
 def is_whole(value: object, least: int) -> TypeGuard[int]:
-    """Whether it is a whole number, and at least so large."""
+    """Whether `value` is an int (not a bool) and at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def whole(name: str, value: object) -> None:
-    """Refuse an option that is no whole number ≥ 1."""
+    """Raise a ValueError if an option is not a whole number ≥ 1."""
     if not is_whole(value, 1):
         raise ValueError(f"{name} must be a whole number ≥ 1, or None for the drafter's own; got {value!r}")
 
 
 def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
-    """Refuse an option that is none of the allowed ones."""
+    """Raise a ValueError if an option is not one of the allowed values."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}")

@@ -1,4 +1,4 @@
-"""What our networks compute with: products of a few rows with a weight, and attention, by the fastest paths."""
+"""Linear layers for a few rows, and attention, by the fastest paths."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from mmspec.kernels import few_rows
 from mmspec.modes import computed_in
 
-ENTRIES = 1 << 14  # of a weight, from which `few_rows` gains
+ENTRIES = 1 << 14  # size of a weight from which `few_rows` is faster
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` of x [..., K] with a weight [N, K]; of few rows on a CPU by `few_rows`, whose sums round otherwise."""
+    """`F.linear` of x [..., K] with a weight [N, K]; a few rows on a CPU by `few_rows`, which rounds differently."""
     if torch.compiler.is_compiling():  # captured functions replace their products, see mmspec/compile/products.py
         return F.linear(x, weight, bias)
     rows = x.numel() // x.shape[-1] if x.numel() else 0
@@ -24,9 +24,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def fits(weight: Tensor) -> bool:
-    """Whether `few_rows` takes a weight: a plain float32 one on a CPU, large enough, whose rows follow each other.
+    """Whether `few_rows` can use a weight: a plain, contiguous float32 tensor on a CPU, large enough.
 
-    Weights of 16 bits keep torch's products, whose rounding decides which token is the likeliest more often there.
+    16-bit weights use torch's products, since there the rounding more often decides which token is the likeliest.
     """
     plain = type(weight) in (Tensor, nn.Parameter) and weight.dtype == torch.float32 and weight.device.type == "cpu"
     large = plain and weight.numel() >= ENTRIES and weight.is_contiguous()
@@ -34,7 +34,7 @@ def fits(weight: Tensor) -> bool:
 
 
 def gains(x: Tensor, weight: Tensor) -> bool:
-    """Whether it takes such a weight and a plain input, and nobody traces the product, casts it or learns from it."""
+    """Whether to use `few_rows`: the weight `fits`, x is plain, and no tracing, autocast or grad is on."""
     plain = type(x) is Tensor and x.dtype == torch.float32 and x.device.type == "cpu"
     if not plain or torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled("cpu"):
         return False
@@ -42,22 +42,22 @@ def gains(x: Tensor, weight: Tensor) -> bool:
 
 
 class Linear(nn.Linear):
-    """An `nn.Linear` that multiplies by `linear`."""
+    """An `nn.Linear` that computes with `linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
 
 
-# -- attention; heads may share keys and values, and a capture is cut here ---------------------------------------------
+# -- attention; heads may share keys and values, and captured graphs are cut here --------------------------------------
 
-# Layer, scale, q, k, v of the new rows and, where that is computed, which rows these see → like q.
+# (layer, scale, q, k, v of the new rows, and optionally the mask of the rows that they see) → like q
 LayerAttention = Callable[..., Tensor]
 
 
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None, causal: bool = False
 ) -> Tensor:
-    """Heads in groups, each with keys and values of its own (Ainslie et al. 2023).
+    """Scaled dot-product attention with grouped query heads (GQA, Ainslie et al. 2023).
 
     Args:
         q: [B, heads, n, D]; k [B, kv_heads, T, D] and v [B, kv_heads, T, E], where kv_heads divides heads.
@@ -79,12 +79,12 @@ def sdpa(
 
 
 def _served(q: Tensor, mask: Tensor | None) -> bool:
-    """Whether torch is fast with groups as they are: on a CPU but for one query, elsewhere flash attention alone."""
+    """Whether torch's own GQA is fast: on a CPU for more than one query, elsewhere only with flash attention."""
     return q.shape[2] > 1 if q.device.type == "cpu" else mask is None and q.dtype != torch.float32
 
 
 def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
-    """As `sdpa`, the heads of a group below each other as queries of one head: no key is repeated, no score kept."""
+    """`sdpa` with the heads of a group stacked as queries of one head, so that no key is repeated."""
     (_, heads, n, _), groups = q.shape, k.shape[1]
     share = heads // groups
     q = q.unflatten(1, (groups, share)).flatten(2, 3)
@@ -96,10 +96,10 @@ def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: f
 
 @torch.library.custom_op("mmspec::attend", mutates_args=())
 def attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
-    """Stands for an attention while a function is captured: q [B, heads, n, D], k and v [B, kv_heads, n, D].
+    """A placeholder for an attention while a function is captured: q [B, heads, n, D], k and v [B, kv_heads, n, D].
 
     A mask that the function itself computes is passed on as `seen`; without one the attention is called with five
-    arguments. The result lies in memory as [B, n, heads, D], and so must that of the attention that replaces it.
+    arguments. The result has the memory layout [B, n, heads, D], as the attention that replaces it must have.
     """
     B, heads, n, _ = q.shape
     return q.new_zeros(B, n, heads, v.shape[3]).transpose(1, 2)
@@ -112,5 +112,5 @@ def _(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | 
 
 
 def cut(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
-    """`attend` in the dtype in which attentions are computed here: autocast would say nothing of it."""
+    """`attend` in the dtype in which attention is computed here, since autocast does not apply to custom ops."""
     return attend(layer, scale, q.to(computed_in(q.dtype, q.device)), k, v, seen)

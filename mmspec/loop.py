@@ -1,4 +1,4 @@
-"""The loop: propose → verify → accept → commit."""
+"""The decoding loop of speculative decoding: propose → verify → accept → commit."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mmspec.types import Round
 
 
 def start(target: Target, drafter: Proposer, rows: list[Row], inputs: Any) -> tuple[Session, Round]:
-    """A session of these rows once their prompts are read, and the round of that: an empty draft under the last token.
+    """Prefill the prompts of these rows; returns their session and the prefill's round, which has an empty draft.
 
     Args:
-        inputs: what the target's `prefill` takes, for all of the rows.
+        inputs: the argument of the target's `prefill`, for all of the rows.
     """
     session = Session(rows, target.device)
     with session.timed("prefill"):
@@ -30,7 +30,7 @@ def start(target: Target, drafter: Proposer, rows: list[Row], inputs: Any) -> tu
 
 
 def decode(session: Session, target: Target, drafter: Proposer) -> Iterator[Round]:
-    """Rounds until every row has ended. Rows may be admitted between two rounds; ended rows are dropped."""
+    """Yield rounds until every row has ended. Rows may be admitted between two rounds; ended rows are dropped."""
     session.retire()
     while session.rows:
         with target.inference():

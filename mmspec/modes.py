@@ -1,4 +1,4 @@
-"""Modes of autograd: rounds run in inference mode, where each operation costs less, and what lasts is made outside."""
+"""Autograd modes, autocast and hooks. Rounds run in inference mode, which is faster; lasting tensors outside of it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.nn.modules import module as everywhere
 
 T = TypeVar("T")
 Mode = type[AbstractContextManager[None]]
-_INERT = "transformers.utils.output_capturing"  # its hooks stay once installed, and sleep unless a call asks for them
-LOOKS_ON = "mmspec_looks_on"  # a hook that has this attribute takes nothing, changes nothing and keeps nothing
+_INERT = "transformers.utils.output_capturing"  # its hooks stay installed, and do nothing unless a call needs them
+LOOKS_ON = "mmspec_looks_on"  # marks a hook that neither changes nor keeps a module's inputs or outputs
 
 
 def each_module(*models: Any) -> Iterator[Any]:
-    """Every module of these once; `modules()` takes several times as long."""
+    """Every module of these models once; `modules()` takes several times as long."""
     pending = list(models)
     seen = set(map(id, pending))
     for module in pending:
@@ -30,12 +30,12 @@ def each_module(*models: Any) -> Iterator[Any]:
 
 
 def stock_class(kind: type[T]) -> type[T]:
-    """The class that a swap put another in front of (`pipelines/host/hooks.py`); of any other class itself."""
+    """The original of a class that `pipelines/host/hooks.py` swapped in; any other class itself."""
     return getattr(kind, "_mmspec_stock", None) or kind
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether hooks run before or after its forward that may change or keep what it computes."""
+    """Whether the module has forward (pre-)hooks that may change or keep its inputs or outputs."""
     if not (module._forward_pre_hooks or module._forward_hooks):
         return False
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
@@ -43,12 +43,12 @@ def hooked(module: nn.Module) -> bool:
 
 
 def hooked_everywhere() -> bool:
-    """Whether hooks run before or after the forward of any module there is."""
+    """Whether global forward (pre-)hooks are installed, which run for every module."""
     return bool(everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks)
 
 
 def ambient() -> tuple[Hashable, ...]:
-    """What changes operations from around them: autocast, by type of device, and the dtype of what is made new."""
+    """Global settings that change the results of operations: the default dtype, and autocast for each device type."""
     casts = filter(torch.is_autocast_enabled, ("cpu", *_accelerators()))
     return (torch.get_default_dtype(), *((kind, torch.get_autocast_dtype(kind)) for kind in casts))
 
@@ -60,7 +60,7 @@ def _accelerators() -> tuple[str, ...]:
 
 
 def computed_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What float tensors of this dtype are multiplied in on this device: autocast may say otherwise."""
+    """The dtype in which tensors of this dtype are multiplied on this device: autocast may change it."""
     kind = device.type
     casts = dtype.is_floating_point and dtype != torch.float64 and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if casts else dtype
@@ -68,7 +68,7 @@ def computed_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 @contextmanager
 def uncast(device: torch.device) -> Iterator[None]:
-    """Operations on this device are run as they are written, even within autocast."""
+    """Turn autocast off for operations on this device."""
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
             yield
@@ -78,13 +78,13 @@ def uncast(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """What is made here, even within inference mode, may be written in any mode, and read by autograd."""
+    """Leave inference mode, so that tensors made here may be written in any mode, and read by autograd."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def each_in(mode: Mode, steps: Iterator[T]) -> Iterator[T]:
-    """The same steps, each computed in this mode; between them the caller is outside of it."""
+    """The same steps, each computed in this mode; the caller receives them outside of the mode."""
     end = object()
     while True:
         with mode():

@@ -1,4 +1,4 @@
-"""Cached prefixes: keys, values and states of texts that were read, in segments that continue each other."""
+"""The prefix cache: keys, values and recurrent states of earlier texts, stored as a tree of segments."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor
 
 from mmspec.modes import lasting
 
-Held = dict[tuple[int, str], Tensor]  # [heads, n, width] each: what n tokens left behind, by layer and name
+LayerTensors = dict[tuple[int, str], Tensor]  # [heads, n, width] each: cached tensors of n tokens, by layer and name
 
 
 @dataclass(eq=False)
 class Segment:
-    """Tokens that follow another segment, or begin a text, and what reading them left.
+    """Tokens that follow another segment, or begin a text, and their cached tensors.
 
     Attributes:
-        key: int64 [T, C] on the CPU: what tells each token apart, from the text's first to the segment's last.
-        cuts: bool [T + 1]: whether so many of the tokens know nothing of those behind them.
-        start: how many of the T stand in segments before.
-        held: of the tokens from `start` on.
-        state: what layers with a recurrence hold after the last token, the only one after which a text may then be
-            resumed; empty: that is not known; None: there are none, and a text may be resumed at every cut.
+        key: int64 [T, C] on the CPU: a key for each token, from the text's first to the segment's last.
+        cuts: bool [T + 1]: whether the first n tokens attend to none of the later ones, so that the text may be cut.
+        start: how many of the T tokens are in earlier segments.
+        tensors: of the tokens from `start` on.
+        state: of recurrent layers after the last token, the only place where such a text may be resumed; empty: the
+            state is not known; None: there are no recurrent layers, and a text may be resumed at every cut.
         before: the segment that this one follows.
         used: the time of its last use.
         after: the segments that follow this one, by their first token.
@@ -34,7 +34,7 @@ class Segment:
     key: Tensor
     cuts: Tensor
     start: int
-    held: Held
+    tensors: LayerTensors
     state: Any = None
     before: Segment | None = None
     used: int = 0
@@ -47,7 +47,7 @@ class Segment:
     @property
     def bytes(self) -> int:
         state = (self.state or {}).values()
-        tensors = [*self.held.values(), self.key, self.cuts, *(t for layer in state for t in layer.held())]
+        tensors = [*self.tensors.values(), self.key, self.cuts, *(t for layer in state for t in layer.held())]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     @property
@@ -59,31 +59,31 @@ class Segment:
             one = one.before
 
     def common(self, key: Tensor) -> int:
-        """How many tokens it and another text [T', C], which has those before it, begin with alike."""
+        """Length of the common prefix with another text [T', C] that begins with the tokens before this segment."""
         n = min(len(key), self.end)
         differ = (self.key[self.start : n] != key[self.start : n]).any(1)
         return self.start + int(differ.int().argmax()) if bool(differ.any()) else n
 
-    def first(self, count: int) -> Held:
-        """What the first `count` tokens of the text left, `count` ≤ `end`."""
+    def first(self, count: int) -> LayerTensors:
+        """The tensors of the first `count` tokens of the text, `count` ≤ `end`."""
         parts, end = [], count
         for one in self.line:
-            parts.append({name: t[:, : max(0, end - one.start)] for name, t in one.held.items()})
+            parts.append({name: t[:, : max(0, end - one.start)] for name, t in one.tensors.items()})
             end = min(end, one.start)
         return {name: torch.cat([part[name] for part in reversed(parts)], 1) for name in parts[0]}
 
 
 @dataclass
 class PrefixStore:
-    """Segments of all texts that were read, shared by all calls and threads; the least recently used go first.
+    """Segments of earlier texts, shared by all calls and threads; the least recently used are evicted first.
 
-    They form a tree (as in SGLang's RadixAttention, Zheng et al. 2024): a text is followed from its first token on, so
-    that it does not matter how many others are kept.
+    They form a tree (as in SGLang's RadixAttention, Zheng et al. 2024): a text is looked up from its first token on, so
+    the time of a lookup does not depend on the number of cached texts.
 
     Attributes:
-        budget: bytes that may be kept.
-        bytes: that are kept.
-        age: how often all was forgotten. What was read at another age is not kept.
+        budget: bytes that may be cached.
+        bytes: that are cached.
+        age: the number of times that the cache was cleared. Results of a call that began at another age are not kept.
     """
 
     budget: int
@@ -95,10 +95,10 @@ class PrefixStore:
     _lock: Any = field(default_factory=threading.RLock, repr=False)
 
     def read_by(self, world: object) -> int:
-        """Forget everything that was read with another `world`; returns the age.
+        """Clear the cache if it was filled with another `world`; returns the age.
 
         Args:
-            world: what the result of reading depends on (weights, dtype, …); equal where it is the same.
+            world: everything that cached tensors depend on (weights, dtype, …); compared by ==.
         """
         with self._lock:
             if world != self._world:
@@ -106,18 +106,18 @@ class PrefixStore:
             return self.age
 
     def find(self, age: int, key: Tensor, allowed: Tensor) -> tuple[int, Segment | None]:
-        """How many of the first tokens of a text [T, C] need not be read again, and the segment that has them.
+        """The number of tokens of a text [T, C] that need not be read again, and the segment that ends with them.
 
         Args:
-            age: as `read_by` gave it.
-            allowed: bool [T + 1], after how many tokens this text may be resumed.
+            age: the result of `read_by`.
+            allowed: bool [T + 1], whether this text may be resumed after n tokens.
         """
         with self._lock:
             best: tuple[int, Segment | None] = (0, None)
             for one, n in self._along(key) if age == self.age else ():
                 if one.state is None:
-                    fit = (one.cuts[: n + 1] & allowed[: n + 1]).nonzero()
-                    n = int(fit[-1]) if len(fit) else 0
+                    places = (one.cuts[: n + 1] & allowed[: n + 1]).nonzero()
+                    n = int(places[-1]) if len(places) else 0
                 elif n < one.end or not one.state or not allowed[n]:
                     continue
                 if n > best[0]:
@@ -127,27 +127,27 @@ class PrefixStore:
             return best
 
     def shared(self, age: int, key: Tensor) -> int:
-        """How many tokens this text begins with as another one does, whether it can be resumed there or not."""
+        """Length of the longest prefix that this text shares with a cached one, even if it cannot be resumed there."""
         with self._lock:
             return max((n for _, n in self._along(key)), default=0) if age == self.age else 0
 
-    def keep(self, age: int, key: Tensor, cuts: Tensor, held: Callable[[int], Held], state: Any = None) -> None:
-        """Keep a copy of what a text left that is not kept yet, as far as the budget goes.
+    def keep(self, age: int, key: Tensor, cuts: Tensor, rest: Callable[[int], LayerTensors], state: Any = None) -> None:
+        """Copy the part of a text that is not cached yet into the cache, if it fits into the budget.
 
         Args:
-            key, cuts, state: as a Segment has them.
-            held: what its tokens left, from one on.
+            key, cuts, state: as in Segment.
+            rest: maps n to the tensors of the tokens from the n-th on.
         """
         with self._lock, lasting():
             if age != self.age:
                 return
             before, start = self._followed(key, cuts)
             if start == len(key):
-                whole = [one for one, n in self._along(key) if n == one.end == len(key)]
-                if not state or any(one.state for one in whole):
-                    self._touch(whole[0] if whole else before)
+                same = [one for one, n in self._along(key) if n == one.end == len(key)]
+                if not state or any(one.state for one in same):
+                    self._touch(same[0] if same else before)
                     return
-            new = Segment(key, cuts, start, held(start), state, before)
+            new = Segment(key, cuts, start, rest(start), state, before)
             if new.bytes > self.budget:
                 return
             if before is not None and start < before.end:
@@ -158,11 +158,11 @@ class PrefixStore:
                 self._drop(min((one for one in self._each() if not one.after), key=lambda one: one.used))
 
     def _along(self, key: Tensor) -> Iterator[tuple[Segment, int]]:
-        """Segments whose texts begin as this one [T, C] does, and how many tokens are alike."""
+        """Segments whose texts share a prefix with this one [T, C], and the length of that prefix."""
         pending = [self._root]
         for one in pending:
-            here = one.after.get(_token(key, one.end), ()) if one.end < len(key) else ()
-            for other in (*here, *one.after.get(b"", ())):
+            matching = one.after.get(_token(key, one.end), ()) if one.end < len(key) else ()
+            for other in (*matching, *one.after.get(b"", ())):
                 n = other.common(key)
                 yield other, n
                 if n == other.end:
@@ -176,23 +176,23 @@ class PrefixStore:
             pending += found
 
     def _followed(self, key: Tensor, cuts: Tensor) -> tuple[Segment | None, int]:
-        """The segment that a text follows longest, and after how many tokens of all."""
+        """The segment after which a text may be continued with the longest shared prefix, and that prefix's length."""
         best: tuple[int, Segment | None] = (0, None)
         for one, n in self._along(key):
-            fit = (one.cuts[: n + 1] & cuts[: n + 1]).nonzero()
-            n = int(fit[-1]) if len(fit) else 0
+            places = (one.cuts[: n + 1] & cuts[: n + 1]).nonzero()
+            n = int(places[-1]) if len(places) else 0
             if n > max(best[0], one.start):
                 best = n, one
         return best[1], best[0]
 
     def _cut(self, one: Segment, at: int) -> Segment:
-        """Split a segment into two, so that its second part can be dropped alone; returns the first part. Readers of
-        the old segment keep it unchanged."""
+        """Split a segment into two, so that the second part can be evicted alone; returns the first part. Threads that
+        still read the old segment see it unchanged."""
         n = at - one.start
         state: Any = None if one.state is None else {}
-        first = {name: t[:, :n] for name, t in one.held.items()}
+        first = {name: t[:, :n] for name, t in one.tensors.items()}
         head = _copied(Segment(one.key[:at], one.cuts[: at + 1], one.start, first, state, one.before, one.used))
-        rest = {name: t[:, n:] for name, t in one.held.items()}
+        rest = {name: t[:, n:] for name, t in one.tensors.items()}
         tail = _copied(Segment(one.key, one.cuts, at, rest, one.state, head, one.used))
         self._drop(one)
         self._add(head)
@@ -208,29 +208,29 @@ class PrefixStore:
             one.used = self._clock
 
     def _add(self, segment: Segment) -> None:
-        around = (segment.before or self._root).after
-        around.setdefault(_token(segment.key, segment.start), []).append(segment)
+        siblings = (segment.before or self._root).after
+        siblings.setdefault(_token(segment.key, segment.start), []).append(segment)
         self.bytes += segment.bytes
 
     def _drop(self, segment: Segment) -> None:
-        around, token = (segment.before or self._root).after, _token(segment.key, segment.start)
-        around[token] = [one for one in around[token] if one is not segment]
-        if not around[token]:
-            del around[token]
+        siblings, token = (segment.before or self._root).after, _token(segment.key, segment.start)
+        siblings[token] = [one for one in siblings[token] if one is not segment]
+        if not siblings[token]:
+            del siblings[token]
         self.bytes -= segment.bytes
 
 
 def _root() -> Segment:
-    """What all texts follow: no token."""
+    """The empty segment before all texts."""
     return Segment(torch.empty(0, 0, dtype=torch.long), torch.ones(1, dtype=torch.bool), 0, {})
 
 
 def _token(key: Tensor, at: int) -> bytes:
-    """What tells the token at a place from others; nothing behind the last one."""
+    """The key of one token as bytes; empty past the last token."""
     return key[at].numpy().tobytes() if at < len(key) else b""
 
 
 def _copied(one: Segment) -> Segment:
-    """The same in tensors of its own."""
-    held = {name: t.clone(memory_format=torch.contiguous_format) for name, t in one.held.items()}
-    return replace(one, key=one.key.clone(), cuts=one.cuts.clone(), held=held)
+    """The same segment with copies of its tensors."""
+    tensors = {name: t.clone(memory_format=torch.contiguous_format) for name, t in one.tensors.items()}
+    return replace(one, key=one.key.clone(), cuts=one.cuts.clone(), tensors=tensors)

@@ -1,4 +1,4 @@
-"""The protocols that meet in the loop, Target and Drafter, and what each may know of the other."""
+"""The protocols of the decoding loop, Target and Drafter, and the views that each has of the other and the session."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Memory = TypeVar("Memory")
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """What a drafter has to fit.
+    """The facts of a target that a drafter has to fit.
 
     Attributes:
         name: folder or hub name that the target was loaded from.
         vocab: V, rows of its head.
         hidden: H, width of its final features.
         embedding: width of its input embeddings.
-        layers: of its text decoder.
-        ends: ids of tokens that end an answer; None: its tokens are no text.
-        grid: G, where its positions are rows and columns of a picture of G × G tokens; 0: they are counted in a line.
-        rope_theta: base of the frequencies on such a grid.
+        layers: number of layers of its text decoder.
+        ends: ids of tokens that end an answer; None: its tokens are not text.
+        grid: G, if its positions are rows and columns of a picture of G × G tokens; 0: positions are 0, 1, 2, …
+        rope_theta: base of the rotary frequencies on such a grid.
     """
 
     name: str
@@ -46,15 +46,15 @@ class TargetInfo:
 
 
 class SessionView(Protocol[Memory]):
-    """What a drafter reads of a session; of it all it changes is `memory`, its own, of a type that it knows.
+    """The part of a session that a drafter may read; it may change only `memory`, whose type is its own.
 
     Attributes:
-        rows: the sequences under way, with their tokens.
+        rows: the active sequences, with their tokens.
         pending: [B], the tokens that are decided and not yet in the target's cache.
-        emitted: [B], how many tokens are decided after each prompt.
-        seeds: [B], of each row's noise.
-        memory: what the drafter's `start` gave.
-        last: the round before, the prefill's at first.
+        emitted: [B], number of tokens decided after each prompt.
+        seeds: [B], seeds of the rows' noise.
+        memory: the result of the drafter's `start`.
+        last: the previous round, at first the prefill's.
     """
 
     memory: Memory
@@ -72,7 +72,7 @@ class SessionView(Protocol[Memory]):
 
 
 class Rows(Protocol):
-    """State with one entry per row: it can lose rows and take in the rows of another."""
+    """State with one entry per row, which can select some rows and append the rows of another."""
 
     def select(self, rows: Tensor) -> Self: ...
 
@@ -81,7 +81,7 @@ class Rows(Protocol):
 
 @dataclass
 class PerRow(Generic[T]):
-    """A value for each row, on the host: a memory of drafters that keep no tensors."""
+    """One value per row, on the host: the memory of a drafter that keeps no tensors."""
 
     values: list[T]
 
@@ -94,21 +94,21 @@ class PerRow(Generic[T]):
 
 @runtime_checkable
 class Reporting(Protocol):
-    """A drafter's memory that reports on the prompts that it read: sums, by name."""
+    """A drafter's memory with statistics of the prompts that it read: sums, by name."""
 
     stats: dict[str, float]
 
 
 def reported(memory: object) -> dict[str, float]:
-    """What goes into `Stats.drafter`: nothing, unless the memory is `Reporting`."""
+    """The statistics for `Stats.drafter`; empty unless the memory is `Reporting`."""
     return dict(memory.stats) if isinstance(memory, Reporting) else {}
 
 
 @dataclass
 class Around(Generic[T]):
-    """The memory of a drafter inside another, and a value of the outer one for each row."""
+    """The memory of a drafter that wraps another: the inner drafter's memory, and one value per row of its own."""
 
-    inner: Any  # the drafter's own: Rows, or None
+    inner: Any  # the inner drafter's memory: Rows, or None
     values: list[T]
 
     @property
@@ -125,21 +125,21 @@ class Around(Generic[T]):
 
 @runtime_checkable
 class Compilable(Protocol):
-    """A drafter that has a forward of its own to capture and compile, as a target's is."""
+    """A drafter with a forward of its own that can be captured and compiled like the target's."""
 
     def compiled(self, compile: bool) -> Self:
-        """The same drafter, with its forwards captured."""
+        """The same drafter with captured forwards."""
 
 
 class Target(Protocol):
-    """The model whose distribution is kept: a stateless view of it, independent of any drafter.
+    """A stateless view of the target model, whose distribution the output follows; independent of any drafter.
 
     Attributes:
-        device: where sessions and drafters are, however the model's layers are spread.
-        features: what is recorded for the drafter, in the drafter's order: layers i ≥ 0 by what enters them, FINAL.
+        device: of sessions and drafters, even if the model's layers are spread over several devices.
+        features: recorded for the drafter, in the drafter's order: i ≥ 0 for the input of layer i, FINAL.
         inference: the mode that rounds run in, torch.inference_mode or torch.no_grad.
-        streams: S, how many forwards of the same tokens make one distribution: 2 under classifier-free guidance.
-        guidance: what makes one distribution of the streams, which a captured draft depends on; None: there is one.
+        streams: S, the number of forwards of the same tokens per distribution: 2 under classifier-free guidance.
+        guidance: merges the streams into one distribution; a captured draft depends on it. None: there is one stream.
         weighs: whether `weigh` does anything.
     """
 
@@ -154,55 +154,55 @@ class Target(Protocol):
         """Read the prompts of the session's rows into `session.cache`.
 
         Args:
-            inputs: what came with the call.
-            nodes: the most that a draft will hold, for which room is made.
+            inputs: the inputs of the call.
+            nodes: the largest number of nodes of a draft, for which the cache reserves room.
 
         Returns:
-            What a drafter may know of the prompts, and the scores [B, 1, V] after them.
+            The prompts as a drafter sees them, and the scores [B, 1, V] after them.
         """
 
     def score(self, session: Session, draft: Draft) -> Scores:
-        """One forward over every node of the draft [B, N], each seeing the row's cache and its own ancestors."""
+        """One forward over all nodes of the draft [B, N]; each attends to the row's cache and to its own ancestors."""
 
     def commit(self, session: Session, round_: Round) -> None:
-        """Keep the KV cache entries of the accepted nodes, drop the rest."""
+        """Keep the KV cache entries of the accepted nodes and drop the others."""
 
     def embed(self, ids: Tensor) -> Tensor:
         """Input embeddings [..., H] of token ids; all streams read the same tokens."""
 
     def head(self, hidden: Tensor, vocab: Any = None) -> Tensor:
-        """Raw logits [B, n, V] of final features [B, n, S·H]; of a DraftVocab's tokens alone where one is given.
+        """Raw logits [B, n, V] of final features [B, n, S·H], restricted to the tokens of `vocab`, a DraftVocab.
 
-        One is given on the option `draft_vocab`, which needs a target that says which tokens end an answer.
+        `vocab` is given with the option `draft_vocab`, which needs a target whose `TargetInfo.ends` is known.
         """
 
     def weigh(self, logits: Tensor, session: SessionView[Any], position: Tensor) -> Tensor:
-        """A drafter's logits [B, n, V] of the tokens at `position` [B, n], weighed as the target weighs its own."""
+        """Process a drafter's logits [B, n, V] of the tokens at `position` [B, n] as the target processes its own."""
 
 
 @runtime_checkable
 class BareEmbedding(Protocol):
-    """A target that has its embeddings, too, as they are before a norm that belongs to their table."""
+    """A target that can also return its embeddings before the norm that follows its embedding table."""
 
     def bare_embed(self, ids: Tensor) -> Tensor:
         """Input embeddings [..., H] of token ids without that norm."""
 
 
 class Drafter(Protocol[Memory]):
-    """Proposes drafts. It depends on no target's class, and changes only its own memory in the session.
+    """Proposes drafts. It does not depend on the target's class, and changes only its own memory in the session.
 
-    Whatever it proposes, rule `exact` keeps the target's distribution: a bad drafter costs time, never quality. The
-    loop calls `start` and `propose`; `enable` asks for the rest.
+    Under the rule `exact` the output has the target's distribution whatever is proposed: a bad drafter costs time,
+    never quality. The loop calls `start` and `propose`; `enable` uses the rest.
 
     Attributes:
-        features: what it wants to read of the target, as `prompt.hidden` and `session.last.scores.hidden`, side by side
-            on the last axis: layer i ≥ 0 (what enters it) or FINAL (after the last norm); `()` for nothing. What
-            LIKELIEST asks for comes in a place of its own.
-        nodes: the most nodes N of its drafts, the root included; room in the cache is made for so many.
+        features: the target's features that it reads, in `prompt.hidden` and `session.last.scores.hidden`, concatenated
+            on the last axis: i ≥ 0 (input of layer i) or FINAL (after the last norm); `()` for none. LIKELIEST is
+            returned separately, in `Scores.likeliest`.
+        nodes: the largest number N of nodes of its drafts, the root included; the cache reserves room for them.
 
-    A drafter with options also has `options`, a frozen dataclass of its own, whose names `enable` takes. A drafter
-    whose drafts depend on other rows and calls has `shares = True`: then a row's seed fixes its noise before anything
-    is drafted, so that what it draws does not depend on them.
+    A drafter with options also has `options`, a frozen dataclass whose field names `enable` accepts. A drafter whose
+    drafts depend on other rows and calls has `shares = True`: then a row's seed fixes its noise before anything is
+    drafted, so that the row's tokens do not depend on them.
     """
 
     @property
@@ -212,35 +212,34 @@ class Drafter(Protocol[Memory]):
     def nodes(self) -> int: ...
 
     def fit(self, target: TargetInfo, given: Options) -> Drafter[Memory]:
-        """Itself for this target, with the options that the user gave (`config.chosen` puts them into `options`).
+        """This drafter for a target, with the user's options (`config.chosen` puts them into `options`).
 
         Raises:
-            ValueError: it was made for another target, has no use for an option, or a value makes no sense.
+            ValueError: it was made for another target, does not have an option, or a value is invalid.
         """
 
     def start(self, session: SessionView[Memory], target: Target, prompt: Prompt) -> Memory:
         """Memory for these rows, filled from the prompt; the loop keeps it as `session.memory`.
 
         Returns:
-            Rows (it can `select` and `join`, since rows end and enter), which may be `Reporting`, or None for a drafter
-            that remembers nothing.
+            Rows (with `select` and `join`, since rows leave and join), which may be `Reporting`, or None for a drafter
+            without memory.
         """
 
     def propose(self, session: SessionView[Memory], target: Target) -> Draft:
-        """The next draft [B, N] for the rows under way, node 0 being `session.pending`.
+        """The next draft [B, N] for the active rows; node 0 is `session.pending`.
 
-        To be read: `session.rows[b].tokens` (prompt and answer so far, the pending token last), `session.memory`,
-        `session.last` (the round before, the prefill's at first), `target.embed` and `target.head`. NO_TOKEN stands
-        where a row has nothing to propose. A draft drawn at random must bring the distribution it was drawn from, as it
-        was then.
+        It may read `session.rows[b].tokens` (prompt and answer so far, the pending token last), `session.memory`,
+        `session.last` (the previous round, at first the prefill's), `target.embed` and `target.head`. A node where a
+        row proposes nothing has NO_TOKEN. A draft drawn at random must include the distribution that it was drawn from.
 
-        What is verified may be another draft: nothing but the root, or one whose first nodes are these, with the same
-        parents, some of their tokens taken out or replaced, and nodes of others behind them.
+        Another draft may be verified in its place: the root only, or these nodes, with the same parents but some
+        tokens removed or replaced, followed by additional nodes.
         """
 
 
 class Proposer(Protocol):
-    """What the loop asks for drafts: a drafter, one whose drafts are captured, or one that is off for a while."""
+    """The part of a drafter that the loop calls: also a captured drafter, or a Switch that may turn drafting off."""
 
     @property
     def features(self) -> tuple[int, ...]: ...

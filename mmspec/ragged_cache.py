@@ -1,4 +1,4 @@
-"""Slot storage for keys and values: each row appends at its own length, so that a chain commits without a copy."""
+"""Ragged KV cache: each row appends keys and values at its own length, so that a chain commits without a copy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmspec.types import gather_rows
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many slots each row holds, known to the host and to the device at once."""
+    """The number of slots that each row has filled, on the host and on the device."""
 
     host: tuple[int, ...]
     device: Tensor  # int64 [B]
@@ -27,7 +27,7 @@ class Lengths:
         return cls(tuple(host), torch.tensor(host, device=device))
 
     def on(self, device: torch.device) -> Tensor:
-        """`device` [B], copied once to where other layers of a model that is split over devices lie."""
+        """`device` [B] on another device, copied once, for models that are split over devices."""
         if device == self.device.device:
             return self.device
         if device not in self._copies:
@@ -49,7 +49,7 @@ class Lengths:
         return Lengths(tuple(length + n for length in self.host), self.device + n)
 
     def select(self, rows: Tensor, order: Sequence[int]) -> Lengths:
-        """Some rows; `order` is `rows` as the host knows them."""
+        """Some rows; `order` is `rows` on the host."""
         return Lengths(tuple(self.host[i] for i in order), self.device[rows])
 
     def join(self, other: Lengths) -> Lengths:
@@ -80,30 +80,29 @@ class RaggedBuffer:
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def _room(self, buffer: Tensor | None, like: Tensor, end: int) -> Tensor:
-        """A buffer with at least `end` slots; grows by a quarter, so that the copying is paid only now and then.
+        """A buffer with at least `end` slots; grows by at least a quarter, so that copies are rare.
 
-        Its dtype is wide enough for what it holds and for what comes, which differ if only one of them was under
-        autocast.
+        Its dtype is wide enough for the old and the new entries, which differ if only one of them was under autocast.
         """
-        held, dtype = (0, like.dtype) if buffer is None else (buffer.shape[2], buffer.dtype)
+        slots, dtype = (0, like.dtype) if buffer is None else (buffer.shape[2], buffer.dtype)
         if dtype != like.dtype:
             dtype = torch.promote_types(dtype, like.dtype)
-        if buffer is not None and end <= held and buffer.dtype == dtype:
+        if buffer is not None and end <= slots and buffer.dtype == dtype:
             return buffer
-        capacity = max(end, held + held // 4 if held else self.reserve)
+        capacity = max(end, slots + slots // 4 if slots else self.reserve)
         with lasting():
             grown = like.new_zeros(like.shape[0], like.shape[1], capacity, like.shape[3], dtype=dtype)
         if buffer is not None:
-            grown[:, :, :held] = buffer
+            grown[:, :, :slots] = buffer
         return grown
 
     def select(self, rows: Tensor, order: Sequence[int], used: int) -> None:
-        """Keep some rows: the last ones take the places of those that go, and nothing else is moved.
+        """Keep some rows. With the order of `closed_ranks` the last rows fill the gaps, and no other row is moved.
 
         Args:
-            rows: int64 [B'], in any order; in place where each row stays or comes from behind the B' kept.
-            order: the same, as the host knows it.
-            used: slots that any row has filled.
+            rows: int64 [B'], in any order; done in place if each row stays where it is or comes from an index ≥ B'.
+            order: `rows` on the host.
+            used: the largest number of slots that a row has filled.
         """
         if self.keys is None or self.values is None:
             return
@@ -111,25 +110,25 @@ class RaggedBuffer:
             rows = rows.to(self.keys.device)
             self.keys, self.values = self.keys[rows], self.values[rows]
             return
-        for held in (self.keys, self.values):
+        for buffer in (self.keys, self.values):
             for i, row in enumerate(order):
                 if i != row:
-                    held[i, :, :used] = held[row, :, :used]
+                    buffer[i, :, :used] = buffer[row, :, :used]
         self.keys, self.values = self.keys[: len(order)], self.values[: len(order)]
 
     def keep(self, order: Tensor) -> None:
-        """Of the slots those at `order` [B, n], and no others."""
+        """Keep only the slots at `order` [B, n]."""
         if self.keys is not None and self.values is not None:
             home = order.to(self.keys.device)
             kept = [gather_rows(t.transpose(1, 2), home).transpose(1, 2) for t in (self.keys, self.values)]
             self.keys, self.values = kept[0].contiguous(), kept[1].contiguous()
 
     def join(self, other: RaggedBuffer, end: int) -> None:
-        """Take the other's rows below these; of the own slots those from `end` on are not in use and are let go.
+        """Append the rows of another buffer. Own slots from `end` on are not in use and may be dropped.
 
-        They go where rows have left, if there is room; else all rows are copied to where there is.
+        The new rows are written where rows have left, if there is room; otherwise all rows are copied to a new buffer.
         """
-        if self.keys is None and other.keys is None:  # of a layer without attention
+        if self.keys is None and other.keys is None:  # a layer without attention
             return
         if self.keys is None or self.values is None or other.keys is None or other.values is None:
             raise ValueError("both caches must hold a prompt before their rows can be joined")
@@ -137,15 +136,15 @@ class RaggedBuffer:
 
 
 def closed_ranks(keep: Sequence[int]) -> list[int]:
-    """Of rows that stay, in ascending order, the order in which `RaggedBuffer.select` moves the fewest."""
+    """The order of the rows to keep (given in ascending order) for which `RaggedBuffer.select` moves the fewest."""
     count = len(keep)
-    behind = iter([row for row in keep if row >= count])
+    moving = iter([row for row in keep if row >= count])
     staying = {row for row in keep if row < count}
-    return [place if place in staying else next(behind) for place in range(count)]
+    return [place if place in staying else next(moving) for place in range(count)]
 
 
 def _joined(mine: Tensor, theirs: Tensor, end: int) -> Tensor:
-    """Rows of `theirs` under rows of `mine`, of which `end` slots are in use; what stays over is empty."""
+    """Rows of `theirs` after rows of `mine`, of which `end` slots are in use; slots past those of `theirs` are zero."""
     B, b, need = len(mine), len(theirs), max(end, theirs.shape[2])
     rooms = mine.untyped_storage().nbytes() // mine.element_size() // max(1, mine.stride(0)) if B else 0
     if mine.storage_offset() == 0 and B + b <= rooms and need <= mine.shape[2] <= need + 256:
@@ -159,7 +158,7 @@ def _joined(mine: Tensor, theirs: Tensor, end: int) -> Tensor:
 
 
 def stacked(a: Tensor, b: Tensor) -> Tensor:
-    """Rows of b under rows of a; what is shorter on any other axis is filled up with zeros."""
+    """Concatenate the rows of a and b; the one that is shorter on another axis is padded with zeros."""
     if a.shape[1:] == b.shape[1:]:
         return torch.cat([a, b])
     wide = [max(sizes) for sizes in zip(a.shape[1:], b.shape[1:], strict=True)]
@@ -170,11 +169,11 @@ def stacked(a: Tensor, b: Tensor) -> Tensor:
 
 
 def visibility(at: Lengths, open_slots: Tensor, ancestors: Tensor) -> Tensor:
-    """What each node may attend to: the row's own cached slots and the node's ancestors.
+    """The attention mask of a draft: each node sees the row's own cached slots and the node's ancestors.
 
     Args:
         at: lengths before the nodes were appended.
-        open_slots: bool [B, L], false at cached slots that hold padding; slots past L are all real.
+        open_slots: bool [B, L], false at cached slots that hold padding; no slot past L is padding.
         ancestors: bool [B, n, N], which of the N appended nodes each of n queries sees.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The names of drafters and rules: where each drafter's class is, and what makes each rule."""
+"""The registry of drafters and rules: their names, and where their classes and functions are."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mmspec.rules import Rule
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a drafter lives and what it is.
+    """A registered drafter.
 
     Attributes:
-        trained: it needs weights, which `mmspec train` makes.
-        from_model: it is made of a model: of one that is named, or of the target, by its class method `of_model`.
+        trained: it needs weights, which `mmspec train` produces.
+        from_model: it is built from a model that the user names, or from the target by its class method `of_model`.
     """
 
     module: str
@@ -38,31 +38,29 @@ DRAFTERS: dict[str, Entry] = {
     "suffix": Entry(
         _D + "suffix",
         "SuffixDrafter",
-        "what followed the same words in this run, no weights; where a model ships with nothing",
+        "copies what followed the same words in this run, no weights; the default if a model ships with no drafter",
     ),
-    "recycle": Entry(
-        _D + "recycle", "RecycleDrafter", "what the model last found likeliest after each token, no weights"
-    ),
-    "plain": Entry(_D + "plain", "Plain", "drafts nothing; for compile=True alone"),
+    "recycle": Entry(_D + "recycle", "RecycleDrafter", "the model's latest top tokens after each token, no weights"),
+    "plain": Entry(_D + "plain", "Plain", "drafts nothing; to use compile=True alone"),
     "jacobi": Entry(_D + "jacobi", "JacobiDrafter", "Jacobi window, no weights; for images"),
     "eagle": Entry(_D + "eagle", "EagleDrafter", "EAGLE-2-style feature drafter; reads EAGLE, EAGLE-3", trained=True),
     "heads": Entry(_D + "heads", "HeadsDrafter", "for pictures: heads that fill a Jacobi window", trained=True),
     "block": Entry(_D + "dflash", "BlockDrafter", "a block in one pass; reads DFlash, DSpark, DFlash2", trained=True),
     "vispec": Entry(_D + "vispec", "ViSpecDrafter", "summaries of images, and a global image vector", trained=True),
-    "msd": Entry(_D + "msd", "MsdDrafter", "images enter as their embeddings", trained=True),
+    "msd": Entry(_D + "msd", "MsdDrafter", "images as their embeddings", trained=True),
     "flash": Entry(_D + "flash_vlm", "FlashDrafter", "images as latents, several tokens a pass", trained=True),
-    "specvlm": Entry(_D + "specvlm", "SpecVlmDrafter", "image tokens compressed by what a gate picks", trained=True),
+    "specvlm": Entry(_D + "specvlm", "SpecVlmDrafter", "image tokens compressed as a gate decides", trained=True),
     "model": Entry(_OF_MODELS + "draft_model", "ModelDrafter", "a smaller model: draft=…", from_model=True),
     "assistant": Entry(_OF_MODELS + "assistant", "AssistantDrafter", "Gemma-4's assistants: draft=…", from_model=True),
     "mtp": Entry(_OF_MODELS + "mtp", "MtpDrafter", "the heads in the target's own checkpoint", from_model=True),
 }
 
-# those of text that need no weights, for any model: the demo offers them, the tests hold them to stock's tokens
+# text drafters without weights, for any model: the demo offers them, and tests compare them with stock's tokens
 OF_TEXT = [n for n, e in DRAFTERS.items() if not (e.trained or e.from_model or n in ("plain", "jacobi"))]
-USUAL = "suffix"  # what drafts for text where nobody says, and the model ships with nothing
+USUAL = "suffix"  # the default for text if the model ships with no drafter
 
-# Name of a model, in small letters and without its owner → a drafter published for it, on the hub. It is suggested
-# where nothing else is there to draft; nothing is fetched unasked.
+# Name of a model in lower case without its owner → a drafter published for it on the hub. It is suggested if the model
+# ships with no drafter; it is never downloaded without the user's request.
 PUBLISHED: dict[str, str] = {
     **{
         name.lower(): f"JLKang/ViSpec-{name}"
@@ -114,13 +112,13 @@ def drafter_class(name: str) -> Any:
 
 
 def name_of(drafter: object) -> str:
-    """What a drafter is called: by its own method, else as its class is registered."""
+    """The name of a drafter: its attribute `method`, or the name that its class is registered under."""
     cls = type(drafter)
-    known = (name for name, entry in DRAFTERS.items() if (entry.module, entry.cls) == (cls.__module__, cls.__name__))
-    return getattr(drafter, "method", None) or next(known, cls.__name__)
+    names = (name for name, entry in DRAFTERS.items() if (entry.module, entry.cls) == (cls.__module__, cls.__name__))
+    return getattr(drafter, "method", None) or next(names, cls.__name__)
 
 
-RULES: dict[str, Callable[..., Rule]] = {  # those with a `codebook` compare tokens by their codes
+RULES: dict[str, Callable[..., Rule]] = {  # rules with a parameter `codebook` compare tokens by their codes
     "exact": lambda: rules.exact, "lantern": rules.lantern, "scaled": rules.scaled, "typical": rules.typical,
     "gsd": rules.gsd, "grouped": rules.grouped, "pooled": rules.pooled,
 }  # fmt: skip
@@ -129,23 +127,23 @@ RULES: dict[str, Callable[..., Rule]] = {  # those with a `codebook` compare tok
 def resolve_rule(
     spec: str | Rule, codebook: Tensor | None = None, budget: float | None = None, embeddings: Tensor | None = None
 ) -> Rule:
-    """A rule from its name and parameters, as in "exact" or "lantern(k=10, lam=2.0)", or from itself.
+    """A rule from its name and parameters, such as "exact" or "lantern(k=10, lam=2.0)"; a Rule is returned as it is.
 
     Args:
-        spec: parameters are given by name, as numbers or words in quotes.
-        codebook: [V, c], the target's codes; on the device where the rule will work.
+        spec: parameters are given by name, as numbers or quoted strings.
+        codebook: [V, c], the target's codes; on the device where the rule will run.
         budget: the most that a row may cost in total variation; None: no limit.
         embeddings: [V, H], the target's table of input embeddings.
 
     Raises:
         ValueError: an unknown rule or parameter, a value out of range, no codebook where one is needed.
     """
-    rule = spec if isinstance(spec, Rule) else _made(spec, {"codebook": codebook, "embeddings": embeddings})
+    rule = spec if isinstance(spec, Rule) else _built(spec, {"codebook": codebook, "embeddings": embeddings})
     limited = rule if budget is None else replace(rule, budget=budget)
     return rule if rule.lossless else limited
 
 
-def _made(spec: str, tables: dict[str, Tensor | None]) -> Rule:
+def _built(spec: str, tables: dict[str, Tensor | None]) -> Rule:
     name, given = _parsed(spec)
     if name not in RULES:
         raise ValueError(f"unknown rule {name!r}; choose from {', '.join(RULES)}")
@@ -154,11 +152,11 @@ def _made(spec: str, tables: dict[str, Tensor | None]) -> Rule:
     missing = [key for key, p in allowed.items() if p.default is p.empty and key not in given]
     wrong = missing or sorted(set(given) - set(allowed))
     if wrong:
-        what = "needs" if missing else "knows no"
+        what = "needs" if missing else "has no parameter"
         raise ValueError(f"{name} {what} {wrong[0]}; its parameters are {', '.join(allowed) or 'none'}; got {spec!r}")
     if any(p.default is p.empty and tables[table] is None for table, p in coded.items()):
         raise ValueError(
-            f"a codebook [V, c] is needed: {name} compares tokens by their codes, and this target brings none; "
+            f"a codebook [V, c] is needed: {name} compares tokens by their codes, and this target has none; "
             "choose exact, scaled, or gsd without a distance"
         )
     return RULES[name](**{table: tables[table] for table in coded}, **given)
@@ -177,4 +175,4 @@ def _parsed(spec: str) -> tuple[str, dict[str, int | float | str | None]]:
                 return call.func.id, given
     except (SyntaxError, ValueError):
         pass
-    raise ValueError(f"a rule reads like exact or lantern(k=10, lam=2.0); got {spec!r}")
+    raise ValueError(f"a rule must have the form exact or lantern(k=10, lam=2.0); got {spec!r}")

@@ -1,4 +1,4 @@
-"""Rules: when to keep a drafted token, and the distribution of the token that replaces a refused one."""
+"""Acceptance rules: the chance to accept a drafted token, and the residual distribution after a rejection."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from mmspec.modes import lasting
 
 @dataclass(frozen=True)
 class Masses:
-    """The probabilities, as `ops.widest`, of a distribution at tested nodes [...]; nothing is computed until it is
-    asked for."""
+    """Probabilities, of dtype `ops.widest`, of a distribution at the tested nodes [...], computed on first use."""
 
-    at: Callable[[Tensor], Tensor]  # of tokens [..., M] → [..., M]
+    at: Callable[[Tensor], Tensor]  # tokens [..., M] → their probabilities [..., M]
     make: Callable[[], Tensor]
     lines: tuple[Tensor, Tensor, Tensor] | None = None  # logits [B, N, V], their logsumexp [B, N], the nodes tested
 
@@ -34,26 +33,26 @@ class Masses:
 
 @dataclass(frozen=True)
 class Trial:
-    """Drafted tokens under test, all that a relaxed rule may look at; [...] is one node per row, or many.
+    """Drafted tokens under test: the input of a rule; [...] is one node per row, or many.
 
     Attributes:
         x: the tokens.
         depth: of each in its draft, 1 for the first one after the pending token.
-        p: the target's distribution there; `p_x` [...] is its probability of x, `p.all` [..., V] all of it.
-        q: the draft's distribution, as it was when x was drawn; `q_x` likewise.
+        p: the target's distribution there; `p_x` [...] is its probability of x, `p.all` [..., V] the probabilities.
+        q: the distribution that x was drawn from; `q_x` likewise.
     """
 
     x: Tensor  # [...]
     depth: Tensor  # [...], 1 for the first draft after the pending token
     p: Masses
     q: Masses
-    _made: dict[Callable[[Trial], Tensor], Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _results: dict[Callable[[Trial], Tensor], Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, part: Callable[[Trial], Tensor]) -> Tensor:
-        """What a part of a rule makes of this trial: its residual is read by its charge as well."""
-        if part not in self._made:
-            self._made[part] = part(self)
-        return self._made[part]
+        """`part(self)`, computed once: a rule's charge may use its residual again."""
+        if part not in self._results:
+            self._results[part] = part(self)
+        return self._results[part]
 
     @cached_property
     def p_x(self) -> Tensor:
@@ -66,23 +65,22 @@ class Trial:
 
 @dataclass(frozen=True)
 class Rule:
-    """When to keep a drafted token, and the distribution of what replaces a refused one; pure functions, in
+    """The chance to accept a drafted token, and the distribution that replaces a rejected one: pure functions in
     `ops.widest`.
 
-    `ratio(p_x, q_x)`, of probabilities [...], is the chance to keep x and `residual(trial)` gives weights [..., V] of
-    what replaces it. A relaxed rule keeps x with the chance `relaxed(trial)` [...] instead and costs
-    |relaxed − ratio| for every test; it keeps nothing that p excludes. At temperature 0, `greedy(trial)` [...] says
-    whether x stands beside the likeliest token; where that is None, nothing is relaxed there.
+    `ratio(p_x, q_x)`, of probabilities [...], is the chance to accept x, and `residual(trial)` gives the weights
+    [..., V] of its replacement. A relaxed rule accepts x with the chance `relaxed(trial)` [...] instead, at a cost of
+    |relaxed − ratio| for every test; it never accepts x with p(x) = 0. At temperature 0, `greedy(trial)` [...] says
+    whether x is accepted though it is not the likeliest token; None: only the likeliest token is accepted.
 
     Charges: with the ordinary residual (p − q)+ and relaxed ≥ ratio = min(1, p/q), the distribution of a token is, in
     total variation, exactly E[charge] away from p, and no rule that accepts as often is nearer. Summed over a row,
-    charges bound its distance from the target's distribution. A rule with another residual brings a `charge` of its
-    own.
+    charges bound its distance from the target's distribution. A rule with another residual has its own `charge`.
 
     Attributes:
         name: with all parameters, in a form that `resolve_rule` reads.
         lossless: the output distribution is p itself, whatever q is.
-        budget: the most that a row may cost; with what is left of it relaxing is cut short, and stops.
+        budget: the most that a row may cost; as it runs out, tests are relaxed less, and then not at all.
     """
 
     name: str
@@ -101,13 +99,13 @@ class Rule:
             raise ValueError(f"budget must be a distance ≥ 0, or None for no limit; got {self.budget!r}")
         if self.charge is not None:
             raise ValueError(
-                f"{self.name} cannot be cut short by a budget: its cost is not only the acceptance that it gains; use "
+                f"{self.name} cannot be limited by a budget: its cost is not only the acceptance that it gains; use "
                 "pooled, or a rule with the ordinary residual"
             )
 
 
 def ordinary(trial: Trial) -> Tensor:
-    """(p − q)+, the residual of all rules but those that say otherwise."""
+    """(p − q)+, the default residual."""
     return ops.positive_residual(trial.p.all, trial.q.all)
 
 
@@ -115,62 +113,61 @@ exact = Rule("exact", ops.exact_ratio, ordinary, lossless=True)
 _relaxed = partial(Rule, ratio=ops.exact_ratio, residual=ordinary)
 
 
-class _Carried:
-    """A table of a rule, copied once to each device where rows are tested: models may move, or be offloaded."""
+class _DeviceTable:
+    """A rule's table, copied once to each device where rows are tested: models may move, or be offloaded."""
 
     def __init__(self, table: Tensor) -> None:
-        self.held = {table.device: table}
+        self.copies = {table.device: table}
 
     def on(self, device: torch.device) -> Tensor:
-        if device not in self.held:
+        if device not in self.copies:
             with lasting():
-                self.held[device] = next(iter(self.held.values())).to(device)
-        return self.held[device]
+                self.copies[device] = next(iter(self.copies.values())).to(device)
+        return self.copies[device]
 
 
 def only(rule: Rule, tokens: Tensor) -> Rule:
-    """A relaxed rule for some tokens, bool [n], and no others, which are kept as by `exact`, at no cost.
+    """The rule for some tokens, bool [n], and `exact` for all others, which then cost nothing.
 
-    Rules whose cost is not only the acceptance that they gain have no meaning for a part of the tokens; for these it is
-    `exact`.
+    A rule with its own `charge` cannot be restricted to some tokens; `exact` is returned in its place.
     """
     if rule.relaxed is None or rule.charge is not None:
         return exact
-    carried, relaxed, greedy = _Carried(tokens), rule.relaxed, rule.greedy
+    table, relaxed, greedy = _DeviceTable(tokens), rule.relaxed, rule.greedy
 
     def among(x: Tensor) -> Tensor:
-        here = carried.on(x.device)
+        here = table.on(x.device)
         return here[x.clamp(max=len(here) - 1)] & (x < len(here))
 
     def some(trial: Trial) -> Tensor:
         return torch.where(among(trial.x), relaxed(trial), rule.ratio(trial.p_x, trial.q_x))
 
-    def stands(trial: Trial) -> Tensor:
+    def some_greedy(trial: Trial) -> Tensor:
         assert greedy is not None
         return among(trial.x) & greedy(trial)
 
-    return replace(rule, relaxed=some, greedy=None if greedy is None else stands)
+    return replace(rule, relaxed=some, greedy=None if greedy is None else some_greedy)
 
 
 def lantern(
     codebook: Tensor, *, k: int, delta: float | None = None, lam: float | None = None, residual: str = "ordinary"
 ) -> Rule:
-    """x borrows the mass of its nearest codes, a prefix of the k nearest whose mass stays within a bound.
+    """x borrows the mass of its nearest codes: of the k nearest, the longest prefix whose mass stays within a bound.
 
-    Bounded by `delta` it is LANTERN (Jang et al. 2024, §4), by (lam − 1)·p(x) LANTERN++ (Park et al. 2025, §3). A token
-    is at most lam − 1 away from p, in total variation; `delta` bounds only a single draft that is not random.
+    With the bound `delta` it is LANTERN (Jang et al. 2024, §4), with (lam − 1)·p(x) LANTERN++ (Park et al. 2025, §3). A
+    token is at most lam − 1 away from p, in total variation; `delta` bounds only a single draft that is not random.
 
-    At temperature 0, x stands where p(x) with what it borrows reaches the largest p; it costs 1 where x is not the
+    At temperature 0, x is accepted if p(x) plus the borrowed mass reaches the largest p; it costs 1 if x is not the
     likeliest token.
 
-    The authors' code finds neighbours among the raw codes; here they are among the normalised ones, which are all that
-    most tokenizers see. With the same neighbours the chances are the same.
+    The authors' code finds neighbours among the raw codes; here they are found among the normalised ones, because most
+    tokenizers use nothing else. With the same neighbours the chances are the same.
 
     Args:
-        residual: what a refusal leaves. "ordinary" is (p − q)+, so that the cost is what the distribution of a token
-            loses. "published" is that of the authors' code: where x could borrow of any code, its k + 1 nearest are
-            first taken out of p, if the draft was not random (dynamic trees), or out of q (static trees). Its cost is
-            a bound.
+        residual: the residual after a rejection. "ordinary" is (p − q)+, so that the cost is exactly the distance of
+            the token's distribution from p. "published" is that of the authors' code: where x could borrow from any
+            code, its k + 1 nearest are first removed from p, if the draft was not random (dynamic trees), or from q
+            (static trees). Its cost is a bound.
     """
     most = len(codebook) - 1
     _among("residual", residual, ("ordinary", "published"))
@@ -182,7 +179,7 @@ def lantern(
     else:
         _check("lam", lam, lambda lam: lam > 1, "above 1")
     neighbours = ops.nearest(codebook, min(k + 1, most))
-    near, and_next = _Carried(neighbours[:, :k].contiguous()), _Carried(neighbours)
+    near, and_next = _DeviceTable(neighbours[:, :k].contiguous()), _DeviceTable(neighbours)
 
     def bound(trial: Trial) -> Tensor | float:
         return float(delta) if lam is None else (lam - 1) * trial.p_x  # type: ignore[arg-type]
@@ -194,8 +191,8 @@ def lantern(
     def relaxed(trial: Trial) -> Tensor:
         if trial.p.lines is not None:
             here = near.on(trial.x.device)
-            kept: Tensor = dispatch.lantern_accept(*trial.p.lines, trial.x, trial.q_x, here, delta, lam)[1]
-            return kept
+            chance: Tensor = dispatch.lantern_accept(*trial.p.lines, trial.x, trial.q_x, here, delta, lam)[1]
+            return chance
         return ops.exact_ratio(reaches(trial), trial.q_x)
 
     def published(trial: Trial) -> Tensor:
@@ -210,18 +207,18 @@ def lantern(
         return f - strict + (1 - f) * apart
 
     limit = f"delta={delta}" if lam is None else f"lam={lam}"
-    made = _relaxed(
+    rule = _relaxed(
         f"lantern(k={k}, {limit})", relaxed=relaxed, greedy=lambda trial: reaches(trial) >= trial.p.all.amax(-1)
     )
     if residual == "ordinary":
-        return made
-    return replace(made, name=f"lantern(k={k}, {limit}, residual='published')", residual=published, charge=charge)
+        return rule
+    return replace(rule, name=f"lantern(k={k}, {limit}, residual='published')", residual=published, charge=charge)
 
 
 def scaled(*, omega: float, nu: float = 0.0) -> Rule:
     """min(1, ω·p/q) with ω = omega·exp(−nu·(i − 1)) at the i-th draft of a path (Cool-SD, 2026): no codebook needed.
 
-    ω is never less than 1, where the published schedule would refuse more than it must.
+    ω is never less than 1; below 1 the published schedule would reject more often than `exact` does.
     """
     _check("omega", omega, lambda omega: omega >= 1, "at least 1")
     _check("nu", nu, lambda nu: nu >= 0, "at least 0")
@@ -234,11 +231,11 @@ def scaled(*, omega: float, nu: float = 0.0) -> Rule:
 
 
 def typical(*, epsilon: float, delta: float) -> Rule:
-    """x is accepted wherever it is typical of p, p(x) > min(ε, δ·exp(−H(p))), and by min(1, p/q) elsewhere.
+    """x is accepted if it is typical of p, p(x) > min(ε, δ·exp(−H(p))), and otherwise with chance min(1, p/q).
 
-    Medusa's acceptance (Cai et al. 2024, §3.4) keeps nothing else; here what is not typical still has its own chance,
-    and a refused draft gives way to (p − q)+, so that the cost is what the distribution loses. Needs no codebook. A
-    flat distribution, as over the grain of a background, has many typical tokens; a peaked one has one.
+    Medusa (Cai et al. 2024, §3.4) accepts only typical tokens; here the others keep their usual chance, and a rejected
+    draft is replaced from (p − q)+, so that the cost is exactly the distance from p. Needs no codebook. A flat
+    distribution, as in the texture of a background, has many typical tokens; a peaked one has one.
     """
     _check("epsilon", epsilon, lambda epsilon: 0 < epsilon <= 1, "in (0, 1]")
     _check("delta", delta, lambda delta: delta > 0, "above 0")
@@ -254,18 +251,18 @@ def gsd(
     codebook: Tensor | None = None, embeddings: Tensor | None = None, *, group: int, distance: float | None = None,
     gap: float | None = None, space: str = "codes",
 ) -> Rule:  # fmt: skip
-    """Grouped speculative decoding as published (So et al. 2025, §4): min(1, p(C)/q(C)), C around x in the order of p.
+    """Grouped speculative decoding as published (So et al. 2025, §4): min(1, p(C)/q(C)), C a window of ranks around x.
 
-    Different tokens have different windows, so the chance can also be less than min(1, p/q): then x is refused more
-    often than it must, and E[charge] is no longer the distance from p but still bounds it. `pooled` has neither flaw.
-    At the end of the order, where the window of one of the least likely tokens hangs over, the authors' code tests
-    strictly, by min(1, p/q); here the window is cut.
+    Different tokens have different windows, so the chance can also be less than min(1, p/q): then x is rejected more
+    often than necessary, and E[charge] is no longer the distance from p but still bounds it. `pooled` has neither flaw.
+    Where the window of one of the least likely tokens extends past the last rank, the authors' code uses min(1, p/q);
+    here the window is cut off at the last rank.
 
     Args:
         group: size of the window of ranks, x included.
         distance: leave out codes further from x than this.
-        space: measure `distance` between normalised "codes", or as the authors' code between the model's input
-            "embeddings" [V, H] as they are.
+        space: measure `distance` between normalised "codes", or as the authors' code does between the model's input
+            "embeddings" [V, H], not normalised.
         gap: leave out tokens whose probability differs from p(x) by this or more.
     """
     _check("group", group, lambda group: isinstance(group, int) and group >= 1, "a whole number of at least 1")
@@ -279,7 +276,7 @@ def gsd(
             what = "a codebook [V, c] is" if space == "codes" else "input embeddings [V, H] are"
             raise ValueError(f"{what} needed to measure distance; pass one, or leave distance out")
         unit = torch.nn.functional.normalize
-        codes = _Carried(embeddings.detach() if space != "codes" else unit(codebook.float(), dim=-1))  # type: ignore
+        codes = _DeviceTable(embeddings.detach() if space != "codes" else unit(codebook.float(), dim=-1))  # type: ignore
 
     def relaxed(trial: Trial) -> Tensor:
         if trial.p.lines is not None:
@@ -290,8 +287,8 @@ def gsd(
         p, q = trial.p.at(ids), trial.q.at(ids)
         if codes is not None:
             here = codes.on(ids.device)
-            apart = here[ids].float() - here[trial.x][..., None, :].float()
-            member = member & (apart.norm(dim=-1) <= distance)
+            difference = here[ids].float() - here[trial.x][..., None, :].float()
+            member = member & (difference.norm(dim=-1) <= distance)
         if gap is not None:
             member = member & ((p - trial.p_x[..., None]).abs() < gap)
         return ops.exact_ratio(torch.where(member, p, 0.0).sum(-1), torch.where(member, q, 0.0).sum(-1))
@@ -301,11 +298,10 @@ def gsd(
 
 
 def grouped(codebook: Tensor, *, radius: float | None = None, cells: int | None = None) -> Rule:
-    """Exact for cells of near codes: min(1, p(C)/q(C)); a refused one gives way to a cell by (p(C) − q(C))+, then p.
+    """Exact for cells of near codes: chance min(1, p(C)/q(C)); the residual draws a cell by (p(C) − q(C))+, then by p.
 
-    The distribution of the token's cell is the target's own; inside a cell a token is by q instead of by p, so that
-    output and target can be coupled never further apart than 2·`radius`. The cost is the distance inside the
-    cell.
+    The token's cell has the target's own distribution; inside a cell an accepted token follows q, not p, so that
+    output and target can be coupled never further apart than 2·`radius`. The cost is the distance inside the cell.
     """
     cell, name = _cells(codebook, "grouped", radius, cells)
 
@@ -331,20 +327,20 @@ def pooled(codebook: Tensor, *, radius: float | None = None, cells: int | None =
     return _relaxed(name, relaxed=relaxed)
 
 
-def _in_cell(trial: Trial, cell: _Carried) -> tuple[Tensor, Tensor]:
-    """p and q [..., V] within the cell of x, cut down to what p can draw."""
+def _in_cell(trial: Trial, cell: _DeviceTable) -> tuple[Tensor, Tensor]:
+    """p and q [..., V], zero outside the cell of x and where p is zero."""
     p, here = trial.p.all, cell.on(trial.x.device)
     same = (here == here[trial.x][..., None]) & (p > 0)
     return torch.where(same, p, 0.0), torch.where(same, trial.q.all, 0.0)
 
 
-def _cell_ratio(trial: Trial, cell: _Carried) -> Tensor:
+def _cell_ratio(trial: Trial, cell: _DeviceTable) -> Tensor:
     p, q = _in_cell(trial, cell)
     return ops.exact_ratio(p.sum(-1), q.sum(-1))
 
 
-def _cells(codebook: Tensor, rule: str, radius: float | None, cells: int | None) -> tuple[_Carried, str]:
-    """The partition, and the rule's name with its parameter."""
+def _cells(codebook: Tensor, rule: str, radius: float | None, cells: int | None) -> tuple[_DeviceTable, str]:
+    """The cell of each code, and the rule's name with its parameter."""
     if (radius is None) == (cells is None):
         raise ValueError(f"{rule} takes radius or cells, exactly one of them; got radius={radius!r}, cells={cells!r}")
     if cells is None:
@@ -353,7 +349,7 @@ def _cells(codebook: Tensor, rule: str, radius: float | None, cells: int | None)
         most = len(codebook)
         _check("cells", cells, lambda n: isinstance(n, int) and 1 <= n <= most, f"a whole number from 1 to V = {most}")
     given = f"radius={radius}" if cells is None else f"cells={cells}"
-    return _Carried(ops.partition(codebook, radius, cells)), f"{rule}({given})"
+    return _DeviceTable(ops.partition(codebook, radius, cells)), f"{rule}({given})"
 
 
 def _among(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -361,6 +357,6 @@ def _among(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
 
 
-def _check(name: str, value: object, fine: Callable[[float], bool], allowed: str) -> None:
-    if not isinstance(value, (int, float)) or not fine(value):
+def _check(name: str, value: object, valid: Callable[[float], bool], allowed: str) -> None:
+    if not isinstance(value, (int, float)) or not valid(value):
         raise ValueError(f"{name} must be {allowed}; got {value!r}")

@@ -1,4 +1,4 @@
-"""The Session: all that changes during one generation, row by row. Only `commit`, `retire` and `admit` write rows."""
+"""Session: the state of one generation, row by row. Only `commit`, `retire` and `admit` change its rows."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ class Row:
     limit: int  # length at which the row ends
     seed: int  # of this row's noise
     eos: frozenset[int] = frozenset()
-    stop: Callable[[list[int], int], int | None] | None = None  # any further condition: asked with all tokens and how
-    # many of them are new, it says at which length it first held among these
-    index: int = 0  # place in the call that it came with
-    rule: Rule = exact  # what is kept of a draft
-    request: Any = None  # what its call asked of the target: how logits become a distribution, arguments of forwards
+    stop: Callable[[list[int], int], int | None] | None = None  # any further stopping criterion: called with all tokens
+    # and the number of new ones, it returns the length at which the row should have ended, or None
+    index: int = 0  # position in the call that the row belongs to
+    rule: Rule = exact  # decides which drafted tokens to accept
+    request: Any = None  # the call's settings for the target: how logits become a distribution, arguments of forwards
     text: Any = None  # cache key of the prompt, for a target with a prefix cache
     done: bool = False
-    spent: float = 0.0  # distance from the target's distribution that a relaxed rule cost; set when the row is let go
+    spent: float = 0.0  # total-variation cost of a relaxed rule; set when the row retires
 
     def take(self, tokens: Sequence[int]) -> list[int]:
         """Append decided tokens, up to the one that ends the row; returns those that were appended.
 
         Raises:
-            RuntimeError: the target gave no distribution to draw from, where stock `generate` raises too.
+            RuntimeError: the target's distribution cannot be sampled; stock `generate` raises in this case, too.
         """
-        lawful, begin = list(takewhile(lambda token: token >= 0, tokens)), len(self.tokens)
-        ends = (i for i, x in enumerate(lawful, 1) if x in self.eos or begin + i >= self.limit)
+        valid, begin = list(takewhile(lambda token: token >= 0, tokens)), len(self.tokens)
+        ends = (i for i, x in enumerate(valid, 1) if x in self.eos or begin + i >= self.limit)
         end = next(ends, None)
-        self.tokens += lawful[:end]
-        length = self.stop(self.tokens, len(self.tokens) - begin) if lawful and self.stop is not None else None
+        self.tokens += valid[:end]
+        length = self.stop(self.tokens, len(self.tokens) - begin) if valid and self.stop is not None else None
         if length is not None:
             del self.tokens[length:]
         self.done = end is not None or length is not None
-        if len(lawful) < len(tokens) and not self.done:
+        if len(valid) < len(tokens) and not self.done:
             raise RuntimeError(
                 f"no token can be drawn after token {len(self.tokens)} of row {self.index}: its logits hold nan or "
-                "inf, or every token is forbidden. A model that overflows in float16 may run in bfloat16 or float32"
+                "inf, or every token is forbidden. If the model overflows in float16, run it in bfloat16 or float32"
             )
         return self.tokens[begin:]
 
@@ -68,7 +68,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows as a request sees them: a whole session has these, too."""
+    """The part of some rows that a request reads; a Session has the same attributes."""
 
     rows: list[Row]
     emitted: Tensor  # [B], tokens decided after the prompt
@@ -76,49 +76,49 @@ class Group:
 
 
 class Session:
-    """Rows under way, with the target's cache and the drafter's memory for exactly these rows."""
+    """The active rows, with the target's cache and the drafter's memory for exactly these rows."""
 
     def __init__(self, rows: list[Row], device: torch.device) -> None:
         self.rows = rows
         self.cache: Any = None  # Rows: the target's own state
         self.memory: Any = None  # Rows: the drafter's own state
-        self.last: Round = None  # type: ignore[assignment]  # until the prompts are read, and once all rows have ended
-        self.watched = False  # somebody wants to know which drafts were refused
+        self.last: Round = None  # type: ignore[assignment]  # before the prefill, and once all rows have ended
+        self.watched = False  # whether rounds record which rows had a draft rejected, in `Round.refused`
         self.pending = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] decided, not yet in the cache
         self.emitted = torch.zeros(len(rows), dtype=torch.long, device=device)  # [B] tokens decided after the prompt
-        self.spent = torch.zeros(len(rows), dtype=ops.widest(device), device=device)  # [B] cost of a rule so far
+        self.spent = torch.zeros(len(rows), dtype=ops.widest(device), device=device)  # [B] cost of the rule so far
         self.seeds = torch.tensor([row.seed for row in rows], device=device)
         self.stats = Stats(lossless=self.rule.lossless)
 
     @property
     def rule(self) -> Rule:
-        """What is kept of a draft: all rows of a session have the same rule."""
+        """The acceptance rule, which all rows of a session share."""
         return self.rows[0].rule if self.rows else exact
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Book the time spent within on one part of the round."""
+        """Add the time spent inside the `with` block to one part of the round in `stats.seconds`."""
         began = time.perf_counter()
         yield
         self.stats.seconds[part] = self.stats.seconds.get(part, 0.0) + time.perf_counter() - began
 
     def noise(self, draft: Draft, distribution: Categorical) -> Tensor | None:
         """Uniform numbers [B, N], fixed by each row's seed and by the position of the token drawn after each node; None
-        where the distribution is a point mass and nothing is drawn."""
+        if the distribution is a point mass, where nothing is drawn."""
         if distribution.is_point:
             return None
         noise: Tensor = dispatch.uniform(self.seeds[:, None], self.emitted[:, None] + draft.tree.depth)
         return noise
 
     def commit(self, draft: Draft, scores: Scores, acceptance: Acceptance) -> Round:
-        """Take what was accepted: the one read of a round by the host, the rows' new tokens, the next pending token."""
-        order, N, more = draft.tree.depth, draft.tree.size, []  # the accepted nodes, in path order, come first
+        """Read the acceptance (the round's only copy to the host), append the rows' new tokens, set the pending one."""
+        order, N, more = draft.tree.depth, draft.tree.size, []  # in `order` the accepted nodes come first
         if not draft.tree.is_chain:
             order = (~acceptance.accepted).to(torch.uint8).argsort(dim=1, stable=True)
             more = [order]
         if self.watched:
-            onward = (draft.tree.parents == acceptance.last[:, None]) & (draft.tokens != NO_TOKEN)
-            more.append(onward[:, 1:].any(1, keepdim=True))
+            rejected = (draft.tree.parents == acceptance.last[:, None]) & (draft.tokens != NO_TOKEN)
+            more.append(rejected[:, 1:].any(1, keepdim=True))
         read = [acceptance.count[:, None], acceptance.next_token[:, None], draft.tokens.gather(1, order), *more]
         lines = torch.cat(read, 1).tolist()
         path = tuple(range(line[0]) if draft.tree.is_chain else line[2 + N :][: line[0]] for line in lines)
@@ -134,18 +134,18 @@ class Session:
         return self.last
 
     def count(self, round_: Round) -> None:
-        """Book a round after the prefill."""
+        """Add a round, other than the prefill's, to the stats."""
         self.stats.rounds += 1
         for counts in zip(round_.counts, round_.new, round_.proposed, strict=True):
             self.stats.count(*counts)
 
     def group(self, index: Tensor) -> Group:
-        """Some of the rows, as far as logits depend on them."""
+        """The part of some rows that logits depend on."""
         rows = [self.rows[i] for i in index.tolist()]
         return Group(rows, self.emitted[index], self.seeds[index])
 
     def retire(self) -> None:
-        """Let the rows go that have ended; the last of the others take their places."""
+        """Remove the rows that have ended; the last of the other rows take their places."""
         if not any(row.done for row in self.rows):
             return
         for row, spent in zip(self.rows, self.spent.tolist(), strict=True):
@@ -169,7 +169,7 @@ class Session:
         self.memory = self.memory.select(index) if self.memory is not None else None
 
     def admit(self, other: Session) -> None:
-        """Take in the rows of another session of the same target and drafter; `other` must not be used any more."""
+        """Add the rows of another session of the same target and drafter; `other` must not be used any more."""
         if not self.rows:
             self.rows, self.cache, self.memory, self.last = other.rows, other.cache, other.memory, other.last
             for name in _PER_ROW:
@@ -187,7 +187,7 @@ class Session:
 
 @contextmanager
 def holding(session: Session, memory: Any) -> Iterator[None]:
-    """Within, this is the drafter's memory: a drafter inside another finds its own."""
+    """Make `memory` the session's drafter memory inside the `with` block, for a drafter that wraps another."""
     outer, session.memory = session.memory, memory
     try:
         yield

@@ -1,4 +1,4 @@
-"""What happened while tokens were generated, summed over rounds and calls."""
+"""Statistics of generation: rounds, tokens, acceptance and time, summed over rounds and calls."""
 
 from __future__ import annotations
 
@@ -9,31 +9,30 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Stats:
-    """What happened, summed over rounds and calls; printed, it is one line.
+    """Statistics, summed over rounds and calls; `str` gives them in one line.
 
     τ has two meanings in papers, and both are here: `tokens_per_target_call` counts the token that the target adds in
     each round, `accepted_draft_tokens_per_call` does not.
 
     Attributes:
         rounds: propose → verify → accept; each is one forward of the target, however many rows take part.
-        tokens: generated, over all rows, the first one of each row (from the prefill) included.
+        tokens: generated, over all rows, including the first one of each row (from the prefill).
         row_rounds: rounds, counted once for every row that took part.
-        gained: tokens that came of the rounds.
-        drafted: tokens proposed.
-        accepted: of the gained ones, those that were drafted.
-        accepted_by_depth: depth → rows that accepted at least so many tokens in a round.
+        gained: tokens generated in rounds (without the prefill's).
+        drafted: draft tokens.
+        accepted: those of the gained tokens that were drafted.
+        accepted_by_depth: depth → how often a row accepted at least this many tokens in a round.
         lossless: whether every row has the target's own distribution.
-        spent: distance in total variation that relaxed rules cost, over all rows that have ended.
-        charges: the same for each row of the last call, by its place.
-        seconds: wall time by part: draft, verify, accept, commit, prefill. On a GPU work is launched without waiting
-            for it, so that a part's time may show in the next one.
-        drafter: what a feature drafter made of the prompts that it read, summed up: prompts, rows that it keeps, visual
-            rows before and after compression, memory bytes (the keys and values of the prompts' rows), and what
-            its method adds.
-        prefix: with `prefix_cache`, of the prompts that could be kept, summed up: prompts, tokens, and reused tokens,
+        spent: total-variation cost of relaxed rules, summed over all rows that have ended.
+        charges: the same for each row of the last call, by its index.
+        seconds: wall time by part: draft, verify, accept, commit, prefill. On a GPU, kernels run asynchronously, so the
+            time of one part may appear in the next.
+        drafter: sums over the prompts that a feature drafter read: prompts, cached rows, visual rows before and after
+            compression, memory bytes (the keys and values of the prompts' rows), and statistics of its method.
+        prefix: with `prefix_cache`, sums over the prompts that could be cached: prompts, tokens, and reused tokens,
             which were not read again.
-        read_whole: with `prefix_cache`, why prompts were neither kept nor resumed → how many.
-        kept_bytes: what was kept of prompts and answers after the last call.
+        read_whole: with `prefix_cache`, reason why prompts were neither cached nor resumed → their number.
+        kept_bytes: size of the prefix cache after the last call.
     """
 
     rounds: int = 0
@@ -59,20 +58,20 @@ class Stats:
 
     @property
     def accepted_draft_tokens_per_call(self) -> float:
-        """τ without the bonus token: drafted tokens kept, per row and target call."""
+        """τ without the bonus token: accepted draft tokens per row and target call."""
         return self.accepted / self.row_rounds if self.row_rounds else 0.0
 
     @property
     def tokens_per_target_call(self) -> float:
-        """τ with the bonus token: what a row gains per target call; plain decoding has 1."""
+        """τ with the bonus token: tokens that a row gains per target call; 1 in plain decoding."""
         return self.gained / self.row_rounds if self.row_rounds else 0.0
 
     def acceptance(self, depth: int) -> float:
-        """Share of a row's rounds in which at least `depth` drafted tokens were kept."""
+        """Share of a row's rounds in which at least `depth` draft tokens were accepted."""
         return self.accepted_by_depth[depth] / self.row_rounds if self.row_rounds else 0.0
 
     def count(self, nodes: int, new: Sequence[int], proposed: int) -> None:
-        """Book a row's part of a round: accepted nodes with the root, the tokens that it took, those proposed."""
+        """Add one row of a round: number of accepted nodes (with the root), its new tokens, number of draft tokens."""
         accepted = min(nodes - 1, len(new))  # a row may end among its accepted tokens
         self.row_rounds += 1
         self.drafted += proposed
@@ -90,29 +89,29 @@ class Stats:
         self.kept_bytes = other.kept_bytes or self.kept_bytes
         sums = ((self.seconds, other.seconds), (self.drafter, other.drafter), (self.prefix, other.prefix))
         for mine, others in sums:
-            for name, much in others.items():
-                mine[name] = mine.get(name, 0.0) + much
+            for name, value in others.items():
+                mine[name] = mine.get(name, 0.0) + value
 
     def __str__(self) -> str:
         spent = sum(self.seconds.values()) or 1.0
         share = ", ".join(f"{name} {100 * s / spent:.0f} %" for name, s in sorted(self.seconds.items()))
         depths = " ".join(f"{self.acceptance(d):.2f}" for d in sorted(self.accepted_by_depth))
-        bent = "" if self.lossless else f"; relaxed, charged {self.spent:.3f} in total variation"
+        relaxed = "" if self.lossless else f"; relaxed, charged {self.spent:.3f} in total variation"
         return (
             f"{self.tokens} tokens in {self.rounds} target calls; tokens_per_target_call "
             f"{self.tokens_per_target_call:.2f}, accepted_draft_tokens_per_call "
-            f"{self.accepted_draft_tokens_per_call:.2f}; accepted by depth: {depths or 'none'}; time: {share}{bent}"
+            f"{self.accepted_draft_tokens_per_call:.2f}; accepted by depth: {depths or 'none'}; time: {share}{relaxed}"
             f"{self._read()}{self._reused()}"
         )
 
     def _read(self) -> str:
-        """What the drafter made of a prompt, on average."""
+        """The drafter's statistics per prompt."""
         prompts = self.drafter.get("prompts", 0)
-        each = ", ".join(f"{much / prompts:.4g} {name}" for name, much in self.drafter.items() if name != "prompts")
+        each = ", ".join(f"{value / prompts:.4g} {name}" for name, value in self.drafter.items() if name != "prompts")
         return f"; the drafter's prompt: {each}" if prompts else ""
 
     def _reused(self) -> str:
-        """How much of the prompts was not read again, and why some were read whole."""
+        """The share of prompt tokens that was not read again, and why some prompts were read whole."""
         share = self.prefix.get("reused tokens", 0) / (self.prefix.get("tokens", 0) or 1)
         parts = [f"{100 * share:.0f} % of {self.prefix['tokens']:.0f} tokens not read again"] if self.prefix else []
         parts += [f"{count} read whole: {why}" for why, count in self.read_whole.items()]

@@ -1,4 +1,4 @@
-"""Tree shapes: chains, static trees from a list of paths, and EAGLE-2's dynamic growth, all on the device."""
+"""Draft trees: chains, static trees from a list of paths, and EAGLE-2's dynamic growth, all on the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from mmspec.modes import lasting
 from mmspec.types import Draft, Tree
 
-_WORST = -1e9  # stands for log 0 and for NaN, so that a broken drafter still gives a well-formed tree
+_WORST = -1e9  # replaces log 0 and NaN, so that a broken drafter still gives a well-formed tree
 
 
 @lru_cache(maxsize=64)
@@ -26,12 +26,12 @@ def chain(size: int, device: torch.device) -> Tree:
 
 
 def lone(tokens: Tensor) -> Draft:
-    """The draft that proposes nothing below its root; tokens [B, 1]."""
+    """An empty draft: only the root; tokens [B, 1]."""
     return Draft(tokens, chain(1, tokens.device).expand(len(tokens)))
 
 
 def from_paths(paths: Sequence[Sequence[int]], device: torch.device) -> tuple[Tree, Tensor]:
-    """A static tree from paths of child ranks, as EAGLE-1, Medusa and LANTERN list theirs; prefixes may be left out.
+    """A static tree from paths of child ranks, the format of EAGLE-1, Medusa and LANTERN; prefixes may be left out.
 
     Args:
         paths: e.g. `[(0,), (1,), (0, 0)]`: the best child, the second best, and the best child's best child.
@@ -40,7 +40,7 @@ def from_paths(paths: Sequence[Sequence[int]], device: torch.device) -> tuple[Tr
         The tree [1, N] and the rank [1, N] of each node among its siblings (0 for the root).
 
     Raises:
-        ValueError: a rank below zero, or no path at all.
+        ValueError: a rank below zero, or an empty list.
     """
     order = in_order(paths)
     where = {node: i for i, node in enumerate(order)}
@@ -52,7 +52,7 @@ def from_paths(paths: Sequence[Sequence[int]], device: torch.device) -> tuple[Tr
 
 
 def in_order(paths: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """The path of every node of `from_paths`, by its number: the root's is ().
+    """The path of every node of `from_paths` in the order of the nodes; the root's is ().
 
     Raises:
         ValueError: as `from_paths`.
@@ -64,10 +64,10 @@ def in_order(paths: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 
 
 def from_parents(parents: Tensor, depth: int) -> Tree:
-    """The tree of a parent table.
+    """The tree with the given parents.
 
     Args:
-        parents: int64 [B, N], the root its own parent, parents before their children.
+        parents: int64 [B, N]; the root is its own parent, and parents come before their children.
         depth: an upper bound of the tree's depth (a Python number, so that nothing is read from the device).
     """
     B, N = parents.shape
@@ -81,31 +81,31 @@ def from_parents(parents: Tensor, depth: int) -> Tree:
 
 
 def bounds(size: int, width: int | None = None, depth: int | None = None) -> tuple[int, ...]:
-    """`Tree.families` of any tree of so many nodes, with at most `width` children of a node, at most `depth` deep."""
+    """`Tree.families` of any tree of `size` nodes with at most `width` children per node and at most `depth` levels."""
     width = size - 1 if width is None else min(width, size - 1)
     inner = size - 1 if depth is None else min(1 + (depth - 1) * width, size - 1)
     return tuple(min(inner, (size - 1) // (rank + 1)) for rank in range(width))
 
 
 def siblings(tree: Tree) -> Tensor:
-    """Which nodes have one parent, bool [B, N, N]; a node counts among its own siblings, the root is nobody's."""
+    """Which nodes share a parent, bool [B, N, N]; a node is a sibling of itself, the root of none."""
     alike = tree.parents[:, :, None] == tree.parents[:, None, :]
     return alike & (tree.depth > 0)[:, :, None] & (tree.depth > 0)[:, None]
 
 
 def children(tree: Tree) -> tuple[Tensor, Tensor]:
-    """The nodes that have children, those with the most first, and their children in order; nothing is read.
+    """The nodes that have children, those with the most first, and their children in order; no device read.
 
     Returns:
-        Nodes [B, P], and of each the children [B, P, K], 0 where there are fewer. P and K are those of `families`
-        (`bounds` where the tree says none): who has more than r children is among the first families[r] of them.
+        Nodes [B, P] and the children [B, P, K] of each, 0 where there are fewer. P and K follow from `families` (from
+        `bounds` if the tree has none): all nodes with more than r children are among the first families[r] nodes.
     """
     families = bounds(tree.size) if tree.families is None else tree.families
     parents, P, K = tree.parents, max((1, *families)), len(families)
     B, N = parents.shape
     index, rank = torch.arange(N, device=parents.device), siblings(tree).tril(-1).sum(-1)
-    many = torch.zeros_like(parents).scatter_add(1, parents[:, 1:], torch.ones_like(parents[:, 1:]))
-    order = many.argsort(dim=1, descending=True, stable=True)
+    counts = torch.zeros_like(parents).scatter_add(1, parents[:, 1:], torch.ones_like(parents[:, 1:]))
+    order = counts.argsort(dim=1, descending=True, stable=True)
     place = torch.zeros_like(order).scatter(1, order, index.expand(B, N)).gather(1, parents) * K + rank
     table = parents.new_zeros(B, P * K).scatter(1, place[:, 1:], index[1:].expand(B, -1))
     return order[:, :P], table.view(B, P, K)
@@ -115,7 +115,7 @@ Expand = Callable[[Tensor, Tensor], Tensor]
 
 
 def marginal(log_p: Tensor) -> tuple[Tensor, Expand]:
-    """What `grow` wants, of distributions [B, depth, V] that are the same whatever stands above."""
+    """`first` and `expand` for `grow`, from distributions [B, depth, V] that do not depend on the tokens above."""
     levels = iter(range(1, log_p.shape[1]))
 
     def expand(tokens: Tensor, came_from: Tensor) -> Tensor:
@@ -127,9 +127,9 @@ def marginal(log_p: Tensor) -> tuple[Tensor, Expand]:
 def grow(first: Tensor, expand: Expand, width: int, depth: int, size: int) -> tuple[Tensor, Tree]:
     """EAGLE-2's dynamic tree (Li et al. 2024, §4): expand the most likely frontier, then keep the best of all nodes.
 
-    Scores are sums of log-probabilities. A child never scores more than its parent and stands after it, so a stable
-    descending sort keeps every parent of a kept child, ties included. Nodes stand in this order, the best first: a
-    smaller tree is the first nodes of a larger one.
+    Scores are sums of log-probabilities. A child never scores more than its parent and comes after it, so a stable
+    descending sort keeps every parent of a kept child, ties included. Nodes are in this order, the best first: the
+    first nodes of a larger tree are the smaller tree.
 
     Args:
         first: log-probabilities [B, V] after the root.
@@ -145,7 +145,7 @@ def grow(first: Tensor, expand: Expand, width: int, depth: int, size: int) -> tu
     scores, tokens = _best(first, width)  # [B, k]
     frontier_scores, frontier_tokens = scores, tokens
     came_from = torch.zeros_like(tokens)
-    pool_scores, pool_tokens, frontiers = [scores], [tokens], []  # of the frontiers their places in their levels
+    pool_scores, pool_tokens, frontiers = [scores], [tokens], []  # frontiers: their indices within each level
     for level in range(1, depth):
         log_p = expand(frontier_tokens, came_from)
         child_scores, child_tokens = _best(log_p, width)  # [B, k, k]
@@ -158,7 +158,7 @@ def grow(first: Tensor, expand: Expand, width: int, depth: int, size: int) -> tu
             frontier_scores, chosen = frontier_scores[:, :width], chosen[:, :width]
             frontier_tokens, came_from = child_tokens.gather(1, chosen), chosen // width
             frontiers.append(chosen)
-    # Where the levels begin in the pool is added at the end, so that those under way are one code, compiled once.
+    # The levels' offsets in the pool are added only here, so that each level runs the same code and compiles once.
     frontiers = [torch.arange(width, device=first.device).expand_as(tokens), *frontiers][: depth - 1]
     starts = [0, *range(width, width + depth * width**2, width**2)][: depth - 1]
     parents = [(start + ids).repeat_interleave(width, 1) for start, ids in zip(starts, frontiers, strict=True)]
@@ -174,14 +174,14 @@ def _best(log_p: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def _keep(
     scores: Tensor, tokens: Tensor, parents: Tensor, width: int, depth: int, size: int
 ) -> tuple[Tensor, Tree]:  # fmt: skip
-    """The `size − 1` best of the pool under a root; `parents` are places in the pool, −1 for the root."""
+    """The `size − 1` best nodes of the pool under a root; `parents` are indices into the pool, −1 for the root."""
     B, pool = scores.shape
     if size - 1 > pool:
         raise ValueError(
-            f"a tree of {size} nodes was asked for, but the growth only offers {pool + 1}; lower tree_size"
+            f"a tree of {size} nodes does not fit into width and depth, which give at most {pool + 1}; lower size"
         )
     kept = scores.sort(dim=1, descending=True, stable=True).indices[:, : size - 1]
-    place = torch.zeros(B, pool + 1, dtype=torch.long, device=scores.device)  # pool place + 1 → node; the root → 0
+    place = torch.zeros(B, pool + 1, dtype=torch.long, device=scores.device)  # pool index + 1 → node; the root → 0
     place = place.scatter(1, kept + 1, torch.arange(1, size, device=scores.device).expand(B, -1))
     node_parents = place.gather(1, parents.gather(1, kept) + 1)
     root = torch.zeros(B, 1, dtype=torch.long, device=scores.device)

@@ -1,4 +1,4 @@
-"""The nouns that travel through a round, all frozen values: Categorical, Tree, Draft, Scores, Acceptance, Round."""
+"""The frozen values that the steps of a round exchange: Categorical, Tree, Draft, Scores, Acceptance, Round, Prompt."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from mmspec.kernels import reference as ops
 
 NO_TOKEN = -1  # the token of a node that proposes nothing: never accepted, never drawn
-FINAL = -1  # as a feature: the final hidden state, after the last norm; i ≥ 0: what enters decoder layer i
-LIKELIEST = -2  # asked for among the features: the RANKS likeliest tokens after each node, as `Scores.likeliest`
+FINAL = -1  # in `features`: the final hidden state, after the last norm; i ≥ 0: the input of decoder layer i
+LIKELIEST = -2  # in `features`: the RANKS likeliest tokens after each node, in `Scores.likeliest`
 RANKS = 8
 
 T = TypeVar("T")
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Categorical:
-    """A distribution over V tokens at each of N nodes: logits, or (a point mass) only the token it always gives.
+    """A distribution over V tokens at each of N nodes: logits, or for a point mass the id of its only token.
 
-    Logits are log-weights up to a constant, −inf for what cannot happen. A point mass on the likeliest token may hold
-    them as well, for a rule that relaxes greedy decoding.
+    Logits are log-weights up to a constant, −inf for a token of probability 0. A point mass on the likeliest token may
+    hold the logits as well, for a rule that relaxes greedy decoding.
     """
 
     logits: Tensor | None = None  # [B, N, V]
@@ -33,25 +33,25 @@ class Categorical:
 
     def __post_init__(self) -> None:
         if self.logits is None and self.ids is None:
-            raise ValueError("a Categorical holds logits [B, N, V] or ids [B, N]; give one of them")
+            raise ValueError("a Categorical needs logits [B, N, V] or ids [B, N]")
 
     @property
     def is_point(self) -> bool:
         return self.ids is not None
 
     @cached_property
-    def log_z(self) -> Tensor:  # [B, N], logsumexp of the logits, in float32 at least
+    def log_z(self) -> Tensor:  # [B, N], logsumexp of the logits, at least in float32
         assert self.logits is not None
         return self.logits.to(torch.promote_types(self.logits.dtype, torch.float32)).logsumexp(-1)
 
     def spread(self, like: Tensor | None) -> Categorical:
-        """The same point mass as logits [B, N, V], of the type and the V of those of other rows."""
+        """The same point mass as logits [B, N, V], with the dtype and the V of `like`, the logits of other rows."""
         assert self.ids is not None and like is not None
         logits = like.new_full((*self.ids.shape, like.shape[-1]), -torch.inf)
         return Categorical(logits.scatter_(-1, self.ids.clamp(min=0)[..., None], 0.0))
 
     def mass(self, nodes: Tensor, tokens: Tensor) -> Tensor:
-        """Probability, as `ops.widest`, of tokens [B, K] or [B, K, M] by what is at nodes [B, K]; 0 for holes."""
+        """Probabilities, of dtype `ops.widest`, of tokens [B, K] or [B, K, M] at nodes [B, K]; 0 for NO_TOKEN."""
         if self.ids is None:
             assert self.logits is not None
             return ops.token_mass(self.logits, self.log_z, nodes, tokens)
@@ -59,7 +59,7 @@ class Categorical:
         return ((drawn if tokens.dim() == 2 else drawn[..., None]) == tokens).to(ops.widest(tokens.device))
 
     def weights(self, nodes: Tensor, vocab: int | None = None) -> Tensor:
-        """Probabilities, as `ops.widest`, [B, V] or [B, K, V] at nodes [B] or [B, K]; a point mass is told V."""
+        """Probabilities, as `ops.widest`, [B, V] or [B, K, V] at nodes [B] or [B, K]; a point mass needs `vocab`."""
         rows = torch.arange(len(nodes), device=nodes.device).view(-1, *[1] * (nodes.dim() - 1))
         if self.ids is not None:
             if vocab is None:
@@ -73,10 +73,10 @@ class Categorical:
 
 @dataclass(frozen=True)
 class Tree:
-    """The shape of a draft. Node 0 is the root; every parent stands before its children; the root is its own parent.
+    """The shape of a draft. Node 0 is the root and its own parent; every parent has a lower index than its children.
 
-    `families` bounds, for all rows, how many nodes have at least one child, at least two, …; known to the host when the
-    tree is made, so that nothing need be read from the device to walk it. None: nothing is known of it.
+    `families[r]` is an upper bound, over all rows, of the number of nodes with more than r children. The host knows it
+    when the tree is built, so walking the tree reads nothing from the device. None: no bounds are known.
     """
 
     parents: Tensor  # [B, N]
@@ -90,7 +90,7 @@ class Tree:
         return self.parents.shape[1]
 
     def expand(self, batch: int) -> Tree:
-        """The same shape for every one of `batch` rows, without copying."""
+        """The same shape for `batch` rows, without copying."""
         parents, depth, ancestors = (t.expand(batch, *t.shape[1:]) for t in (self.parents, self.depth, self.ancestors))
         return Tree(parents, depth, ancestors, self.is_chain, self.families)
 
@@ -101,22 +101,21 @@ class Draft:
 
     tokens: Tensor  # [B, N], NO_TOKEN where nothing is proposed
     tree: Tree
-    q: Categorical | None = None  # at each node as it was when its token was drawn; None: point masses on the tokens
+    q: Categorical | None = None  # the distribution that each node's token was drawn from; None: point masses on them
 
     def select(self, rows: Tensor) -> Draft:
-        """The same draft for some of its rows."""
         return select(self, rows)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What the target says after each node."""
+    """The target's output after each node."""
 
-    p: Categorical  # [B, N, V], with every processor (temperature, top-p, grammar) applied
-    hidden: Tensor | None = None  # [B, N, S·F], the features that the drafter asked for, of S streams side by side
-    processed: Tensor | None = None  # [B, N, V], logits after the processors, where the caller wants them back
-    raw: Tensor | None = None  # [B, N, V], logits before them, likewise
-    likeliest: Tensor | None = None  # [B, N, RANKS], before the processors, the likeliest first; see LIKELIEST
+    p: Categorical  # [B, N, V], with every logits processor (temperature, top-p, grammar) applied
+    hidden: Tensor | None = None  # [B, N, S·F], the features that the drafter reads, of S streams side by side
+    processed: Tensor | None = None  # [B, N, V], logits after the processors, if the caller wants them returned
+    raw: Tensor | None = None  # [B, N, V], logits before the processors, likewise
+    likeliest: Tensor | None = None  # [B, N, RANKS] token ids before the processors, likeliest first; see LIKELIEST
 
     def select(self, rows: Tensor) -> Scores:
         return select(self, rows)
@@ -134,7 +133,7 @@ class Acceptance:
     count: Tensor  # [B], accepted nodes, the root included
     last: Tensor  # [B], the deepest of them
     next_token: Tensor  # [B], drawn from the distribution after `last`: the next pending token
-    tv_cost: Tensor | None = None  # [B], as `ops.widest`: what the tested drafts cost in total variation
+    tv_cost: Tensor | None = None  # [B], of dtype `ops.widest`: the total-variation cost of the tested drafts
 
 
 @dataclass(frozen=True)
@@ -145,50 +144,50 @@ class Round:
     scores: Scores
     acceptance: Acceptance
     kept: Tensor  # [B, K], the accepted nodes, in path order; entries past a row's count mean nothing
-    path: tuple[Sequence[int], ...]  # the accepted nodes of each row, ascending, as the host read them
+    path: tuple[Sequence[int], ...]  # the accepted nodes of each row, ascending, on the host
     new: tuple[tuple[int, ...], ...]  # tokens decided in this round, per row: the accepted ones, then the drawn one
-    proposed: tuple[int, ...]  # drafted tokens per row, NO_TOKEN left out
-    refused: tuple[bool, ...]  # per row: a drafted token was rejected; false where nobody watches the session
+    proposed: tuple[int, ...]  # number of drafted tokens per row, NO_TOKEN not counted
+    refused: tuple[bool, ...]  # per row: a drafted token was rejected; false unless the session is `watched`
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """`acceptance.count`, as the host read it."""
+        """`acceptance.count` on the host."""
         return tuple(map(len, self.path))
 
     def select(self, rows: Tensor) -> Round:
         """The same round for some of its rows."""
         chosen = rows.tolist()
         part = select(self, rows)
-        read: dict[str, Any] = {name: tuple(getattr(self, name)[i] for i in chosen) for name in _PER_ROW}
-        return replace(part, **read)
+        on_host: dict[str, Any] = {name: tuple(getattr(self, name)[i] for i in chosen) for name in _PER_ROW}
+        return replace(part, **on_host)
 
     def join(self, other: Round) -> Round:
-        """The rounds of two sets of rows as one; the smaller tree is filled up with holes."""
+        """The rounds of two sets of rows as one; the smaller tree is padded with NO_TOKEN."""
         both = join(self, other, {"tokens": NO_TOKEN})
-        read: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in _PER_ROW}
-        return replace(both, **read)
+        on_host: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in _PER_ROW}
+        return replace(both, **on_host)
 
 
 _PER_ROW = ("path", "new", "proposed", "refused")
 
 
 class Decided(NamedTuple):
-    """What a round decided, for a drafter on features to read; entries past a row's number are meaningless."""
+    """The accepted nodes of a round, as input of a feature drafter; entries past a row's `number` mean nothing."""
 
     hidden: Tensor  # [B, W, F], features of the accepted nodes
-    follow: Tensor  # [B, W], the token that follows each; the pending one follows the last
-    number: Tensor  # [B], how many
-    counts: tuple[int, ...]  # the same on the host
+    follow: Tensor  # [B, W], the token that follows each; the pending token follows the last
+    number: Tensor  # [B], the number of accepted nodes
+    counts: tuple[int, ...]  # `number` on the host
 
 
 def decided(last: Round) -> Decided:
-    """What a drafter on features reads of a round.
+    """The accepted nodes of a round, as input of a feature drafter.
 
     Raises:
-        ValueError: without features of the target.
+        ValueError: the round holds no features of the target.
     """
     if last.scores.hidden is None:
-        raise ValueError("the target handed over no features; the drafter must name them in `features`")
+        raise ValueError("the target returned no features; the drafter must list them in `features`")
     count, after = last.acceptance.count, last.acceptance.next_token[:, None]
     tokens = gather_rows(last.draft.tokens, last.kept).clamp(min=0)
     follow = torch.cat([tokens[:, 1:], after], 1).scatter(1, (count - 1)[:, None], after)
@@ -197,33 +196,33 @@ def decided(last: Round) -> Decided:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a drafter may know of the prompt, as the target's decoder saw it; L positions, left-padded."""
+    """The prompt that a drafter sees, as the target's decoder read it; L positions, left-padded."""
 
     ids: Tensor  # [B, L]
     embeds: Tensor | None  # [B, L, S·H], text embeddings with the visual features in their places
-    hidden: Tensor | None  # [B, L, S·F], the features that the drafter asked for
+    hidden: Tensor | None  # [B, L, S·F], the features that the drafter reads
     visual: Tensor  # int64 [B, L], k ≥ 1 at the tokens of the row's k-th image or video frame, 0 at all others
     valid: Tensor  # [B, L] bool, false on padding
-    grid: tuple[int, int] | None = None  # rows and columns, where the tokens to come are known to be one picture's
+    grid: tuple[int, int] | None = None  # rows and columns, if the tokens to generate are those of one picture
     positions: Tensor | None = None  # int64 [B, A, L + 1], the decoder's position ids on A axes, the next token's last
-    given: Mapping[str, Any] = field(default_factory=dict)  # what the user gave `generate`, by name
+    given: Mapping[str, Any] = field(default_factory=dict)  # the user's arguments of `generate`, by name
 
     def places(self, three: bool) -> tuple[Tensor, Tensor]:
-        """Rotary positions for a drafter: of its next row, [B], and of all rows of the prompt.
+        """Rotary positions for a drafter: of its next row, [B], which is at the prompt's last token, and of all tokens.
 
         Args:
-            three: on the target's three axes, [B, L, 3], where it has such; the last row is text, where all are alike.
-                Else they are counted, [1, L].
+            three: use the target's three axes, [B, L, 3], if it has them; the last token is text, where all three are
+                equal. Otherwise the positions are 0, 1, …, [1, L].
         """
         B, L = self.ids.shape
         if three and self.positions is not None and self.positions.shape[1] >= 3:
-            places = self.positions[:, -3:, :-1].transpose(1, 2)  # Qwen's have a fourth before them, of text alone
+            places = self.positions[:, -3:, :-1].transpose(1, 2)  # Qwen has a fourth axis before these, for text only
             return places[:, -1].amax(-1), places
         counted = torch.arange(L, device=self.ids.device)[None]
         return counted[:, -1].expand(B), counted
 
 
-# -- rows of such values ----------------------------------------------------------------------------------------------
+# -- selecting and joining rows of these values -----------------------------------------------------------------------
 
 
 def select(value: T, rows: Tensor | slice) -> T:
@@ -237,17 +236,17 @@ def select(value: T, rows: Tensor | slice) -> T:
 
 
 def join(a: T, b: T, fills: Mapping[str, int], name: str = "") -> T:
-    """Stack two frozen values along the batch axis, the smaller tensor of a pair filled up at its end.
+    """Concatenate two frozen values along the batch axis; the smaller tensor of a pair is padded at its end.
 
     Args:
-        fills: what to fill up with, by the tensor's name; 0 where nothing is said.
+        fills: padding value by the tensor's name; 0 for all others.
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         shape = [max(x, y) for x, y in zip(a.shape[1:], b.shape[1:], strict=True)]
         return torch.cat([_filled(t, shape, fills.get(name, 0)) for t in (a, b)])  # type: ignore[return-value]
     if isinstance(a, Categorical) and isinstance(b, Categorical) and a.is_point != b.is_point:
         a, b = (d if d.logits is not None else d.spread(o.logits) for d, o in ((a, b), (b, a)))  # type: ignore[assignment]
-    if a is None or b is None:  # such as the distribution of a draft, which an empty one has not
+    if a is None or b is None:  # such as q, which an empty draft does not have
         return None  # type: ignore[return-value]
     if hasattr(a, "__dataclass_fields__"):
         names = [f.name for f in fields(a)]  # type: ignore[arg-type]
@@ -258,12 +257,12 @@ def join(a: T, b: T, fills: Mapping[str, int], name: str = "") -> T:
 
 
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """[B, n, …] of x [B, L, …]: of each sequence the rows [B, n]."""
+    """x [B, L, …] indexed along L by `rows` [B, n], row by row: [B, n, …]."""
     return x[torch.arange(len(x), device=x.device)[:, None], rows]
 
 
 def fold(x: Tensor, streams: int) -> Tensor:
-    """Streams from the feature axis to the batch axis, a row's one below the other: [B, n, S·F] to [B·S, n, F]."""
+    """Move streams from the feature axis to the batch axis, those of a row adjacent: [B, n, S·F] to [B·S, n, F]."""
     if streams == 1:
         return x
     folded: Tensor = x.unflatten(-1, (streams, -1)).transpose(1, 2).flatten(0, 1)
@@ -271,7 +270,7 @@ def fold(x: Tensor, streams: int) -> Tensor:
 
 
 def unfold(x: Tensor, streams: int) -> Tensor:
-    """And back: [B·S, n, F] to [B, n, S·F]."""
+    """The inverse of `fold`: [B·S, n, F] to [B, n, S·F]."""
     if streams == 1:
         return x
     unfolded: Tensor = x.unflatten(0, (-1, streams)).transpose(1, 2).flatten(2)

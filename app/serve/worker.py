@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from mmspec.compile.held import settled
+from mmspec.compile.capture_cache import settled
 from mmspec.pipelines.host.kinds import BatchFeature
 from mmspec.pipelines.serving.batcher import Batcher
 from mmspec.statistics import Stats

@@ -1,1 +1,1 @@
-"""Piecewise compilation: a forward captured, cut at its attentions, and compiled piece by piece."""
+"""Piecewise compilation: a captured forward is cut at its attentions and compiled piece by piece."""

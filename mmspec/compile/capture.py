@@ -1,4 +1,4 @@
-"""A function of tensors, captured once for its shapes, cut at its attentions, and compiled piece by piece."""
+"""Piecewise capture: a function of tensors is traced for fixed shapes, cut at its attentions, compiled in pieces."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from mmspec.functional import LayerAttention, attend, cut
 from mmspec.modes import uncast
 
 Compile = Callable[[fx.GraphModule, list[Tensor]], Function]  # a graph and example inputs → a function
-Place = Callable[[fx.GraphModule, Function], Function]  # a piece and its function → what runs there
+Place = Callable[[fx.GraphModule, Function], Function]  # a piece and its compiled function → the function to run
 
 _making = threading.RLock()
 
 
 class Uncapturable(Exception):
-    """A function that cannot be replayed; the message says why."""
+    """A function that cannot be captured; the message says why."""
 
 
 class Cut(TorchFunctionMode):
-    """While it is on, torch's attention over what has just been appended is `attend`.
+    """Inside this mode, torch's attention over keys and values that were just appended is replaced by `attend`.
 
     Args:
-        appended: where new keys and values are noted as they come: its `fresh` is the layer, k, v and which rows these
-            see, for `attend`; None: nothing new came.
-        masked: whether the attention has to be given a mask, in whose place comes what is said at every call.
+        appended: records new keys and values: its `fresh` is the layer, k, v and their mask, for `attend`; None:
+            nothing was appended.
+        masked: whether the attention must get a mask, which each call replaces by its own.
     """
 
     def __init__(self, appended: Any, masked: bool) -> None:
@@ -59,12 +59,12 @@ class Cut(TorchFunctionMode):
         (layer, k, v, seen), self.appended.fresh = self.appended.fresh, None
         if (self.masked and attn_mask is None) or dropout_p or is_causal:
             raise Uncapturable(f"the attention of layer {layer} does not take the mask as it is given")
-        query = query.reshape(len(query), -1, k.shape[2], query.shape[3])  # of one node, transformers packs the groups
+        query = query.reshape(len(query), -1, k.shape[2], query.shape[3])  # for one node, transformers packs groups
         return cut(layer, query.shape[-1] ** -0.5 if scale is None else scale, query, k, v, seen)
 
 
 def _alone(make: Callable[..., None]) -> Callable[..., None]:
-    """One thread at a time: torch traces and compiles by patching what all threads share."""
+    """Serialise threads: torch traces and compiles by patching global state."""
 
     @wraps(make)
     def waits(*args: object, **kwargs: object) -> None:
@@ -75,27 +75,27 @@ def _alone(make: Callable[..., None]) -> Callable[..., None]:
 
 
 class PiecewiseFunction:
-    """Calls `function` again with other tensors of the same shapes, without the Python that it is written in.
+    """A captured function: computes `function` for other tensors of the same shapes, without running its Python code.
 
-    Between two attentions nothing depends on how long the cached prefix is, so the pieces have fixed shapes and are
+    Between two attentions nothing depends on the length of the cached prefix, so the pieces have fixed shapes and are
     compiled once; pieces with the same code, such as those between two layers of a model, share one compiled function.
-    What the attentions do is said at every call. On CUDA each piece but the last is a graph wherever it stands
-    (`mmspec/compile/graphs.py`), and an attention must not keep what it is handed.
+    Each call passes its own attention. On CUDA each piece except the last is a CUDA graph at each of its places
+    (`mmspec/compile/graphs.py`), and an attention must not keep its arguments.
 
     Args:
-        function: of tensors, giving a list of tensors; its attentions are `attend`.
-        inputs: as it is going to be called with.
-        own: all tensors that it may use besides, such as weights; their contents may change, their shapes may not.
-        compile: `inductor` if not said otherwise.
-        variants: values of a further first argument of `function` that must make no difference.
-        graphed: whether its pieces may become graphs, which keep their inner results.
+        function: of tensors, returning a list of tensors; its attentions are `attend`.
+        inputs: example inputs.
+        own: all other tensors that it may use, such as weights; their contents may change, but not their shapes.
+        compile: default `inductor`.
+        variants: values of an additional first argument of `function` that must not change its code.
+        graphed: whether its pieces may become CUDA graphs, which keep their intermediate results allocated.
 
     Raises:
-        Uncapturable: it asks a tensor for its value, or uses a tensor that is neither an input nor its own: what it
-            does then might change from call to call.
+        Uncapturable: it reads the value of a tensor, or uses a tensor that is neither an input nor in `own`, so that
+            its code may change from call to call.
     """
 
-    made: ClassVar[int] = 0  # so far, by anybody
+    made: ClassVar[int] = 0  # number of captures in this process
 
     @_alone
     def __init__(
@@ -108,7 +108,7 @@ class PiecewiseFunction:
         graph, weights = _traced(partial(function, variants[0]) if variants else function, inputs, given)
         for other in variants[1:]:
             if _traced(partial(function, other), inputs, given)[0].code != graph.code:
-                raise Uncapturable("what it computes depends on how much was read before")
+                raise Uncapturable("what it computes depends on the length of the cached prefix")
         recorded = graphed and graphs.wanted([*inputs, *weights])
         if not recorded:
             places = graph.graph.find_nodes(op="placeholder")[len(inputs) :]
@@ -119,13 +119,13 @@ class PiecewiseFunction:
         with uncast(self._device):
             self._run, self.pieces = _cut(graph, compile or inductor, place)
         if self._graphs is not None:
-            self(attend, *inputs)  # records them, so that the first call in earnest, which may be checked, is a replay
+            self(attend, *inputs)  # records the graphs, so that the first real call, which may be checked, is a replay
         PiecewiseFunction.made += 1
 
     def __call__(self, attend: LayerAttention, *inputs: Tensor) -> Sequence[Tensor]:
         if self._cast is None:
             return self._replay(attend, *inputs)
-        with uncast(self._device):  # what autocast casts is written in the pieces, and so is what it leaves alone
+        with uncast(self._device):  # the pieces already contain autocast's casts
             return self._replay(partial(_cast, attend, self._device.type, self._cast), *inputs)
 
     def _replay(self, attend: LayerAttention, *inputs: Tensor) -> Sequence[Tensor]:
@@ -140,19 +140,19 @@ def _cast(attend: LayerAttention, kind: str, dtype: torch.dtype, *args: Tensor |
 
 
 def inductor(piece: fx.GraphModule, examples: list[Tensor]) -> Function:
-    """torch.compile's back end for a graph that needs no guards, since its shapes never change."""
+    """Compile a graph with torch.compile's back end; it needs no guards, since its shapes never change."""
     import torch._inductor as backend
 
     options = {
-        "triton.cudagraphs": False,  # these are recorded by us
-        "cpp.min_chunk_size": 4096,  # numbers a thread: the short loops of a few nodes are not worth a second one
+        "triton.cudagraphs": False,  # mmspec records its own
+        "cpp.min_chunk_size": 4096,  # numbers per thread: the short loops of a few nodes are not worth a second thread
     }
     return backend.compile(piece, list(examples), options)
 
 
 @contextmanager
 def _own_casts() -> Iterator[None]:
-    """Weights that autocast has cast before are none of the function's own: it casts each anew."""
+    """Turn off autocast's cache of cast weights, whose tensors are not the function's own."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -162,12 +162,12 @@ def _own_casts() -> Iterator[None]:
 
 
 def _one_mode() -> AbstractContextManager[TracingContext | None]:
-    """The fake tensors that a trace notes are all of one mode: else torch makes one for each, a third of the time."""
+    """One FakeTensorMode for all fake tensors of a trace: otherwise torch creates one each, a third of the time."""
     return tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))
 
 
 def _traced(function: Function, inputs: Sequence[Tensor], own: Iterable[Tensor]) -> tuple[fx.GraphModule, list[Tensor]]:
-    """The graph of `function` with the weights that it uses as further inputs, and those weights."""
+    """The graph of `function` with the weights that it uses as additional inputs, and these weights."""
     try:
         with _own_casts(), _one_mode():
             graph = make_fx(function)(*inputs)
@@ -190,16 +190,16 @@ def _traced(function: Function, inputs: Sequence[Tensor], own: Iterable[Tensor])
             weights[id(tensor)] = (tensor, last)
         node.replace_all_uses_with(weights[id(tensor)][1])
         graph.graph.erase_node(node)
-    graph.graph.set_codegen(fx.graph.CodeGen())  # plain arguments, plain results
+    graph.graph.set_codegen(fx.graph.CodeGen())  # flat arguments and results
     graph.recompile()
     return graph, [tensor for tensor, _ in weights.values()]
 
 
 def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[Function, int]:
-    """A function that runs the pieces one after the other and asks its last argument to attend; how many differ.
+    """A function that runs the pieces in order and calls its last argument for attentions; the number of distinct ones.
 
-    `place` is given a piece and its compiled function, and returns what runs at this place, such as a CUDA graph. It is
-    not called for the last of several pieces: its outputs (logits) are large, and a graph would keep them allocated.
+    `place` maps a piece and its compiled function to the function to run, such as a CUDA graph. It is not called for
+    the last of several pieces: its outputs (logits) are large, and a graph would keep them allocated.
     """
     part, parts = 0, {}
     for node in graph.graph.nodes:
@@ -219,13 +219,13 @@ def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[
         if cut is None:
             _in_a_tuple(whole, node, piece)
             function = _ready(piece, ready, compile)
-            leaves = node is nodes[-1] and part > 0
+            is_last = node is nodes[-1] and part > 0
             delattr(whole, node.target)
-            setattr(whole, node.target, function if place is None or leaves else place(piece, function))
+            setattr(whole, node.target, function if place is None or is_last else place(piece, function))
             continue
-        given = dict(zip(piece.graph.find_nodes(op="placeholder"), node.args, strict=True))
+        outer = dict(zip(piece.graph.find_nodes(op="placeholder"), node.args, strict=True))
         with whole.graph.inserting_before(node):
-            new = whole.graph.call_function(_attended, (attention, *(given.get(a, a) for a in cut.args)))
+            new = whole.graph.call_function(_attended, (attention, *(outer.get(a, a) for a in cut.args)))
         node.replace_all_uses_with(new)
         whole.graph.erase_node(node)
     whole.recompile()
@@ -233,7 +233,7 @@ def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[
 
 
 def _in_a_tuple(whole: fx.GraphModule, node: fx.Node, piece: fx.GraphModule) -> None:
-    """A piece of one output gives a tuple of it, as inductor asks; torch 2.11 has no option for that."""
+    """Make a piece with one output return a tuple, as inductor requires; torch 2.11 has no option for that."""
     output = piece.graph.output_node()
     if not isinstance(output.args[0], fx.Node):
         return

@@ -1,4 +1,4 @@
-"""A feature drafter's drafts, captured and compiled: catching up and all levels are one function of tensors."""
+"""Captured and compiled drafts: reading the accepted tokens and all levels of a draft are one function of tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable
-from mmspec.compile.held import Held
+from mmspec.compile.capture_cache import CaptureCache
 from mmspec.drafters import static_trees
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.feature import FeatureDrafter, FeatureMemory
@@ -23,20 +23,20 @@ from mmspec.session import Row
 from mmspec.tree import bounds, chain, from_parents
 from mmspec.types import NO_TOKEN, Categorical, Decided, Draft, Prompt, Round, Tree, decided
 
-_TIE = 1e-3  # how much less likely a token may be than the one drawn: rounding, of log-probabilities and noise
+_TIE = 1e-3  # tolerance for rounding in the score (log-probability plus noise) of a drawn token
 
 
-Capturable = FeatureDrafter | BlockDrafter  # whose draft is a function of tensors, and of attentions over its memory
+Capturable = FeatureDrafter | BlockDrafter  # their drafts depend only on tensors and attentions over their memory
 
 
 @dataclass
 class _Within:
-    """What a draft that is captured sees of a session: tensors, and nothing of the host's."""
+    """The session of a draft that is being captured: tensors only, no state of the host."""
 
     pending: Tensor
     emitted: Tensor
     seeds: Tensor
-    memory: FeatureMemory  # one that is passing, see there
+    memory: FeatureMemory  # from `FeatureMemory.passing`
     rows: Sequence[Row] = ()
 
     @property
@@ -45,29 +45,28 @@ class _Within:
 
 
 class CapturedDraft:
-    """Proposes what its drafter proposes; the drafter itself does where the target weighs its logits.
+    """A drafter whose drafts are captured; the uncaptured drafter proposes if the target weighs its logits.
 
     Args:
         drafter: fitted to the target.
         weights: of the target, whose embedding and head the drafter uses.
         vocab: rows of that head.
-        held: what was captured with this drafter's layer and these weights. A capture is used once its draft was one
-            that keeps the distribution: see `check`.
-        depths: of the longest drafts of these rows, each of which has a capture; none: this drafter's own.
+        captures: of this drafter's layer and these weights. A capture is used after `check` has accepted its draft.
+        depths: depths of the adaptive chains of these rows, each of which has a capture; none: only this drafter's.
     """
 
     def __init__(
-        self, drafter: Capturable, weights: Callable[[], Iterable[Tensor]], vocab: int, held: Held,
+        self, drafter: Capturable, weights: Callable[[], Iterable[Tensor]], vocab: int, captures: CaptureCache,
         depths: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        self.drafter, self.weights, self.vocab, self.held = drafter, weights, vocab, held
+        self.drafter, self.weights, self.vocab, self.captures = drafter, weights, vocab, captures
         self.features, self.nodes = drafter.features, drafter.nodes
-        # that a round can hand over, if the one before drafted
+        # possible numbers of accepted nodes that a capture is padded to
         self.most = sorted(1 + depth for depth in (depths or [drafter.options.depth]))
 
     def start(self, session: SessionView[FeatureMemory], target: Target, prompt: Prompt) -> FeatureMemory:
-        self.held.check(self.drafter)
-        if self.drafter.head.vocab is not None:  # its rows are cut out, or renewed, as it is asked; not by a replay
+        self.captures.check(self.drafter)
+        if self.drafter.head.vocab is not None:  # copies or updates its rows of the head, which a replay does not
             assert prompt.embeds is not None
             self.drafter.logits(prompt.embeds[:1, :1], target)
         return self.drafter.start(session, target, prompt)
@@ -80,22 +79,22 @@ class CapturedDraft:
             return self.drafter.propose(session, target)
         memory = session.memory
         hidden, follow, count, counts = decided(session.last)
-        missing = rows - follow.shape[1]  # rows past `count` mean nothing, and are written over
+        missing = rows - follow.shape[1]  # rows past `count` are not used, and are overwritten
         inputs = [pad(hidden, (0, 0, 0, missing)), pad(follow, (0, missing)), count]
         inputs += [session.pending, session.emitted, session.seeds, *memory.state()]
-        inputs = [t.contiguous() for t in inputs]  # such as counts that stand for all rows at once
+        inputs = [t.contiguous() for t in inputs]  # such as counts that were expanded to all rows
         after = memory.lengths.plus(counts, count)
         attend = self.drafter.attending(memory, replace(memory, lengths=after), rows)
         o, drawn = self.drafter.options, draws(self.drafter.options, session)
         shape, head = (o.tree, o.depth, o.width, o.size), self.drafter.head
         key = (shape, head.vocab, drawn, target.guidance, *(t.shape for t in inputs))
 
-        def made() -> PiecewiseFunction:
+        def make() -> PiecewiseFunction:
             captured = self._capture(target, drawn, inputs, memory, rows)
             check(self._draft(captured(attend, *inputs)), session, self.vocab)
             return captured
 
-        captured = self.held.get(key, made)
+        captured = self.captures.get(key, make)
         if captured is None:
             return self.drafter.propose(session, target)
         draft = self._draft(captured(attend, *inputs))
@@ -136,22 +135,21 @@ class CapturedDraft:
 
 
 def check(draft: Draft, session: SessionView[FeatureMemory], vocab: int) -> None:
-    """Refuse a captured draft that would not keep the distribution or not fit the target; any other draft costs time at
-    most.
+    """Check that a captured draft is valid and keeps the output distribution; a bad but valid draft only costs time.
 
-    Tokens chosen by rank may be any tokens, so they are not compared with the uncompiled drafter's, from which they may
-    differ by rounding. Drawn tokens must be those that the session's noise draws from the distribution that comes with
-    them.
+    Tokens chosen by rank may be any tokens, so they are not compared with those of the uncompiled drafter, from which
+    they may differ by rounding. Drawn tokens must be those that the session's noise draws from the distribution that
+    the draft states.
 
     Raises:
-        Uncapturable: it is no tree of tokens under the pending one, or not drawn from its distribution.
+        Uncapturable: it is not a tree of tokens under the pending one, or was not drawn from its distribution.
     """
     tokens, tree, distribution = draft.tokens, draft.tree, draft.q
     chained = chain(tree.size, tokens.device)
-    known = (tokens >= NO_TOKEN) & (tokens < vocab) & (tokens[:, :1] == session.pending[:, None])
+    valid = (tokens >= NO_TOKEN) & (tokens < vocab) & (tokens[:, :1] == session.pending[:, None])
     above = (tree.parents <= chained.parents) & (tree.parents >= (chained.parents if tree.is_chain else 0))
-    if not ((known & above).all() and _same(tree, from_parents(tree.parents, tree.size))):
-        raise Uncapturable("its draft would be no tree of tokens under the pending one")
+    if not ((valid & above).all() and _same(tree, from_parents(tree.parents, tree.size))):
+        raise Uncapturable("its draft would not be a tree of tokens under the pending one")
     if distribution is None or distribution.logits is None:
         return
     places = session.emitted[:, None] + tree.depth[:, 1:] - 1
@@ -159,7 +157,7 @@ def check(draft: Draft, session: SessionView[FeatureMemory], vocab: int) -> None
         ops.stream(session.seeds, ops.FRESH), places, distribution.logits.shape[-1]
     )
     drawn = score.gather(2, tokens[:, 1:, None].clamp(min=0))[..., 0]
-    if not ((drawn >= score.amax(-1) - _TIE) | (tokens[:, 1:] == NO_TOKEN)).all():  # NaN is no draw
+    if not ((drawn >= score.amax(-1) - _TIE) | (tokens[:, 1:] == NO_TOKEN)).all():  # also if NaN
         raise Uncapturable("its draft would not be drawn from its distribution")
 
 

@@ -1,4 +1,4 @@
-"""The head's denoising step as one compiled function, for every number of tokens that comes up (`compile=True`)."""
+"""The denoising step of a MAR head as compiled functions, one for each number of tokens (`compile=True`)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 from mmspec.compile.capture import PiecewiseFunction
-from mmspec.compile.held import Held, compare, weights
+from mmspec.compile.capture_cache import CaptureCache, compare, weights
 from mmspec.continuous import denoising
 from mmspec.models.mar_head import Denoiser
 from mmspec.modes import computed_in, lasting
 
 
-class Steps(Held):
+class Steps(CaptureCache):
     """Compiled steps of one head, by shape."""
 
     def draw(
         self, net: denoising.Net, chain: denoising.Chain, noise: Tensor, temperature: float = 1.0
     ) -> denoising.Path:
-        """As `denoising.draw`; the tokens are filled up to a power of two, so that few shapes come up."""
+        """As `denoising.draw`; the tokens are padded to a power of two, so that there are few shapes."""
         if not isinstance(net, Denoiser):
             return denoising.draw(net, chain, noise, temperature)
         R = len(noise)
@@ -45,17 +45,17 @@ class Steps(Held):
 
     def _step(self, net: Denoiser, chain: denoising.Chain, x: Tensor, noise: Tensor) -> PiecewiseFunction | None:
         key = (x.shape, net.guidance is None, x.device, net.cond.dtype)
-        given = _inputs(net, chain, x, noise, 0)
+        inputs = _inputs(net, chain, x, noise, 0)
 
-        def made() -> PiecewiseFunction:
+        def make() -> PiecewiseFunction:
             with lasting():
-                captured = PiecewiseFunction(_function(net), [t.clone() for t in given], weights(net.bound.head))
-            mine = captured(None, *given)  # type: ignore[arg-type]  # there is no attention
+                captured = PiecewiseFunction(_function(net), [t.clone() for t in inputs], weights(net.bound.head))
+            mine = captured(None, *inputs)  # type: ignore[arg-type]  # there is no attention
             stock = denoising.step(x, net.at(x, 0), net.guidance, noise, chain.steps[0])
             compare(mine, stock, computed_in(net.cond.dtype, x.device))
             return captured
 
-        return self.get(key, made)
+        return self.get(key, make)
 
 
 of = Steps.of
@@ -67,7 +67,7 @@ def _inputs(net: Denoiser, chain: denoising.Chain, x: Tensor, noise: Tensor, k: 
 
 
 def _function(net: Denoiser) -> Callable[..., list[Tensor]]:
-    """A step as a function of tensors, for as many tokens as `net` has."""
+    """A step as a function of tensors, for the number of tokens of `net`."""
 
     def step(x: Tensor, noise: Tensor, numbers: Tensor, table: Tensor, *guidance: Tensor) -> list[Tensor]:
         return list(denoising.step(x, net.out(x, table), guidance[0] if guidance else None, noise, numbers.unbind(0)))

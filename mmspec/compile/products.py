@@ -1,4 +1,4 @@
-"""Products of a few rows with weights, in captured functions on a CPU: those of the same rows become one operation."""
+"""Replaces products of a few rows with weights in captured functions on a CPU; the same rows become one operation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmspec.kernels import few_rows
 
 _MM, _ADDMM, _T = torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.t.default
 _VIEWS = {getattr(torch.ops.aten, name) for name in ("t", "transpose", "permute", "slice", "detach")}
-Views = tuple[tuple[OpOverload, tuple[int, ...]], ...]  # operations that lead from a weight to a matrix
+Views = tuple[tuple[OpOverload, tuple[int, ...]], ...]  # view operations that turn a weight into a matrix
 
 _OPERATIONS = torch.library.Library("mmspec", "FRAGMENT")  # the decorator for custom operations is slower to call
 _OPERATIONS.define("few_rows(Tensor x, Tensor weight) -> Tensor")
@@ -31,14 +31,14 @@ _ONE, _SEVERAL = torch.ops.mmspec.few_rows.default, torch.ops.mmspec.few_rows_of
 
 
 def replace(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> bool:
-    """Replace products of up to `few_rows.ROWS` rows by ours, where the weights are large enough; whether there were.
+    """Replace products of up to `few_rows.ROWS` rows with large enough weights by `few_rows`; returns if there are any.
 
     Args:
-        weights: by the placeholders that stand for them.
+        weights: by their placeholders.
     """
     views = _views(graph, weights)
     groups: list[list[fx.Node]] = []
-    open_groups: dict[Hashable, list[fx.Node]] = {}  # by the rows; a write may change these
+    open_groups: dict[Hashable, list[fx.Node]] = {}  # by the rows; closed at each write, which may change the rows
     for node in graph.nodes:
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             open_groups = {}
@@ -56,18 +56,18 @@ def replace(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> bool:
 
 
 def _put(graph: fx.Graph, group: list[fx.Node], matrices: list[tuple[fx.Node, Views]]) -> None:
-    """One operation in the place of the first of these products, which have the same rows."""
+    """Replace these products of the same rows by one operation at the place of the first."""
     first = group[0]
     with graph.inserting_before(first):
-        kept = []
+        weights = []
         for node, views in matrices:
             for view, args in (*views, (_T, ())):
                 node = graph.call_function(view, (node, *args))
-            kept.append(node)
+            weights.append(node)
         if len(group) == 1:
-            parts = [graph.call_function(_ONE, (first.args[-2], kept[0]))]
+            parts = [graph.call_function(_ONE, (first.args[-2], weights[0]))]
         else:
-            whole = graph.call_function(_SEVERAL, (first.args[-2], kept))
+            whole = graph.call_function(_SEVERAL, (first.args[-2], weights))
             parts = [graph.call_function(operator.getitem, (whole, i)) for i in range(len(group))]
     for node, part in zip(group, parts, strict=True):
         part.meta["val"] = node.meta["val"]
@@ -90,14 +90,14 @@ def _gains(node: fx.Node, of: tuple[fx.Node, Views], weights: dict[fx.Node, Tens
 
 
 def _rows(node: Argument) -> Hashable:
-    """What tells the same rows from others: every `nn.Linear` takes a view of its own of its input."""
+    """A key that is equal for the same rows, since each `nn.Linear` makes its own view of its input."""
     if isinstance(node, fx.Node) and node.target is torch.ops.aten.view.default:
         return node.args[0], str(node.args[1])
     return node
 
 
 def _views(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> dict[Argument, tuple[fx.Node, Views]]:
-    """The placeholder and the views of each node that is a view of a weight on a CPU, or a weight."""
+    """The placeholder and the views of each node that is a weight on a CPU, or a view of one."""
     found: dict[Argument, tuple[fx.Node, Views]] = {
         node: (node, ()) for node, weight in weights.items() if isinstance(weight, Parameter) and weight.is_cpu
     }

@@ -1,1 +1,1 @@
-"""The drafters, one file each, and the blocks they share."""
+"""The drafters, one file each, and the modules that they share."""

@@ -1,4 +1,4 @@
-"""Chains of adaptive length: longer ones for rows whose drafts were accepted whole, shorter ones elsewhere."""
+"""Chains of adaptive length: longer after a fully accepted draft, shorter after one that was mostly rejected."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mmspec.protocols import Around, Proposer, Target
 from mmspec.session import Session, holding
 from mmspec.types import NO_TOKEN, Draft, Prompt
 
-LENGTHS = 3  # that a chain of adaptive length may have: the longest, half of it and a quarter of it
+LENGTHS = 3  # number of chain lengths: the longest, half of it and a quarter of it
 
 
 def lengths(depth: int) -> list[int]:
-    """Those of chains of up to `depth` tokens, from the shortest."""
+    """The chain lengths for a maximum of `depth` tokens, ascending."""
     return sorted({max(1, depth >> i) for i in range(LENGTHS)})
 
 
 def variants(drafter: Any) -> dict[int, Any]:
-    """The drafter at each length, with the same weights."""
+    """Copies of the drafter for each length, with the same weights."""
     by_depth = {}
     for depth in lengths(drafter.options.depth):
         by_depth[depth] = copy(drafter)
@@ -31,15 +31,15 @@ def variants(drafter: Any) -> dict[int, Any]:
 
 
 class Adaptive:
-    """Proposes chains of one of a few lengths: doubled for a row whose draft was accepted whole, halved where most was
-    rejected.
+    """Proposes chains of one of a few lengths: doubled after a row's draft was accepted whole, halved after most of it
+    was rejected.
 
     The length is chosen before any token of the draft is known, so the accepted tokens have the target's distribution.
-    Where tokens are drawn, it depends on the row's own last drafts only, so that a row's text depends on no other row;
+    Under sampling it depends only on the row's own last drafts, so that a row's text does not depend on other rows;
     greedy rows share the median length.
 
     Args:
-        by_depth: the same drafter at each length, with a memory that knows nothing of lengths.
+        by_depth: the same drafter for each length, whose memory does not depend on the length.
     """
 
     def __init__(self, by_depth: Mapping[int, Proposer]) -> None:
@@ -48,8 +48,8 @@ class Adaptive:
         self.features, self.nodes = self.drafter.features, self.drafter.nodes
 
     def start(self, session: Session, target: Target, prompt: Prompt) -> Around[int]:
-        usual = list(self.by_depth)[len(self.by_depth) // 2]
-        return Around(self.drafter.start(session, target, prompt), [usual] * len(session.rows))
+        first = list(self.by_depth)[len(self.by_depth) // 2]
+        return Around(self.drafter.start(session, target, prompt), [first] * len(session.rows))
 
     def propose(self, session: Session, target: Target) -> Draft:
         memory: Around[int] = session.memory
@@ -58,7 +58,7 @@ class Adaptive:
             self._next(depth, count - 1, proposed)
             for depth, count, proposed in zip(memory.values, last.counts, last.proposed, strict=True)
         ]
-        greedy = last.scores.p.is_point  # then neighbours may share a length: no length changes what is decided
+        greedy = last.scores.p.is_point  # then rows may share a length, since it does not change the output
         depth = sorted(memory.values)[(len(memory.values) - 1) // 2] if greedy else max(memory.values)
         with holding(session, memory.inner):
             draft = self.by_depth[depth].propose(session, target)
@@ -68,7 +68,7 @@ class Adaptive:
         return replace(draft, tokens=draft.tokens.masked_fill(draft.tree.depth > own[:, None], NO_TOKEN))
 
     def _next(self, depth: int, accepted: int, proposed: int) -> int:
-        """The next length after a draft of which so many tokens were accepted; unchanged where nothing was proposed."""
+        """The length after a draft with `accepted` of `proposed` tokens; unchanged if nothing was proposed."""
         depths = list(self.by_depth)
         place = depths.index(depth)
         if proposed and accepted >= depth:

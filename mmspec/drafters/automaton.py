@@ -1,24 +1,24 @@
-"""A suffix automaton over many texts, token by token: where the longest match of a context is, and what followed it."""
+"""A suffix automaton over many texts, built token by token: finds the longest match of a context and what followed."""
 
 from __future__ import annotations
 
 from heapq import nlargest
 
-_LINKS = 64  # states whose count one token raises at most, the longest contexts first: a run of one token has a chain
-# of links as long as itself
+_LINKS = 64  # limit on the states whose count one token raises, the longest contexts first: a run of n equal tokens
+# has a chain of n links
 
 
 class SuffixAutomaton:
     """The substrings of all texts read so far, in at most two states a token (Blumer et al. 1985), with their counts.
 
-    A state stands for strings that end at the same places. Texts may grow in turn: each keeps the state that it has
-    come to. State 0 is the empty string.
+    A state represents the strings that end at the same positions. Texts may grow in turn: each remembers its current
+    state. State 0 is the empty string.
 
     Attributes:
-        onward: of each state, token → the state of the longer string.
-        link: of each state the one of its longest suffix that ends at more places; −1 for state 0.
-        length: of the longest string of each state, in tokens.
-        count: at how many places the strings of each state end.
+        onward: for each state, token → the state of the string extended by it.
+        link: for each state, the state of its longest suffix that ends at more positions; −1 for state 0.
+        length: for each state, the length of its longest string in tokens.
+        count: for each state, the number of positions where its strings end.
     """
 
     def __init__(self) -> None:
@@ -30,9 +30,8 @@ class SuffixAutomaton:
         return len(self.link)
 
     def extend(self, last: int, token: int) -> int:
-        """Read one more token of the text that has come to state `last`; the state that it comes to."""
-        known = self.onward[last].get(token)
-        if known is None:
+        """Append a token to the text whose current state is `last`; returns its new state."""
+        if self.onward[last].get(token) is None:
             here = self._state({}, -1, self.length[last] + 1, 0)
             at = last
             while at >= 0 and token not in self.onward[at]:
@@ -57,26 +56,26 @@ class SuffixAutomaton:
         return len(self.link) - 1
 
     def _whole(self, before: int, token: int) -> int:
-        """The state after `token` whose longest string is that of `before` and the token; split off where need be."""
+        """The state whose longest string is that of `before` plus the token; splits the state after it if needed."""
         there = self.onward[before][token]
         if self.length[there] == self.length[before] + 1:
             return there
-        apart = self._state(dict(self.onward[there]), self.link[there], self.length[before] + 1, self.count[there])
-        self.link[there] = apart
+        clone = self._state(dict(self.onward[there]), self.link[there], self.length[before] + 1, self.count[there])
+        self.link[there] = clone
         at = before
         while at >= 0 and self.onward[at].get(token) == there:
-            self.onward[at][token] = apart
+            self.onward[at][token] = clone
             at = self.link[at]
-        return apart
+        return clone
 
     def place(self, state: int, length: int) -> int:
-        """The state of the string of so many tokens that once was in `state`: states are split as texts grow."""
+        """The current state of a string of `length` tokens that was in `state` before: states split as texts grow."""
         while state > 0 and length <= self.length[self.link[state]]:
             state = self.link[state]
         return state
 
     def follow(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """The longest suffix of a match and the next token that was read before: its state and length."""
+        """Extend a match by a token: state and length of its longest suffix that occurred before with this token."""
         state = self.place(state, length)
         while state > 0 and token not in self.onward[state]:
             state = self.link[state]
@@ -85,7 +84,7 @@ class SuffixAutomaton:
         return (0, 0) if onward is None else (onward, length + 1)
 
     def after(self, state: int, most: int) -> list[tuple[int, int, int]]:
-        """What followed a state's strings most often, at most so many: counts, tokens and the states after these."""
+        """The `most` tokens that most often followed a state's strings: (count, token, state after it), sorted."""
         onward, count = self.onward[state], self.count
         followers = [(count[there], token, there) for token, there in onward.items()]
         return followers if len(followers) == 1 else nlargest(most, followers)

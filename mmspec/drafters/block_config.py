@@ -1,4 +1,4 @@
-"""The config of a block drafter (shapes and switches of its file), and the user's options."""
+"""The config of a block drafter, as in its file, and the user's options."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from mmspec.drafters.dflash_layer import MARKOV
 from mmspec.drafters.shape import MOST, Shape, TreeOptions
 from mmspec.drafters.trained import TrainedConfig
 
-NO_CAP = 1e9  # as `softcap`: logits stay as they are
+NO_CAP = 1e9  # as `softcap`: logits are not capped
 
-_WHOLE = replace(Shape.chain(MOST["depth"]), draws=True)  # as deep as a block is
+_WHOLE = replace(Shape.chain(MOST["depth"]), draws=True)  # cut to the depth of a block
 
 
 @dataclass(frozen=True)
 class BlockConfig(TrainedConfig):
-    """Shapes and switches of one block drafter, besides a TrainedConfig's.
+    """The config fields of a block drafter beyond a TrainedConfig's.
 
     Attributes:
         features: the decoder layers of the target whose inputs are read (published files count outputs: one less).
-        block: rows of a block, the anchor's included; it drafts no deeper.
-        mask_token: the id whose embedding stands where a token is to be drafted.
-        windows: of each layer, how far it sees; 0: everything. One number holds for all.
-        causal: of each layer, 1 where a row of the block sees no later ones. One number holds for all.
+        block: rows of a block, including the anchor's; an upper limit of the depth.
+        mask_token: the id of the mask token, which is the input where a token is to be drafted.
+        windows: attention window of each layer; 0: unlimited. A single number is for all layers.
+        causal: for each layer, 1 if attention within the block is causal. A single number is for all layers.
         from_anchor: all rows of a block see the same features, those within the window before the anchor.
-        anchored: the anchor's own row drafts, too: row k gives token k + 1. Else row k gives token k.
+        anchored: the anchor's own row drafts, too: row k gives token k + 1. Otherwise row k gives token k.
         bias: of the attention's projections.
-        qk_norm, rope_first: norms of queries and keys; whether positions turn before them (HunyuanOCR).
-        bare_embeds: the target's embeddings are read without the norm that belongs to its table (Muse-Glimmer).
+        qk_norm, rope_first: norms of queries and keys; whether rotary positions are applied before them (HunyuanOCR).
+        bare_embeds: read the target's embeddings without the norm that belongs to their table (Muse-Glimmer).
         logit_scale, softcap: logits are scaled, then capped by tanh.
         markov_rank, markov: rank and kind of DSpark's Markov head; 0: none.
-        confidence, confidence_markov: a confidence head; it reads the Markov head's embedding, too.
-        taps, group: of DFlash2's convolutions, rows that one mixes and channels that share a weight; 0: none.
+        confidence, confidence_markov: a confidence head; whether it also reads the Markov head's embedding.
+        taps, group: of DFlash2's convolutions, kernel size and channels that share a weight; 0: none.
         selector_rank, selector_top: of DFlash2's selector; 0: none.
-        shape: a deeper one than a block drafts is as deep as that.
+        shape: its depth is limited to that of a block.
     """
 
     named: ClassVar[str] = "a block config"
@@ -71,7 +71,7 @@ class BlockConfig(TrainedConfig):
         if self.confidence_markov and not (self.confidence and self.markov_rank):
             wrong.append("confidence_markov needs a confidence and a Markov head")
         if self.taps and (self.taps > self.block or self.group < 1 or self.hidden % self.group):
-            wrong.append(f"taps {self.taps} of a block of {self.block}, or groups of {self.group}, cannot be")
+            wrong.append(f"taps {self.taps} of a block of {self.block}, or groups of {self.group}, are not possible")
         if self.selector_rank and self.draft_vocab:
             wrong.append("a selector chooses from the target's head")
         if self.selector_rank and self.selector_top < 1:
@@ -80,28 +80,28 @@ class BlockConfig(TrainedConfig):
             if len(getattr(self, name)) not in (1, self.layers):
                 wrong.append(f"{name} needs one number, or one for each of {self.layers} layers")
         if wrong:
-            raise ValueError(f"a block drafter cannot be so: {'; '.join(wrong)}")
+            raise ValueError(f"this config of a block drafter is not valid: {'; '.join(wrong)}")
         if self.shape.depth > most:
             object.__setattr__(self, "shape", replace(self.shape, depth=most, size=min(self.shape.size, 1 + most)))
 
     @property
     def most(self) -> int:
-        """The longest path that a block drafts."""
+        """The largest depth of a draft."""
         return self.block - (not self.anchored)
 
     @property
     def sequential(self) -> bool:
-        """Whether what is drafted at a row depends on the token drafted before it."""
+        """Whether the token of a row depends on the token drafted before it."""
         return self.markov_rank > 0 or self.selector_rank > 0
 
 
 @dataclass(frozen=True)
 class BlockOptions(TreeOptions):
-    """How a block drafter drafts: a chain, or with width ≥ 2 a tree; what prunes a prompt is of no use to it.
+    """Options of a block drafter: a chain, or with width ≥ 2 a tree; `prune` cannot be used.
 
     Attributes:
-        confidence: end a chain where, by its confidence head, the draft up to there is accepted with less than this
-            probability; 0: never.
+        confidence: end a chain where its confidence head gives the draft up to there a lower acceptance probability
+            than this; 0: never.
     """
 
     confidence: float = 0.0

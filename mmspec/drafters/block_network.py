@@ -1,4 +1,4 @@
-"""The network of a block drafter: layers over the rows of a block, heads that make tokens agree, and its training."""
+"""The network of a block drafter: layers over the rows of a block, heads that couple its tokens, and its training."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mmspec.drafters.block_config import NO_CAP, BlockConfig
 from mmspec.drafters.blocks import Attend, RMSNorm, Turn, attention, turn
 from mmspec.drafters.dflash_layer import BlockLayer, ConfidenceHead, MarkovHead, Selector
 from mmspec.drafters.growth import head_of
-from mmspec.drafters.layer import at_source, going
+from mmspec.drafters.layer import at_source, selected
 from mmspec.functional import Linear
 from mmspec.protocols import Target
 from mmspec.types import gather_rows
 
 
 class BlockNetwork(nn.Module):
-    """Rows of the pending token and mask tokens, denoised in one pass; what each row says, and after which token."""
+    """Denoises the rows of the pending token and mask tokens in one pass, and computes the logits of each row."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class BlockNetwork(nn.Module):
         return values if len(values) == self.config.layers else values * self.config.layers
 
     def logits(self, hidden: Tensor, target: Target) -> Tensor:
-        """Logits [..., V_d] of every row by itself."""
+        """Logits [..., V_d] of every row, independent of the tokens before it."""
         c = self.config
         logits = self.head.logits(hidden, target).float() * c.logit_scale
         return logits if c.softcap >= NO_CAP else (logits / c.softcap).tanh() * c.softcap
@@ -56,7 +56,7 @@ class BlockNetwork(nn.Module):
     def after(
         self, logits: Tensor, hidden: Tensor, before: Tensor, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [B, k, V_d] of a row after each of the target's tokens `before` [B, k], and what the next row wants.
+        """Logits [B, k, V_d] of a row after each of the target's tokens `before` [B, k], and the next row's state.
 
         Args:
             logits, hidden: [B, 1 or k, …] of the row.
@@ -69,24 +69,24 @@ class BlockNetwork(nn.Module):
         return logits if self.selector is None else self.selector(logits, before, hidden), state
 
     def trust(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """How likely the token at rows [..., H] is to be accepted after tokens [...].
+        """The probability that the token at rows [..., H] is accepted after tokens [...].
 
         Raises:
             ValueError: it has no confidence head.
         """
         if self.confidence is None:
             raise ValueError("this drafter has no confidence head")
-        before_it = self.markov.w1(before) if self.config.confidence_markov and self.markov is not None else None
-        return self.confidence(hidden, before_it)  # type: ignore[no-any-return]
+        embedding = self.markov.w1(before) if self.config.confidence_markov and self.markov is not None else None
+        return self.confidence(hidden, embedding)  # type: ignore[no-any-return]
 
     def forward(
         self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, steps: int, start: int = 0,
         rows: Tensor | None = None, mask: Tensor | None = None,
     ) -> list[Tensor]:  # fmt: skip
-        """What blocks at many anchors would predict; arguments and results as those of `FeatureLayer.forward`.
+        """Predictions of blocks at many anchors; arguments and results as in `FeatureLayer.forward`.
 
-        Row j of `embeds` is the anchor at j + 1, whose block sees the features up to j; entry i predicts what the
-        target's final feature is i + 1 rows later.
+        Row j of `embeds` is the anchor at j + 1, whose block sees the features up to j; entry i predicts the target's
+        final feature i + 1 rows later.
 
         Args:
             mask: [H], embedding of the mask token.
@@ -98,7 +98,7 @@ class BlockNetwork(nn.Module):
         if mask is None or steps > c.most:
             raise ValueError(f"a block of {c.block} learns {c.most} steps, with the mask's embedding; got {steps}")
         place = torch.arange(T, device=embeds.device)
-        go, source = going(torch.where(valid, place, -1), rows)
+        go, source = selected(torch.where(valid, place, -1), rows)
         m, n = go.shape[1], steps + (not c.anchored)
         x = torch.cat([gather_rows(embeds, go)[:, :, None], mask.expand(B, m, n - 1, -1)], 2).flatten(1, 2)
         row = torch.arange(n, device=embeds.device)
@@ -109,8 +109,8 @@ class BlockNetwork(nn.Module):
         rows_out = self.out_norm(x).unflatten(1, (m, n))[:, :, n - steps :]
         return [at_source(z, source, T) for z in rows_out.unbind(2)]
 
-    def _among(self, held: tuple[Tensor, Tensor], go: Tensor, valid: Tensor, n: int, i: int) -> Attend:
-        """Attention of blocks side by side, each over the features up to its anchor's row and over itself."""
+    def _among(self, context: tuple[Tensor, Tensor], go: Tensor, valid: Tensor, n: int, i: int) -> Attend:
+        """Attention of several blocks of a row, each over the features up to its anchor's row and over itself."""
         c, (B, m), T = self.config, go.shape, valid.shape[1]
         window, causal = self._each(c.windows)[i], self._each(c.causal)[i]
         row = torch.arange(n, device=go.device)
@@ -123,12 +123,12 @@ class BlockNetwork(nn.Module):
         mask = torch.cat([past.expand(B, m, n, T).flatten(1, 2), own], 2)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention(q, torch.cat([held[0], k], 2), torch.cat([held[1], v], 2), mask)
+            return attention(q, torch.cat([context[0], k], 2), torch.cat([context[1], v], 2), mask)
 
         return run
 
 
 def within(window: int, there: Tensor, row: Tensor, from_anchor: bool) -> Tensor:
-    """Whether keys at `there` (0 at the anchor, below 0 before it) are near enough to a block's rows."""
+    """Whether keys at `there` (0 at the anchor, negative before it) are within the window of a block's rows."""
     near = (there >= -window) if from_anchor else ((row - there).abs() < window)
     return near | (there >= 0) if from_anchor else near

@@ -1,4 +1,4 @@
-"""The layer that drafters are built of: Llama's, with rotary positions as drafters are published with."""
+"""The decoder layer of feature drafters (Llama's), and its rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RMSNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer with fused projections. The attention may read a wider input than the residual stream has."""
+    """One decoder layer with fused projections. The attention's input may be wider than the residual stream."""
 
     def __init__(
         self, hidden: int, intermediate: int, heads: int, kv_heads: int, rope: Rope, eps: float,
@@ -42,17 +42,17 @@ class Block(nn.Module):
         self.down = Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor, residual: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """x [B, n, inputs·H] is what attention reads, residual [B, n, H] what it adds to; returns [B, n, H]."""
+        """x [B, n, inputs·H] is the attention's input, residual [B, n, H] the residual stream; returns [B, n, H]."""
         B, n, _ = x.shape
         heads = self.qkv(x).view(B, n, -1, self.head_dim).transpose(1, 2)
-        turned = rotate(heads[:, : self.heads + self.kv_heads], positions, self.rope)
-        o = attend(turned[:, : self.heads], turned[:, self.heads :], heads[:, self.heads + self.kv_heads :])
+        rotated = rotate(heads[:, : self.heads + self.kv_heads], positions, self.rope)
+        o = attend(rotated[:, : self.heads], rotated[:, self.heads :], heads[:, self.heads + self.kv_heads :])
         x = residual + self.out(o.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """What `forward` would hand to `attend` as keys and values, [B, kv_heads, n, D], and nothing else."""
+        """Only the keys and values that `forward` would pass to `attend`, [B, kv_heads, n, D]."""
         B, n, _ = x.shape
         first = self.heads * self.head_dim
         bias = None if self.qkv.bias is None else self.qkv.bias[first:]
@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 def beside(attend: Attend, streams: int) -> Attend:
-    """Attention of [B·S, heads, n, D] as that of [B, S·heads, n, D]: a row's streams are heads of one memory."""
+    """Attention of [B·S, heads, n, D] computed as [B, S·heads, n, D]: a row's streams are heads of one cache."""
     if streams == 1:
         return attend
 
@@ -82,22 +82,22 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """How positions turn queries and keys; a drafter's config is one.
+    """Rotary position embedding of queries and keys; a base class of drafters' configs.
 
     Attributes:
-        rope: "1d", or "2d" for pictures: row and column of the token fed, zero before the picture.
+        rope: "1d", or "2d" for pictures: row and column of the input token, zero before the picture.
         grid: with "2d", tokens along a side of the picture.
         rope_theta: base of the frequencies.
-        rope_share: of each head's dimensions, the first ones, that turn.
+        rope_share: share of each head's dimensions, the first ones, that are rotated.
         rope_kind: how the frequencies are scaled, one of ROPE_KINDS.
-        rope_factor: by which they are scaled at most.
+        rope_factor: the largest scaling factor.
         rope_low, rope_high: where scaling begins and ends: llama3's low and high frequency factors, YaRN's β_slow and
             β_fast.
-        rope_trained: length that the unscaled frequencies were trained for.
-        rope_truncate: YaRN's bounds are whole dimensions.
+        rope_trained: sequence length that the unscaled frequencies were trained for.
+        rope_truncate: whether YaRN's bounds are rounded to whole dimensions.
         rope_gain: factor of cosine and sine (YaRN's attention factor).
-        mrope: frequencies that turn with time, height and width, as many as each says (M-RoPE); (): one axis for all.
-        mrope_interleaved: the axes take turns (Qwen3-VL), rather than one after the other (Qwen2-VL).
+        mrope: number of frequencies for time, height and width (M-RoPE sections); (): one axis for all.
+        mrope_interleaved: whether the axes alternate (Qwen3-VL) instead of following each other (Qwen2-VL).
     """
 
     rope: str = "1d"
@@ -115,7 +115,7 @@ class Rope:
     mrope_interleaved: bool = False
 
     def check(self, width: int) -> None:
-        """Refuse what heads of so many dimensions cannot turn by.
+        """Check these values for heads of `width` dimensions.
 
         Raises:
             ValueError: with the reason.
@@ -123,19 +123,19 @@ class Rope:
         if self.rope not in ("1d", "2d") or (self.rope == "2d") is not (self.grid > 0):
             raise ValueError(f"rope is '1d' with grid 0, or '2d' with a grid ≥ 1; got {self.rope!r}, {self.grid!r}")
         if self.rope == "2d" and width % 4:
-            raise ValueError(f"rope '2d' turns quarters of a head, so head_dim must be a multiple of 4; it is {width}")
+            raise ValueError(f"rope '2d' splits a head into quarters, so head_dim must be a multiple of 4, not {width}")
         if self.rope_kind not in ROPE_KINDS:
             raise ValueError(f"rope_kind must be one of {', '.join(ROPE_KINDS)}; got {self.rope_kind!r}")
         if self.rope_kind in ("llama3", "yarn") and not self.rope_trained:
             raise ValueError(f"rope_kind {self.rope_kind!r} needs rope_trained, the length that it was trained for")
         turned = self.turned(width)
         if turned < 2 or turned % 2:
-            raise ValueError(f"rope_share {self.rope_share} of heads of {width} is no even number of dimensions")
+            raise ValueError(f"rope_share {self.rope_share} of {width} dimensions is not an even number ≥ 2")
         if self.mrope and (len(self.mrope) != 3 or sum(self.mrope) != turned // 2):
             raise ValueError(f"the three sections of mrope must add up to {turned // 2}; got {list(self.mrope)}")
 
     def turned(self, width: int) -> int:
-        """Dimensions of a head that turn."""
+        """Number of rotated dimensions of a head."""
         return int(width * self.rope_share)
 
     def frequencies(self, turned: int, device: torch.device) -> Tensor:
@@ -144,7 +144,7 @@ class Rope:
         return ROPE_KINDS[self.rope_kind](self, plain, turned)
 
     def angles(self, positions: Tensor, turned: int) -> Tensor:
-        """[B, n, turned / 2] of positions [B, n], or [B, n, 3] of M-RoPE; text has the same on all three axes."""
+        """Angles [B, n, turned / 2] of positions [B, n], or [B, n, 3] with M-RoPE, whose axes are equal for text."""
         if self.grid:
             place, frequency = positions.clamp(0, self.grid**2 - 1), self.frequencies(turned // 2, positions.device)
             axes = (place // self.grid, place % self.grid)
@@ -155,9 +155,9 @@ class Rope:
         return positions[..., self._axes(positions.device)].float() * frequency
 
     def _axes(self, device: torch.device) -> Tensor:
-        """The axis [D/2] that each frequency turns with."""
+        """The axis of each frequency, [D/2]."""
         if not self.mrope_interleaved:
-            axes = [axis for axis, many in enumerate(self.mrope) for _ in range(many)]
+            axes = [axis for axis, count in enumerate(self.mrope) for _ in range(count)]
         else:
             axes = [i % 3 if i % 3 and i < 3 * self.mrope[i % 3] else 0 for i in range(sum(self.mrope))]
         return torch.tensor(axes, device=device)
@@ -167,22 +167,22 @@ Turn = tuple[Tensor, Tensor]  # cosines and sines [B, 1, n, turned / 2]
 
 
 def turn(positions: Tensor, rope: Rope, width: int, dtype: torch.dtype) -> Turn:
-    """By how much rows at these positions turn, for heads of `width`; tables in fp32, whatever they are rounded to.
+    """Cosines and sines at these positions for heads of `width`; computed in float32, then cast to `dtype`.
 
-    On a grid the first half of the angles turns with the row, the second with the column, and what stands before the
-    picture becomes zero, so that it weighs the same to everybody (LlamaGen, Sun et al. 2024, and its published code).
+    On a grid the first half of the angles depends on the row, the second on the column. Before the picture both are
+    zero, which zeroes the rotated queries and keys (LlamaGen, Sun et al. 2024, and its published code).
 
     Args:
-        positions: [B, n] (or [1, n]), or [B, n, 3]; on a grid, places in reading order: below 0 before it, clamped at
-            its end.
+        positions: [B, n] (or [1, n]), or [B, n, 3]; on a grid, indices in reading order: negative before the picture,
+            clamped at its end.
     """
     angle = rope.angles(positions, rope.turned(width))[:, None]
     cos, sin = angle.cos(), angle.sin()
     if rope.rope_gain != 1.0:
         cos, sin = cos * rope.rope_gain, sin * rope.rope_gain
     if rope.grid:
-        there = (positions >= 0)[:, None, :, None]
-        cos, sin = cos * there, sin * there
+        inside = (positions >= 0)[:, None, :, None]
+        cos, sin = cos * inside, sin * inside
     return cos.to(dtype), sin.to(dtype)
 
 
@@ -195,19 +195,19 @@ def turned(x: Tensor, by: Turn) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
-    """`turned` at positions as `turn` takes them."""
+    """`turned` at these positions, see `turn`."""
     return turned(x, turn(positions, rope, x.shape[-1], x.dtype))
 
 
 def _llama3(r: Rope, f: Tensor, turned: int) -> Tensor:
-    """Long waves are stretched, short ones stay, between them it goes over (Llama 3.1's code)."""
+    """Stretch long waves, keep short ones, interpolate between (Llama 3.1's code)."""
     turns = r.rope_trained * f / (2 * math.pi)  # within the trained length
     share = ((turns - r.rope_low) / (r.rope_high - r.rope_low)).clamp(0, 1)
     return share * f + (1 - share) * f / r.rope_factor
 
 
 def _yarn(r: Rope, f: Tensor, turned: int) -> Tensor:
-    """The same by dimension (Peng et al. 2023, YaRN, §3.2, and its code)."""
+    """The same, interpolated by dimension (Peng et al. 2023, YaRN, §3.2, and its code)."""
 
     def dimension(turns: float) -> float:
         return turned * math.log(r.rope_trained / (turns * 2 * math.pi)) / (2 * math.log(r.rope_theta))

@@ -1,4 +1,4 @@
-"""Drafting a block in one pass: DFlash, with DSpark's heads, and DFlash2's convolution and selector."""
+"""Block drafters, which draft a block in one pass: DFlash, DSpark's heads, DFlash2's convolution and selector."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from mmspec.types import NO_TOKEN, Categorical, Decided, Draft, Prompt, decided,
 class BlockDrafter(BlockNetwork):
     """A block of the pending token and mask tokens, denoised in one pass (DFlash, 2026, z-lab; DSpark; DFlash2).
 
-    The target's features at `config.features`, normed and mixed by `fc`, give every layer keys and values, kept as its
-    memory; the rows of the block attend to these and to each other. Their hidden states go into the target's head.
+    The target's features at `config.features`, mixed by `fc` and normed, give every layer keys and values, which are
+    its memory; the rows of the block attend to these and to each other. Their hidden states go into the target's head.
 
-    Rows are independent of each other's tokens, so that a tree grows from their marginal distributions; a Markov head
-    or a selector makes each depend on the token before it, and then the same tree reads from them. A chain under
-    sampling is drawn, row after row, and every distribution is recorded as it was.
+    Rows do not depend on each other's tokens, so a tree grows from their marginal distributions; a Markov head or a
+    selector makes each depend on the token before it, and the tree then uses these conditional distributions. Under
+    sampling the tokens of a chain are drawn row by row, and each one's distribution is recorded.
     """
 
     method = "block"
     Config = BlockConfig
     options = BlockOptions()
-    masked, positioned = True, False  # its training wants the embedding of the mask token
+    masked, positioned = True, False  # its training needs the embedding of the mask token
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
         self.options = self.chosen({})
 
-    # -- what `enable` asks ------------------------------------------------------------------------------------------
+    # -- called by `enable` ------------------------------------------------------------------------------------------
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -55,61 +55,61 @@ class BlockDrafter(BlockNetwork):
 
     @property
     def capturable(self) -> bool:
-        """Whether drafting is a function of tensors: no confidence is asked for, and what is drawn needs no spreading
-        over the target's vocabulary."""
+        """Whether drafting depends only on tensors: without `confidence`, and without draws from a smaller vocabulary,
+        which are spread over the target's."""
         return not self.options.confidence and (self.head.ids is None or not self.options.draws)
 
     @property
     def block(self) -> nn.Module:
-        """The module by which captures are found: fitted copies of a drafter share it."""
+        """The module that identifies captures: fitted copies of a drafter share it."""
         return self.layers[0]  # type: ignore[no-any-return]
 
     def chosen(self, given: Options) -> BlockOptions:
-        """What the user gave, elsewhere what its config recommends.
+        """The options: the user's values, and the config's defaults for the others.
 
         Raises:
-            ValueError: an option that it does not have, or values that do not go together or not with its heads.
+            ValueError: an option that it does not have, or values that contradict each other or its heads.
         """
         c = self.config
         if "prune" in given:
-            raise ValueError("a block drafter has no use for prune: it holds no embeddings of images")
+            raise ValueError("a block drafter has no use for prune: it reads no embeddings of images")
         options = BlockOptions.like(c.shape).with_(given, self.method)
         if options.depth > c.most:
             raise ValueError(
                 f"a block of {c.block} drafts {c.most} tokens, so depth is at most that; got {options.depth}"
             )
         if options.draft_vocab != ALL and (c.draft_vocab or c.sequential):
-            raise ValueError("draft_vocab is for drafters on the target's head alone; leave it out with this one")
+            raise ValueError("draft_vocab is for drafters that use only the target's head; leave it out with this one")
         if options.confidence and not (c.confidence and options.tree == "chain"):
             raise ValueError("confidence needs a drafter with a confidence head, and a chain (width=1)")
         if c.selector_rank and options.branches > c.selector_top:
-            raise ValueError(f"the selector knows {c.selector_top} tokens for a row; lower width")
+            raise ValueError(f"the selector chooses from {c.selector_top} tokens per row; lower width")
         return options
 
     def fit(self, target: TargetInfo, given: Options) -> BlockDrafter:
         """The same weights with the user's options, on the target's device.
 
         Raises:
-            ValueError: the drafter was made for another target, or has no use for an option; the message says why.
+            ValueError: the drafter was made for another target, or does not have an option; the message says why.
         """
         options = self.chosen(given)
         check_fit(self.config, target)
         if self.config.mask_token >= target.vocab:
-            raise ValueError(f"its mask token {self.config.mask_token} is none of the {target.vocab} of {target.name}")
+            raise ValueError(f"its mask token {self.config.mask_token} is not in the {target.vocab} of {target.name}")
         return placed(self, target, options)
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def start(self, session: SessionView[FeatureMemory], target: Target, prompt: Prompt) -> FeatureMemory:
-        """Read the prompt's features but the last one's, as far as the layers see.
+        """Read the prompt's features except the last token's, back as far as the layers' windows reach.
 
         Raises:
             ValueError: the call is guided.
         """
         assert prompt.hidden is not None
         if getattr(target, "streams", 1) > 1:
-            raise ValueError("a block drafter knows no guidance; use an EAGLE drafter without a head, or 'jacobi'")
+            raise ValueError("a block drafter supports no guidance; use an EAGLE drafter without a head, or 'jacobi'")
         (B, L), device, windows = prompt.ids.shape, prompt.ids.device, self._each(self.config.windows)
         first = max(0, L - 1 - max(windows)) if all(windows) else 0
         valid = prompt.valid[:, first:-1]
@@ -117,9 +117,9 @@ class BlockDrafter(BlockNetwork):
         x = self.hidden_norm(self.fc(prompt.hidden[:, first:-1].to(self.fc.weight.dtype)))
         by = self._turn(positions[:, first:-1].expand(B, *x.shape[1:2], *positions.shape[2:]))
         slots, zero = [RaggedBuffer(x.shape[1] + 257) for _ in self.layers], Lengths.of([0] * B, device)
-        for layer, held in zip(self.layers, slots, strict=True):
+        for layer, buffer in zip(self.layers, slots, strict=True):
             k, v = layer.keys_values(x, by)
-            held.append(k, v, zero)
+            buffer.append(k, v, zero)
         read = Lengths.of([x.shape[1]] * B, device)
         memory = FeatureMemory(slots[0], read, onward, valid, not bool(valid.all()), more=tuple(slots[1:]))
         rows, width = int(valid.sum()), 2 * self.layers[0].kv_heads * self.layers[0].head_dim * len(slots)
@@ -131,7 +131,7 @@ class BlockDrafter(BlockNetwork):
         return self.draft(session, target, decided(session.last), draws(self.options, session))
 
     def draft(self, session: SessionView[FeatureMemory], target: Target, path: Decided, drawn: bool) -> Draft:
-        """Read what the last round decided, then draft a block; arguments as those of `FeatureDrafter.draft`."""
+        """Read the last round's accepted nodes, then draft a block; arguments as in `FeatureDrafter.draft`."""
         o, memory, at = self.options, session.memory, session.memory.lengths
         hidden, _, count, counts = path
         context = self.hidden_norm(self.fc(hidden.to(self.fc.weight.dtype)))
@@ -147,7 +147,7 @@ class BlockDrafter(BlockNetwork):
         return self._drafted(session, rows, self.logits(rows, target), drawn)
 
     def attending(self, before: FeatureMemory, after: FeatureMemory, rows: int) -> LayerAttention:
-        """As `FeatureDrafter.attending`: what the last round decided stands before a block's own keys and values."""
+        """As `FeatureDrafter.attending`; the accepted rows' keys and values come before those of the block."""
 
         def attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             ahead = k[:, :, :rows], v[:, :, :rows]
@@ -157,7 +157,7 @@ class BlockDrafter(BlockNetwork):
         return attend
 
     def _masked(self, target: Target, anchors: Tensor, n: int) -> Tensor:
-        """Embeddings [B, n, H] of the anchors [B] with masks behind them."""
+        """Embeddings [B, n, H] of the anchors [B] followed by mask tokens."""
         ids = torch.full((len(anchors), n), self.config.mask_token, device=anchors.device)
         ids[:, 0] = anchors
         if not self.config.bare_embeds:
@@ -166,7 +166,7 @@ class BlockDrafter(BlockNetwork):
         return target.bare_embed(ids).to(self.fc.weight.dtype)
 
     def _attend(self, memory: FeatureMemory, i: int, slots: RaggedBuffer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of a block's rows over what layer i remembers and themselves, within its window."""
+        """Attention of a block's rows over layer i's memory and themselves, within its window."""
         c, at = self.config, memory.lengths
         window, causal = self._each(c.windows)[i], self._each(c.causal)[i]
         keys, values = slots.append(k, v, at)
@@ -198,15 +198,15 @@ class BlockDrafter(BlockNetwork):
         self, pending: Tensor, hidden: Tensor, logits: Tensor, noise: Noise | None
     ) -> tuple[Tensor, Tensor | None, int]:
         """Tokens [B, depth] below the root, log-distributions [B, 1 + depth, V_d] that they were drawn from (the root's
-        means nothing) or None, and the depth."""
+        is not used) or None, and the depth."""
         depth = logits.shape[1]
-        before, state, stay = pending, None, torch.ones_like(pending, dtype=torch.float)
-        tokens, stands, distributions = [], [], []
+        before, state, trust = pending, None, torch.ones_like(pending, dtype=torch.float)
+        tokens, trusted, distributions = [], [], []
         for level in range(depth):
             distribution, row = logits[:, level : level + 1], hidden[:, level : level + 1]
             if self.options.confidence:
-                stay = stay * self.trust(row, before)
-                stands.append(stay >= self.options.confidence)
+                trust = trust * self.trust(row, before)
+                trusted.append(trust >= self.options.confidence)
             if self.config.sequential:
                 distribution, state = self.after(distribution, row, before, state)
             if noise is not None:
@@ -215,14 +215,14 @@ class BlockDrafter(BlockNetwork):
             before = self.head.to_target(distribution.argmax(-1))
             tokens.append(before)
         below = torch.cat(tokens, 1)
-        if stands:  # at least one token, so that there is a draft
-            below = torch.where(torch.cat(stands, 1), below, NO_TOKEN)
+        if trusted:  # the depth is at least 1, so that there is a draft
+            below = torch.where(torch.cat(trusted, 1), below, NO_TOKEN)
             depth = max(1, int((below != NO_TOKEN).sum(1).max()))
         drawn = torch.cat([distributions[0], *distributions[:depth]], 1) if distributions else None
         return below[:, :depth], drawn, depth
 
     def _growth(self, pending: Tensor, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Expand]:
-        """Log-probabilities [B, V_d] after the root, and the way to those after a frontier."""
+        """Log-probabilities [B, V_d] after the root, and a function that computes those after a frontier."""
         levels = iter(range(1, logits.shape[1]))
         states: list[Tensor | None] = [None]
 
@@ -240,7 +240,7 @@ class BlockDrafter(BlockNetwork):
         return at(0, pending)[:, 0], expand
 
     def _spread(self, distributions: Tensor, session: SessionView[FeatureMemory]) -> Tensor:
-        """Distributions [B, N, V_d] over the draft vocabulary as distributions over the target's."""
+        """Log-distributions [B, N, V_d] over the draft vocabulary as [B, N, V] over the target's."""
         if (ids := self.head.ids) is None:
             return distributions
         p = session.last.scores.p.logits

@@ -1,4 +1,4 @@
-"""What a block drafter is built of: layers that attend to the target's features, and heads that make tokens agree."""
+"""The modules of a block drafter: layers that attend to the target's features, and heads that couple its tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MARKOV = ("vanilla", "gated", "rnn")
 
 
 class GroupedConv(nn.Module):
-    """Each row of a block mixed with the rows before it, by weights that its own input makes (DFlash2's code).
+    """A causal convolution over the rows of a block whose weights depend on each row's input (DFlash2's code).
 
-    One projection gives the weights of two convolutions, of what enters a sublayer and of what leaves it. The channels
-    of a group share them. At first both are the identity.
+    One projection gives the weights of two convolutions, of a sublayer's input and of its output. The channels of a
+    group share them. Both are initialised to the identity.
     """
 
     def __init__(self, hidden: int, taps: int, group: int) -> None:
@@ -26,7 +26,7 @@ class GroupedConv(nn.Module):
         nn.init.zeros_(self.kernel_projection.weight)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mixed x [B, n, H], and the weights [B, n, taps, groups] that `after` wants."""
+        """Convolved x [B, n, H], and the weights [B, n, taps, groups] for `after`."""
         taps = self.base_kernel.shape[1]
         before, after = self.kernel_projection(x).unflatten(-1, (2, taps, -1)).unbind(-3)
         return self._mixed(x, before, self.base_kernel[0]), after
@@ -44,7 +44,7 @@ class GroupedConv(nn.Module):
 
 
 class BlockLayer(nn.Module):
-    """A Qwen3-style layer over the rows of a block; keys and values of the target's features stand before them."""
+    """A Qwen3-style layer over the rows of a block, which attend to keys and values of the target's features, too."""
 
     def __init__(
         self, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, eps: float,
@@ -65,8 +65,8 @@ class BlockLayer(nn.Module):
         self.mlp_conv = GroupedConv(hidden, taps, group) if taps else None
 
     def forward(self, x: Tensor, by: Turn, attend: Attend, blocks: int = 1) -> Tensor:
-        """x [B, blocks · n, H] of blocks side by side, of which a convolution mixes none with another; rows turn `by`
-        their positions."""
+        """x [B, blocks · n, H] of several blocks, which a convolution does not mix; `by` are the rotations of the rows'
+        positions."""
         y, mixed = self._before(self.attention_conv, self.input_norm(x), blocks)
         q, k, v = self._split(self.qkv(y), (self.heads, self.kv_heads, self.kv_heads))
         q, k = self._turned(q, self.q_norm, by), self._turned(k, self.k_norm, by)
@@ -77,7 +77,7 @@ class BlockLayer(nn.Module):
         return x + self._after(self.mlp_conv, self.down(F.silu(gate) * up), mixed, blocks)
 
     def keys_values(self, x: Tensor, by: Turn) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, kv_heads, n, D] of features x [B, n, H], which are read without a norm of this layer."""
+        """Keys and values [B, kv_heads, n, D] of features x [B, n, H], without this layer's input norm."""
         first = self.heads * self.head_dim
         bias = None if self.qkv.bias is None else self.qkv.bias[first:]
         k, v = self._split(linear(x, self.qkv.weight[first:], bias), (self.kv_heads, self.kv_heads))
@@ -108,7 +108,7 @@ def _apart(x: Tensor, blocks: int) -> Tensor:
 
 
 class MarkovHead(nn.Module):
-    """What the token before adds to the logits at a row, W₂ f(W₁[token]), of low rank (DSpark's code).
+    """Low-rank term W₂ f(W₁[token]) that the previous token adds to the logits of a row (DSpark's code).
 
     f is the identity ("vanilla"), a gate that the row's hidden state opens ("gated"), or one step of a recurrence
     along the block ("rnn").
@@ -119,7 +119,7 @@ class MarkovHead(nn.Module):
         self.kind, self.rank = kind, rank
         self.w1 = nn.Embedding(vocab, rank)
         self.w2 = Linear(rank, draft_vocab, bias=False)
-        nn.init.zeros_(self.w2.weight)  # at first nothing is added
+        nn.init.zeros_(self.w2.weight)  # adds nothing at first
         self.gate_proj = Linear(hidden + rank, rank) if kind == "gated" else None
         self.joint_proj = Linear(2 * rank + hidden, 3 * rank) if kind == "rnn" else None
 
@@ -137,7 +137,7 @@ class MarkovHead(nn.Module):
 
 
 class Selector(nn.Module):
-    """Which of a row's likeliest tokens follows the token before, by a product of three vectors (DFlash2's code)."""
+    """Rescores a row's likeliest tokens, given the previous token, by a product of three vectors (DFlash2's code)."""
 
     def __init__(self, vocab: int, hidden: int, rank: int, top: int) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Selector(nn.Module):
         self.hidden = Linear(hidden, rank, bias=False)
 
     def forward(self, logits: Tensor, before: Tensor, hidden: Tensor) -> Tensor:
-        """Logits [B, k, V] of tokens after `before` [B, k]: the `top` ones of `logits` scored anew, all others −∞."""
+        """Logits [B, k, V] of tokens after `before` [B, k]: the `top` ones of `logits` rescored, all others −∞."""
         best, ids = logits.topk(min(self.top, logits.shape[-1]), -1)
         context = self.predecessor[before] * self.hidden(hidden)  # [B, k, rank]
         scores = best + (context[..., None, :] * self.successor[ids]).sum(-1)
@@ -155,7 +155,7 @@ class Selector(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """How likely a row's token is to be accepted, from its hidden state and maybe the token before (DSpark's code)."""
+    """The probability that a row's token is accepted, from its hidden state and optionally the last token (DSpark)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

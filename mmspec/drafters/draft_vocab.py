@@ -1,4 +1,4 @@
-"""The vocabulary that a drafter on the target's head proposes from; its rows of the head are cut out once."""
+"""A reduced draft vocabulary for drafters with the target's head; its rows of the head are copied once."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from mmspec.functional import Linear, linear
 from mmspec.modes import lasting, stock_class
 from mmspec.protocols import TargetInfo
 
-_State = list[tuple[int, int, torch.dtype, torch.device]]  # of a head's tensors: where they lie, how often written to
-_MADE: WeakValueDictionary[tuple[tuple[int, ...], torch.device], DraftVocab] = WeakValueDictionary()
+_State = list[tuple[int, int, torch.dtype, torch.device]]  # of a head's tensors: address, version, dtype, device
+_CACHE: WeakValueDictionary[tuple[tuple[int, ...], torch.device], DraftVocab] = WeakValueDictionary()
 
 
 class DraftVocab:
-    """The tokens that a drafter on the target's head proposes from (FR-Spec, Zhao et al. 2025, arXiv 2502.14856, §3).
+    """The tokens that a drafter with the target's head may propose (FR-Spec, Zhao et al. 2025, arXiv 2502.14856, §3).
 
-    The target verifies with its whole head, so a token that is missing here costs acceptance and changes no
-    distribution.
+    The target verifies with its whole head, so a missing token only lowers the acceptance rate; the output distribution
+    does not change.
 
     Attributes:
-        ids: int64 [V_d], ascending, of the target's tokens.
+        ids: int64 [V_d], the target's ids, ascending.
     """
 
     def __init__(self, ids: Tensor) -> None:
@@ -32,12 +32,12 @@ class DraftVocab:
 
     @classmethod
     def of(cls, wanted: int | Sequence[int], target: TargetInfo) -> DraftVocab:
-        """The first `wanted` tokens and those that end an answer, or those of the ids, which ascend.
+        """The first `wanted` tokens and those that end an answer, or the tokens of the given ascending ids.
 
-        Asked for the same again, it is the same object, so that all that a model drafts shares one cut.
+        The same arguments return the same object, so that all drafters of a model share one copy of the rows.
 
         Raises:
-            ValueError: more than the target has, or a target whose tokens are no text.
+            ValueError: a token that the target does not have, or a target whose tokens are not text.
         """
         if target.ends is None:
             raise ValueError(f"draft_vocab is for text, and {target.name} draws pictures; leave it out")
@@ -48,26 +48,26 @@ class DraftVocab:
         ends = [i for i in target.ends if i < target.vocab]
         ids = tuple(sorted({*range(wanted), *ends})) if isinstance(wanted, int) else tuple(wanted)
         key = (ids, target.device)
-        made = _MADE.get(key)
-        if made is None:
+        vocab = _CACHE.get(key)
+        if vocab is None:
             with lasting():
-                made = _MADE[key] = cls(torch.tensor(ids, device=target.device))
-        return made
+                vocab = _CACHE[key] = cls(torch.tensor(ids, device=target.device))
+        return vocab
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The ids and all that was cut out so far."""
+        """The ids and all rows that were copied so far."""
         return [self.ids, *(t for _, cut in self._cut.values() for t in cut)]
 
     def logits(self, head: nn.Module, hidden: Tensor) -> Tensor:
-        """Logits [..., V_d] of features [..., H] by a head of V rows; what is no plain Linear computes all V."""
+        """Logits [..., V_d] of features [..., H] by a head of V rows; a head that is no plain Linear computes all V."""
         if not _plain(head):
             logits = head(hidden)
             return logits[..., self.ids.to(logits.device)]
         return linear(hidden, *self._rows(head))
 
     def _rows(self, head: nn.Module) -> list[Tensor]:
-        """Its rows of weight and bias; where the head was written to since, renewed in their place."""
+        """The copied rows of the head's weight and bias; updated in place if the head was changed since."""
         own = [t for t in (head.weight, head.bias) if isinstance(t, Tensor)]
         state = [(t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype, t.device) for t in own]
         before, rows = self._cut.get(head, ([], []))
@@ -75,14 +75,14 @@ class DraftVocab:
             with lasting():
                 fresh = [t[self.ids.to(t.device)] for t in own]
                 if [(t.shape, t.dtype, t.device) for t in fresh] == [(t.shape, t.dtype, t.device) for t in rows]:
-                    fresh = [old.copy_(new) for old, new in zip(rows, fresh, strict=True)]  # captures go on reading it
+                    fresh = [old.copy_(new) for old, new in zip(rows, fresh, strict=True)]  # captures use them
             rows = fresh
             self._cut[head] = (state, rows)
         return rows
 
 
 def _plain(head: nn.Module) -> bool:
-    """Whether it is a Linear and no more: not quantized, without hooks or adapters."""
+    """Whether the head is a plain Linear: not quantized, without hooks or adapters."""
     own, hooks = vars(head), (head._forward_hooks, head._forward_pre_hooks)
     linear_one = stock_class(type(head)) in (nn.Linear, Linear) and type(head.weight) is nn.Parameter
     return linear_one and "forward" not in own and not any(hooks)

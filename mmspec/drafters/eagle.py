@@ -1,4 +1,4 @@
-"""EAGLE: one layer that continues the target's own features; EAGLE-1/2 (final feature) and EAGLE-3 (three layers)."""
+"""EAGLE: one layer that continues the target's features; EAGLE-1/2 (final features) and EAGLE-3 (of three layers)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mmspec.types import FINAL
 
 @dataclass(frozen=True)
 class EagleConfig(TrainedConfig):
-    """Shapes and switches of one EAGLE drafter, besides a TrainedConfig's: what the published layouts differ in.
+    """The config fields of an EAGLE drafter beyond a TrainedConfig's, in which published drafters differ.
 
     Attributes:
         features: FINAL (−1) for the target's final hidden state (EAGLE-1/2), or the decoder layers whose inputs are
@@ -31,13 +31,13 @@ class EagleConfig(TrainedConfig):
         norm_residual: in EAGLE-3's layer the residual is the normed feature (`norm_before_residual` of speculators).
         input_norm: norm before the attention (absent in EAGLE-1/2's only layer).
         embed_norm, out_norm: norm of the embedding, and of the output feature before the head.
-        layers: the second and later ones are plain, and need a head of its own.
-        fc_norm, norm_before_fc: norms of the target's features, of each by itself and of all together, before `fc`.
+        layers: the second and later ones are plain Llama layers, and need a head of its own.
+        fc_norm, norm_before_fc: norms of the target's features before `fc`, of each layer's and of all concatenated.
         norm_output: the output is normed before it is fed back, not only before the head (EAGLE-3.1).
-        parallel, mask_token: rows that carry `mask_hidden` and this token's embedding foretell all further tokens in
-            one pass (P-EAGLE).
-        proposes: ids of the target's tokens that it was trained to propose, on the target's head, and proposes from
-            unless `draft_vocab` says otherwise; (): all.
+        parallel, mask_token: rows with `mask_hidden` and this token's embedding predict all further tokens in one pass
+            (P-EAGLE).
+        proposes: ids of the target's tokens that it was trained to propose with the target's head: the default of
+            `draft_vocab`; (): all.
     """
 
     named: ClassVar[str] = "an EAGLE config"
@@ -61,11 +61,11 @@ class EagleConfig(TrainedConfig):
         later = self.layers > 1 or self.parallel or self.fc_norm or self.norm_before_fc or self.norm_output
         if later and not (self.parallel_norm and self.draft_vocab):
             raise ValueError(
-                "several layers, norms of features and mask rows need EAGLE-3's layer and a head of its own"
+                "several layers, norms of features and mask rows need EAGLE-3's layer and the drafter's own head"
             )
 
     def only_final(self, method: str) -> None:
-        """Refuse what a method that is built on EAGLE-1/2's layer has no place for.
+        """Check the config of a method that is built on EAGLE-1/2's layer.
 
         Raises:
             ValueError: EAGLE-3's layer, other features than the target's final one, or rope "2d".
@@ -111,28 +111,28 @@ class EagleDrafter(FeatureDrafter):
         """The same weights with the user's options, on the target's device.
 
         Raises:
-            ValueError: the drafter was made for another target, or has no use for an option; the message says why.
+            ValueError: the drafter was made for another target, or does not have an option; the message says why.
         """
         options = self.chosen(given)
         check_fit(self.config, target)
         if options.prune and target.ends is None:
-            raise ValueError("prune leaves out visual tokens of a prompt, and a prompt for a picture has none")
+            raise ValueError("prune skips visual tokens of a prompt, and the prompt of an image generation has none")
         return placed(self, target, options)
 
     def chosen(self, given: Options) -> TreeOptions:
-        """What the user gave, elsewhere what its config recommends.
+        """The options: the user's values, and the config's defaults for the others.
 
         Raises:
-            ValueError: an option that it does not have, or values that do not go together or not with its head.
+            ValueError: an option that it does not have, or values that contradict each other or its head.
         """
-        c, kept = self.config, {"draft_vocab": self.config.proposes} if self.config.proposes else {}
-        options = TreeOptions.like(c.shape).with_({**kept, **given}, self.method)
+        c, defaults = self.config, {"draft_vocab": self.config.proposes} if self.config.proposes else {}
+        options = TreeOptions.like(c.shape).with_({**defaults, **given}, self.method)
         if options.draft_vocab != ALL and c.draft_vocab:
             raise ValueError(f"this drafter has a head of its own, with {c.draft_vocab} rows; leave draft_vocab out")
         if options.draws and c.draft_vocab:
             raise ValueError("draws=True needs the target's own head; this drafter has one of its own")
         if options.draws and options.draft_vocab != ALL:
-            raise ValueError("draws=True needs all of the target's head; give draft_vocab='all', or draws=False")
+            raise ValueError("draws=True needs the target's whole head; set draft_vocab='all', or draws=False")
         return options
 
     def inputs(self, embeds: Tensor, features: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -146,7 +146,7 @@ class EagleDrafter(FeatureDrafter):
         return self.input_norm(residual), residual
 
     def _normed(self, features: Tensor) -> Tensor:
-        """The target's features [B, n, F] as `fc` reads them."""
+        """The target's features [B, n, F] after the norms before `fc`."""
         if self.fused_norm is not None:
             features = self.fused_norm(features)
         if self.fc_norm is None:
@@ -159,13 +159,13 @@ class EagleDrafter(FeatureDrafter):
         return self.head.logits(hidden if normed else self.out_norm(hidden), target)
 
     def carry(self, z: Tensor) -> Tensor:
-        """With a head of its own the drafter feeds back its output from before that head's norm, as EAGLE-3 does."""
+        """A drafter with its own head feeds back its output before the head's norm, as EAGLE-3 does."""
         return self.out_norm(z) if not self.head.own or self.config.norm_output else z
 
     # -- mask rows ---------------------------------------------------------------------------------------------------
 
     def levels(self, session: SessionView[FeatureMemory], target: Target, f: Tensor) -> Tensor | None:
-        """Of f [B, 1, H], and of rows of masks."""
+        """The logits of all levels from f [B, 1, H] and mask rows, with `parallel`."""
         if self.mask_hidden is None:
             return None
         if self.options.depth == 1:
@@ -179,7 +179,7 @@ class EagleDrafter(FeatureDrafter):
 
 
 class Deeper(nn.Module):
-    """A plain Llama layer behind EAGLE-3's."""
+    """A plain Llama layer after EAGLE-3's."""
 
     def __init__(self, c: EagleConfig) -> None:
         super().__init__()
@@ -190,5 +190,5 @@ class Deeper(nn.Module):
         return self.block(self.input_norm(x), x, positions, attend)  # type: ignore[no-any-return]
 
 
-def _norm(config: EagleConfig, there: bool) -> nn.Module:
-    return RMSNorm(config.hidden, config.norm_eps) if there else nn.Identity()
+def _norm(config: EagleConfig, present: bool) -> nn.Module:
+    return RMSNorm(config.hidden, config.norm_eps) if present else nn.Identity()

@@ -1,4 +1,4 @@
-"""A draft with a line of further tokens behind one of its nodes, in each row; a chain stays one."""
+"""Insertion of a line of tokens into each row of a draft, after one of its nodes; a chain remains a chain."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch.nn.functional import pad
 from mmspec.tree import chain, from_parents
 from mmspec.types import NO_TOKEN, Categorical, Draft
 
-STEP = 4  # by which drafts become longer, so that there are few shapes
+STEP = 4  # drafts grow in multiples of this, so that there are few shapes
 
-Line = tuple[int, list[int]]  # a node, and what stands behind it
+Line = tuple[int, list[int]]  # a node, and the tokens to insert after it
 
 
 def extended(draft: Draft, lines: Sequence[Line]) -> Draft:
-    """The draft with a row's line behind the node that it names; behind the root it takes the place of the row's draft.
+    """The draft with each row's line after the node that it names; after the root it replaces the row's whole draft.
 
-    What is put in is a point mass, also where the drafter drew the same token. In a chain it takes the place of what
-    stood behind the node; the nodes of a tree keep their numbers and parents. A row whose line is empty stays as it is.
+    Inserted tokens are point masses, even if the drafter drew the same token. In a chain they replace what followed the
+    node; the nodes of a tree keep their numbers and parents. A row with an empty line does not change.
     """
     if not any(line for _, line in lines):
         return draft
     device, N = draft.tokens.device, draft.tree.size
-    # of each row the nodes of its own that stay, and where its line stands
+    # for each row the number of its nodes that stay, and the node where its line begins
     stay = [node + 1 if line and (draft.tree.is_chain or node == 0) else N for node, line in lines]
     if draft.tree.is_chain:
         begins, longest = stay, max(node + 1 + len(line) for node, line in lines)
@@ -47,7 +47,7 @@ def extended(draft: Draft, lines: Sequence[Line]) -> Draft:
 
 
 def _points(q: Categorical, tokens: Tensor, own: Tensor) -> Tensor:
-    """Logits [B, N, V]: of q at the nodes that are the draft's `own` [B, N], point masses on the other tokens."""
+    """Logits [B, N, V]: those of q at the draft's `own` nodes, bool [B, N], and point masses on the other tokens."""
     assert q.logits is not None
     logits = pad(q.logits, (0, 0, 0, tokens.shape[1] - q.logits.shape[1]))
     points = Categorical(ids=tokens).spread(logits)

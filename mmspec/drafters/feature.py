@@ -1,4 +1,4 @@
-"""Drafting on features: read the prompt, catch up on accepted tokens, grow a chain or a tree from the last feature."""
+"""Drafting on features: read the prompt and accepted tokens, then grow a chain or a tree from the last feature."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ KeysValues = tuple[Tensor, Tensor]  # [B, heads, n, D] each
 
 
 class FeatureDrafter(FeatureLayer):
-    """Drafts with one such layer, whose keys and values of the rows read so far are its memory."""
+    """A drafter with one FeatureLayer; its memory is the layer's keys and values of the rows read so far."""
 
     method: str
-    options = TreeOptions()  # of an instance: its own
+    options = TreeOptions()  # overridden on instances
     head: Head
     masked = positioned = False  # see mmspec.train.trace.Learns
-    sees = False  # whether it treats visual rows in a way of its own
+    sees = False  # whether it treats visual rows differently from text
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -44,14 +44,14 @@ class FeatureDrafter(FeatureLayer):
 
     @property
     def capturable(self) -> bool:
-        """Whether drafting is a function of tensors and of one layer's attention, `FeatureMemory.attend`, alone."""
+        """Whether drafting depends only on tensors and on one layer's attention, `FeatureMemory.attend`."""
         return self.nodes > 1 and not self.more
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def start(self, session: SessionView[FeatureMemory], target: Target, prompt: Prompt) -> FeatureMemory:
-        """Read the prompt: row j pairs the features at j with the embedding at j + 1; the last waits for its token.
+        """Read the prompt: row j pairs the features at j with the embedding at j + 1; the last row follows later.
 
         Raises:
             ValueError: the call is guided, which this drafter does not support.
@@ -60,7 +60,7 @@ class FeatureDrafter(FeatureLayer):
         (B, L), S = prompt.ids.shape, target.streams
         if S > 1 and (self.head.own or self.sees):
             what = "with an output head of its own" if self.head.own else f"of the method {self.method!r}"
-            raise ValueError(f"a drafter {what} knows no guidance; use an EAGLE drafter without a head, or 'jacobi'")
+            raise ValueError(f"a drafter {what} supports no guidance; use an EAGLE drafter without a head, or 'jacobi'")
         device, zero = prompt.ids.device, Lengths.of([0] * B, prompt.ids.device)
         onward, places = self._places(prompt)
         embeds, features = fold(prompt.embeds[:, 1:], S), fold(prompt.hidden[:, :-1].to(prompt.embeds.dtype), S)
@@ -89,11 +89,11 @@ class FeatureDrafter(FeatureLayer):
 
         Args:
             embeds: [B, n, S·H], of the tokens that follow.
-            features: [B, n, F], the target's, or at a level above 0 what `_read` gave for the rows' parents.
-            at: where the rows are appended.
+            features: [B, n, F], the target's, or at a level above 0 the result of `_read` for the rows' parents.
+            at: lengths at which the rows are appended.
             ahead: their positions, counted from the memory's next one.
-            seen: as `FeatureMemory.attend` takes it.
-            level: 0 for what the target has read, else how deep below the root these nodes stand.
+            seen: the mask, as in `FeatureMemory.attend`.
+            level: 0 for rows that the target has read, otherwise the depth of these nodes below the root.
         """
         S = embeds.shape[-1] // self.config.hidden
         steps = torch.arange(embeds.shape[1], device=embeds.device) if isinstance(ahead, int) else ahead
@@ -113,27 +113,27 @@ class FeatureDrafter(FeatureLayer):
         return z
 
     def _places(self, prompt: Prompt) -> tuple[Tensor, Tensor]:
-        """Rotary positions of the prompt's last row, [B], and of all its rows; a picture begins behind the prompt."""
+        """Rotary positions of the prompt's last row, [B], and of all rows; a generated picture begins after them."""
         if not self.block.rope.grid:
             return prompt.places(bool(self.block.rope.mrope))
         counted = torch.arange(1 - prompt.ids.shape[1], 1, device=prompt.ids.device)[None]
         return counted[:, -1].expand(len(prompt.ids)), counted
 
     def settle(self, memory: FeatureMemory, f: Tensor) -> None:
-        """Called after each catching up, with the features [B, 1, F] of the last row that the target has read."""
+        """A hook that gets the features [B, 1, F] of the last row that the target has read, before the draft grows."""
 
     @torch.no_grad()
     def propose(self, session: SessionView[FeatureMemory], target: Target) -> Draft:
         return self.draft(session, target, decided(session.last), draws(self.options, session))
 
     def draft(self, session: SessionView[FeatureMemory], target: Target, path: Decided, drawn: bool) -> Draft:
-        """Catch up with what the last round decided, then grow what the options ask for.
+        """Read the last round's accepted nodes, then grow a draft by the options.
 
-        No value of a tensor is looked at, so that it can be captured.
+        It does not depend on the values of tensors, so that it can be captured.
 
         Args:
-            session: of it `memory`, `pending`, `emitted` and `seeds` are read.
-            path: what the last round decided.
+            session: only `memory`, `pending`, `emitted` and `seeds` are read.
+            path: the accepted nodes of the last round.
             drawn: whether the draft is drawn at random.
         """
         memory = session.memory
@@ -148,11 +148,11 @@ class FeatureDrafter(FeatureLayer):
         return grown(self, session, target, f, drawn)
 
     def attending(self, before: FeatureMemory, after: FeatureMemory, rows: int) -> LayerAttention:
-        """What stands for the attentions of a captured `draft`: of catching up on the memory as it was, then of the
-        levels on all it read.
+        """The attentions of a captured `draft`: of the accepted rows on the memory before the round, then of the levels
+        on the memory after it.
 
         Args:
-            rows: of catching up; attentions are numbered by how far in they append.
+            rows: number of accepted rows; an attention is numbered by the offset at which it appends.
         """
 
         def attend(at: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -180,7 +180,7 @@ class FeatureDrafter(FeatureLayer):
 
 
 def prompt_stats(visual: Tensor, valid: Tensor, kept: Tensor, size: int) -> dict[str, float]:
-    """What reading the prompts came to; `size` are the bytes that a row takes in the memory."""
+    """Statistics of the prompts; `size` is the number of bytes of a row in the memory."""
     before = torch.stack([((visual > 0) & valid).sum(), valid.sum(), kept.sum()])
     seen, rows, after = before.tolist()
     visual_rows = {"visual rows before": seen, "visual rows": seen - (rows - after)}
@@ -188,12 +188,12 @@ def prompt_stats(visual: Tensor, valid: Tensor, kept: Tensor, size: int) -> dict
 
 
 def _embed(target: Target, ids: Tensor) -> Tensor:
-    """Embeddings [B, n, S·H] of ids [B, n]: every stream reads the same tokens."""
+    """Embeddings [B, n, S·H] of ids [B, n]; all streams read the same tokens."""
     embeds, S = target.embed(ids), target.streams
     return embeds if S == 1 else embeds.repeat(1, 1, S)
 
 
-# -- what a drafter remembers -----------------------------------------------------------------------------------------
+# -- the memory of a feature drafter ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -204,9 +204,9 @@ class FeatureMemory:
     lengths: Lengths  # rows read, per sequence
     positions: Tensor  # [B], of the next row
     open_slots: Tensor  # bool [B, L], false at padding
-    padded: bool  # whether any slot is closed, as the host knows it
-    context: Tensor | None = None  # [B, 1, C], what else `inputs` wants at the rows to come
-    stats: dict[str, float] = field(default_factory=dict)  # for `Stats.drafter`, right after the prompt was read
+    padded: bool  # whether any slot is padding, on the host
+    context: Tensor | None = None  # [B, 1, C], context for `inputs` at the next rows
+    stats: dict[str, float] = field(default_factory=dict)  # for `Stats.drafter`, of the prompts
     more: tuple[RaggedBuffer, ...] = ()  # of the layers after the first
 
     def _buffers(self) -> tuple[RaggedBuffer, ...]:
@@ -234,8 +234,8 @@ class FeatureMemory:
     def attend(
         self, at: Lengths, ancestors: Tensor | None, slots: RaggedBuffer | None = None, scale: float | None = None
     ) -> Attend:
-        """Attention over the rows read and the ones since; the last M columns of `ancestors` [B, n, ≥ M] say it of the
-        M rows after the first `self.lengths`, of which the last n are being appended at `at`; None: all is visible."""
+        """Attention over the rows read and the nodes appended since. The last M columns of `ancestors` [B, n, ≥ M] are
+        the mask of the M rows after `self.lengths`, of which the last n are appended at `at`; None: all visible."""
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = (slots or self.slots).append(k, v, at)
@@ -244,23 +244,23 @@ class FeatureMemory:
         return run
 
     def over(self, layer: int, ahead: KeysValues, at: Lengths, run: Callable[..., Tensor]) -> Attend:
-        """Attention of rows that see what a layer holds once `ahead` is appended at `at`; `run` is given its slots."""
+        """Attention over a layer's keys and values after `ahead` was appended at `at`: `run` with the layer's slots."""
         slots = self._buffers()[layer]
         slots.append(*ahead, at)
         return partial(run, slots)
 
     def state(self) -> list[Tensor]:
-        """What a captured draft reads of it besides keys and values."""
+        """The tensors that a captured draft reads besides keys and values."""
         return [self.positions, *([] if self.context is None else [self.context])]
 
     @contextmanager
     def passing(self, state: Sequence[Tensor]) -> Iterator[PassThroughMemory]:
-        """For a capture: a memory of these rows that began empty, with this state. Its attentions are cuts, numbered by
-        how far in they append."""
+        """For a capture: an empty memory of these rows with this state, whose attentions are cuts, numbered by the
+        offset at which they append."""
         yield PassThroughMemory(*state)
 
     def visible(self, at: Lengths, n: int, ancestors: Tensor | None) -> Tensor | None:
-        """The mask, bool [B, n, T], of n rows that are appended at `at`, as `attend` says; None: all is visible."""
+        """The mask, bool [B, n, T], of n rows that are appended at `at`, see `attend`; None: everything is visible."""
         if ancestors is None and not self.padded and at.even:
             return None
         M = at.longest + n - self.lengths.longest
@@ -271,7 +271,7 @@ class FeatureMemory:
 class PassThroughMemory:
     """See `FeatureMemory.passing`."""
 
-    more = ()  # drafters that grow are captured with one layer only
+    more = ()  # feature drafters are captured only with one layer
 
     def __init__(self, positions: Tensor, context: Tensor | None = None) -> None:
         self.positions, self.context = positions, context
@@ -281,7 +281,7 @@ class PassThroughMemory:
         return lambda q, k, v: cut(at.longest, q.shape[-1] ** -0.5, q, k, v, seen)
 
     def over(self, layer: int, ahead: KeysValues, at: Lengths, run: Callable[..., Tensor]) -> Attend:
-        """What is ahead stands before the rows' own keys and values, which whoever replays it takes apart."""
+        """`ahead` is put before the rows' own keys and values; the replay splits them again."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             both = [torch.cat([first, mine], 2) for first, mine in zip(ahead, (k, v), strict=True)]

@@ -1,4 +1,4 @@
-"""FLASH: visual rows drafted from a few latents, and several tokens predicted in one pass of the drafter."""
+"""FLASH: images compressed to a few latents, and several tokens predicted in one pass of the drafter."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _STATIC = Shape(tree="mc_sim_7b_63")
 
 @dataclass(frozen=True)
 class FlashConfig(EagleConfig):
-    """An EAGLE drafter's shapes, and the two things that FLASH adds.
+    """An EagleConfig and FLASH's two additions: heads for several tokens, and latents for images.
 
     Attributes:
-        tokens: predicted in one pass, K; 1: no further heads, it drafts token by token as EAGLE does.
-        head_width: of what the K heads share; 0: half of `hidden`.
-        latents: the most that stand for one image or frame; 0: its rows stay as they are.
-        least: the fewest of them.
-        ratio: visual rows for each latent, between these bounds (published: 576 rows to 64 latents).
+        tokens: number of tokens predicted in one pass, K; 1: no heads, it drafts token by token as EAGLE does.
+        head_width: width of the layer that the K heads share; 0: half of `hidden`.
+        latents: largest number of latents per image or frame; 0: no compression.
+        least: smallest number of latents.
+        ratio: visual rows per latent, between these bounds (published: 576 rows to 64 latents).
         formula: of the latents, "normed" or "published", see LatentCompressor.
         heads_as: "residual" or "published", see SarHeads and PublishedHeads.
     """
@@ -51,9 +51,9 @@ class FlashConfig(EagleConfig):
         super().__post_init__()
         if self.tokens < 1:
             raise ValueError(f"tokens must be ≥ 1; got {self.tokens!r}")
-        for name, known in (("formula", ("normed", PUBLISHED)), ("heads_as", ("residual", PUBLISHED))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}")
+        for name, allowed in (("formula", ("normed", PUBLISHED)), ("heads_as", ("residual", PUBLISHED))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
         if self.latents < 0 or (self.latents and not 1 <= self.least <= self.latents) or self.ratio < 1:
             raise ValueError(
                 "latents is 0, or 1 ≤ least ≤ latents with a ratio ≥ 1; got "
@@ -64,10 +64,10 @@ class FlashConfig(EagleConfig):
 class LatentCompressor(nn.Module):
     """Learned queries A that read an image's features F: softmax(s · A norm(F)ᵀ) F (FLASH, arXiv 2505.12728, §3).
 
-    The paper's formula, softmax(A Fᵀ) F, has neither norm nor scale (`formula="published"`). With the products of
-    thousands of channels the softmax is then all but a choice of one row; so by default F is normed and s is learned,
-    from the usual 1/√width on. A longer run is read by
-    more of the queries, at even strides. Each query also has an embedding, which takes the place of the next token's.
+    The paper's formula, softmax(A Fᵀ) F, has neither norm nor scale (`formula="published"`). With products over
+    thousands of channels this softmax almost selects a single row; so by default F is normed, and s is learned,
+    initially 1/√width. Longer spans use more of the queries, at even strides. Each query also has an embedding, which
+    replaces the next token's.
     """
 
     def __init__(self, config: FlashConfig, width: int) -> None:
@@ -81,27 +81,27 @@ class LatentCompressor(nn.Module):
             self.scale = nn.Parameter(torch.tensor(width**-0.5))
 
     def count(self, length: Tensor) -> Tensor:
-        """Latents [R] for runs of `length` rows, never more than these."""
+        """Number of latents [R] for spans of `length` rows, at most `length`."""
         wanted = (length / self.ratio).round().long().clamp(self.least, len(self.queries))
         return wanted.minimum(length)
 
-    def forward(self, features: Tensor, there: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Embeddings [R, C, H] and latents [R, C, F] of features [R, n, F], of which those `there` [R, n] count."""
+    def forward(self, features: Tensor, valid: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Embeddings [R, C, H] and latents [R, C, F] of features [R, n, F], `valid` [R, n]."""
         number = torch.arange(int(count.max()), device=count.device) * len(self.queries) // count[:, None]
-        number = number.clamp(max=len(self.queries) - 1)  # past a run's own count
+        number = number.clamp(max=len(self.queries) - 1)  # past a span's own count
         queries, keys = self.queries[number], features
         if self.normed:
             queries, keys = self.scale * queries, self.norm(features)
         scores = queries @ keys.transpose(1, 2)
-        weights = scores.float().masked_fill(~there[:, None], -torch.inf).softmax(-1)
+        weights = scores.float().masked_fill(~valid[:, None], -torch.inf).softmax(-1)
         return self.embed[number], weights.to(features.dtype) @ features
 
 
 class SarHeads(nn.Module):
-    """K features from one: h itself, then for each further one h + W_i SiLU(W h), W common to all, W_i zero at first.
+    """K features from one: h itself, then for each further one h + W_i SiLU(W h); W is shared, W_i is zero at first.
 
-    Ours: the published head is one wide network without norm or residual, whose code does not run. This one begins as
-    the plain layer, has a fraction of its weights, and its first feature means what EAGLE's output means.
+    Ours: the published head is one wide network without norm or residual, whose code does not run. This one starts as
+    the plain layer, has a fraction of its weights, and its first feature is the same as EAGLE's output.
     """
 
     def __init__(self, hidden: int, width: int, count: int) -> None:
@@ -117,7 +117,7 @@ class SarHeads(nn.Module):
 
 
 class PublishedHeads(nn.Module):
-    """K features from one by one wide network, W₂ SiLU(W₁ h) with 4·H hidden units, as the authors' code has it."""
+    """K features from one by a wide network, W₂ SiLU(W₁ h) with 4·H hidden units, as in the authors' code."""
 
     def __init__(self, hidden: int, count: int) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class FlashDrafter(EagleDrafter):
     """Latent-aware compression and semi-autoregressive drafting (FLASH, arXiv 2505.12728).
 
     The layer's output at row j predicts the target's features at j + 1 … j + K at once, so a draft costs one pass: head
-    i fills level i of the tree, whatever tokens are above. Latents have positions at even steps along their image.
+    i fills level i of the tree, independent of the tokens above. Latents have evenly spaced positions in their image.
     """
 
     method = "flash"
@@ -161,7 +161,7 @@ class FlashDrafter(EagleDrafter):
             )
         return options
 
-    # -- what enters -------------------------------------------------------------------------------------------------
+    # -- inputs ------------------------------------------------------------------------------------------------------
 
     def encode_prompt(
         self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, positions: Tensor
@@ -169,28 +169,28 @@ class FlashDrafter(EagleDrafter):
         spans = runs(visual * valid)
         if not self.config.latents or not spans:
             return super().encode_prompt(embeds, features, visual, valid, positions)
-        rows, there = spans_of(features, spans)
-        length = there.sum(1)
+        rows, inside = spans_of(features, spans)
+        length = inside.sum(1)
         count = self.latent.count(length)
-        e, f = self.latent(rows, there, count)
+        e, f = self.latent(rows, inside, count)
         _, last, ok = shares(length, count)
         index, real, source = splice(valid, spans, count.tolist())
         x, residual = self.inputs(spliced(embeds, e[ok], index), spliced(features, f[ok], index))
         places = spliced(positions, spans_of(positions, spans)[0].gather(1, last)[ok], index)
         return EncodedPrompt(x, residual, places, real, source)
 
-    # -- what comes out ----------------------------------------------------------------------------------------------
+    # -- outputs -----------------------------------------------------------------------------------------------------
 
     def carry(self, z: Tensor) -> Tensor:
-        """The layer's output itself, which the heads read; without heads as EAGLE's."""
+        """The layer's output, which the heads read; without heads as in EAGLE."""
         return z if self.config.tokens > 1 else super().carry(z)
 
     def ahead(self, h: Tensor) -> Tensor:
-        """The features [B, n, K, H] of the K next rows, from the layer's output [B, n, H]."""
+        """The features [B, n, K, H] of the next K rows, from the layer's output [B, n, H]."""
         return super().carry(self.heads(h))
 
     def levels(self, session: SessionView[FeatureMemory], target: Target, f: Tensor) -> Tensor | None:
-        """From the last row's output f [B, 1, H], by a head each."""
+        """Logits of each level by its own head, from the last row's output f [B, 1, H]."""
         if self.config.tokens == 1:
             return super().levels(session, target, f)
         depth = self.options.depth
@@ -202,7 +202,7 @@ class FlashDrafter(EagleDrafter):
         self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, steps: int, start: int = 0,
         rows: Tensor | None = None,
     ) -> list[Tensor]:  # fmt: skip
-        """What the first `steps` ≤ K heads predict, from many positions at once; as `FeatureDrafter.forward` says.
+        """The predictions of the first `steps` ≤ K heads, from many positions at once; see `FeatureLayer.forward`.
 
         Raises:
             ValueError: more steps than heads.
@@ -210,6 +210,6 @@ class FlashDrafter(EagleDrafter):
         if self.config.tokens == 1:
             return super().forward(embeds, features, visual, valid, steps, start, rows)
         if steps > self.config.tokens:
-            raise ValueError(f"this drafter predicts {self.config.tokens} tokens a pass; {steps} steps were asked for")
+            raise ValueError(f"this drafter predicts {self.config.tokens} tokens a pass; got {steps} steps")
         [h] = super().forward(embeds, features, visual, valid, 1, start, rows)
         return list(self.ahead(h)[:, :, :steps].unbind(2))

@@ -1,4 +1,4 @@
-"""From features to a draft: the head that makes logits of them, and the growth of a chain or a tree, level by level."""
+"""From features to a draft: the head that computes logits, and the growth of a chain or a tree, level by level."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mmspec.types import NO_TOKEN, Categorical, Draft, Tree, gather_rows
 
 
 class TargetHead:
-    """What makes logits of a drafter's features: the target's head, or only its rows of `vocab`.
+    """Computes the logits of a drafter's features with the target's head, or only with its rows of `vocab`.
 
     Attributes:
-        own: whether the head is the drafter's, so that the target does not weigh its logits.
-        ids: [V_d], the target's id of each row of the logits; None: they are the target's own.
+        own: whether the drafter has its own head, whose logits the target does not process.
+        ids: [V_d], the target's id of each entry of the logits; None: the ids are the same.
     """
 
     own = False
@@ -41,22 +41,22 @@ class TargetHead:
         return target.head(hidden) if self.vocab is None else target.head(hidden, self.vocab)
 
     def to_target(self, ids: Tensor) -> Tensor:
-        """Ids of the draft vocabulary as the target's."""
+        """Convert ids of the draft vocabulary to the target's."""
         return ids if self.vocab is None else self.vocab.ids[ids]
 
     def to_draft(self, logits: Tensor) -> Tensor:
-        """The target's logits [..., V] at the vocabulary that the drafter is trained on."""
+        """The target's logits [..., V] restricted to the draft vocabulary."""
         return logits if self.vocab is None else logits[..., self.vocab.ids]
 
 
 class ModelHead(TargetHead):
-    """That of a model which drafts: it makes logits over the target's tokens by itself."""
+    """The head of a draft model, which computes logits over the target's tokens by itself."""
 
     own = True
 
 
 class OwnHead(Linear):
-    """A trained head over a vocabulary of its own; its members are those of a TargetHead."""
+    """The drafter's own trained head over a draft vocabulary, with the interface of TargetHead."""
 
     own, vocab = True, None
     ids: Tensor
@@ -79,12 +79,12 @@ Head = TargetHead | OwnHead
 
 
 def head_of(hidden: int, rows: int) -> Head:
-    """A head of its own with so many rows; 0: the target's."""
+    """An OwnHead with this many rows; 0: the target's head."""
     return OwnHead(hidden, rows) if rows else TargetHead()
 
 
 class Grower(Protocol):
-    """A drafter that makes a feature of every node it proposes; it says how (`step`) and what follows it (`logits`)."""
+    """A drafter that computes a feature for each node (`step`), and logits of the next token from it (`logits`)."""
 
     @property
     def options(self) -> TreeOptions: ...
@@ -100,31 +100,31 @@ class Grower(Protocol):
         Args:
             tokens: [B, n], the target's ids.
             f: [B, n, F], of their parents.
-            appended: how many nodes below the root came before them.
+            appended: number of nodes below the root in earlier levels.
             ahead: [1], `level` − 1, as a tensor.
-            seen: bool [B, n, ≥ appended + n], in its last columns which of all these nodes each counts among its
-                ancestors, itself included; None: all of them.
-            level: how deep below the root they stand, from 1.
+            seen: bool [B, n, ≥ appended + n]; the last columns mark which of these nodes are ancestors of each, itself
+                included; None: all of them.
+            level: depth below the root, from 1.
         """
 
     def logits(self, hidden: Tensor, target: Target) -> Tensor:
         """Logits [..., V_d] over the draft vocabulary from features [..., F]."""
 
     def levels(self, session: SessionView, target: Target, f: Tensor) -> Tensor | None:
-        """Logits [B, depth, V_d] of the tokens at all levels below the root, from its feature f [B, 1, F], where they
-        depend on no token of the draft; None: every level is a step."""
+        """Logits [B, depth, V_d] of the tokens at all levels below the root, from its feature f [B, 1, F], if they do
+        not depend on the draft's tokens; None: each level needs a step."""
 
     def at_level(self, f: Tensor, level: int | Tensor) -> Tensor:
-        """Of what `step` gave for nodes of a level, the feature that stands before the head."""
+        """The input of the head, from the output of `step` for nodes of a level."""
 
 
 def draws(options: TreeOptions, session: SessionView) -> bool:
-    """Whether the next draft is drawn at random; where p is a point mass (greedy, seed-exact) it is not."""
+    """Whether the next draft is drawn at random; never if p is a point mass (greedy, seed-exact)."""
     return options.draws and not session.last.scores.p.is_point
 
 
 def grown(drafter: Grower, session: SessionView, target: Target, f: Tensor, drawn: bool) -> Draft:
-    """What the drafter's options ask for, from the feature f [B, 1, F] of the root."""
+    """A chain or tree by the drafter's options, from the feature f [B, 1, F] of the root."""
     o, q = drafter.options, None
     if o.tree == static_trees.CHAIN and not drawn:
         below, tree = _chain(drafter, session, target, f)
@@ -134,11 +134,11 @@ def grown(drafter: Grower, session: SessionView, target: Target, f: Tensor, draw
     return Draft(torch.cat([session.pending[:, None], below], 1), tree, None if q is None else Categorical(q))
 
 
-Noise = Callable[[int], Tensor]  # of a level: [B, 1, V_d]
+Noise = Callable[[int], Tensor]  # level → Gumbel noise [B, 1, V_d]
 
 
 def gumbel(session: SessionView, vocab: int) -> Noise:
-    """The noise that tokens at each level below the root are drawn with."""
+    """The noise that draws the tokens at each level below the root."""
     seeds = ops.stream(session.seeds, ops.FRESH)
     return lambda level: ops.gumbel(seeds, session.emitted[:, None] + level, vocab)
 
@@ -146,7 +146,7 @@ def gumbel(session: SessionView, vocab: int) -> Noise:
 def filled(
     o: TreeOptions, head: Head, first: Tensor, expand: Expand, noise: Noise | None
 ) -> tuple[Tensor, Tree, Tensor | None]:
-    """The target's ids [B, N − 1] below the root, the tree, and the logits of what each was drawn from, if it was."""
+    """The target's ids [B, N − 1] below the root, the tree, and the logits of each token's distribution if drawn."""
     q = None
     if o.tree == static_trees.DYNAMIC:
         size = min(o.size, 1 + o.width + (o.depth - 1) * o.width**2)
@@ -162,16 +162,16 @@ def filled(
 
 @dataclass
 class _Frontier:
-    """Growth under way: the last level's features, and who is whose ancestor since the root."""
+    """The state of a growth: the last level's features, and the ancestors of its nodes."""
 
     hidden: Tensor  # [B, k, F]
-    seen: Tensor  # bool [B, k, M], in its last columns what was appended
+    seen: Tensor  # bool [B, k, M], the ancestors among the appended nodes, which are the last columns
     appended: int = 0
     level: int = 0
 
 
 def weighed(drafter: Grower, session: SessionView, target: Target, f: Tensor, level: int | Tensor) -> Tensor:
-    """Logits [B, n, V] of the tokens at `level` below the root's children, weighed as the target weighs its own."""
+    """Logits [B, n, V] of the tokens `level` levels below the root's children, processed by `Target.weigh`."""
     logits = drafter.logits(drafter.at_level(f, level), target)
     if not target.weighs or drafter.head.own:
         return logits
@@ -191,7 +191,7 @@ def _chain(drafter: Grower, session: SessionView, target: Target, f: Tensor) -> 
 
 
 def _growth(drafter: Grower, session: SessionView, target: Target, f: Tensor) -> tuple[Tensor, Expand]:
-    """Log-probabilities [B, V] after the root, and the way to those after a frontier."""
+    """Log-probabilities [B, V] after the root, and a function that computes those after a frontier."""
     o, depth = drafter.options, drafter.options.depth
     if (levels := drafter.levels(session, target, f)) is not None:
         return marginal(levels.float().log_softmax(-1))

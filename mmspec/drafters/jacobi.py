@@ -1,4 +1,4 @@
-"""Jacobi: a window of guesses, redrawn each round from the distributions that the target gave them. No weights."""
+"""Speculative Jacobi decoding: a window of guesses, redrawn each round from the target's distributions. No weights."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt
 class JacobiDrafter:
     """Speculative Jacobi decoding, lossless with every init and every coupling (Teng et al. 2024, SJD, §3).
 
-    Why: let F be everything that was drawn at earlier positions, in all rounds. Given F, a guess has exactly the
+    Proof: let F be everything that was drawn at earlier positions, in all rounds. Given F, a guess has exactly the
     distribution q that its draft states: a first guess by its init; a later one because the coupling makes it a draw
     from p by the noise of its own position, so that q := p even if the guess did not change. When a guess is tested, p
-    is the target's distribution and the uniform number is new, so the result has the distribution p. Hence only what F
-    determines may decide which distribution belongs to which position, such as how many guesses were accepted before;
-    so may a clock, since an untested draft has no effect.
+    is the target's distribution and the uniform number is new, so the result has the distribution p. Therefore the
+    distribution used at a position may depend only on F, for example on the number of accepted guesses, or on timing,
+    since an untested draft has no effect.
 
     Attributes:
-        vocab: tokens of the target's head; the uniform part of a first guess spreads over all of them.
-        copy: chance that a first guess copies a neighbour, where `init` says so; the rest is uniform.
+        vocab: tokens of the target's head; the uniform part of a first guess covers all of them.
+        copy: chance that a first guess copies a neighbour, if `init` allows it; the rest is uniform.
     """
 
     vocab: int = 0
@@ -43,12 +43,12 @@ class JacobiDrafter:
 
     @property
     def nodes(self) -> int:
-        """Nodes of a draft, the root included: one per position of the window, and the branches of the tree."""
+        """Nodes of a draft, the root included: one per position of the window, plus the branches of the tree."""
         K, D = self.options.proactive
         return self.options.window + sum(K**level - 1 for level in range(1, D))
 
     def fit(self, target: TargetInfo, given: Options) -> JacobiDrafter:
-        """Any target will do.
+        """Fits any target.
 
         Raises:
             ValueError: an option of another drafter, or a wrong value.
@@ -56,10 +56,10 @@ class JacobiDrafter:
         return replace(self, vocab=target.vocab, options=chosen(USUAL, given, "the jacobi drafter"))
 
     def start(self, session: SessionView[Window], target: Target, prompt: Prompt) -> WindowMemory:
-        """What these rows carry.
+        """The memory of these rows.
 
         Raises:
-            ValueError: an init that looks at the row above, and a target without a grid.
+            ValueError: an init that copies the token above, with a target without a grid.
         """
         grid, init = prompt.grid, self.options.init
         init = ("mixture" if grid else "horizontal") if init == NEAR else init
@@ -94,14 +94,14 @@ class JacobiDrafter:
         coins = None
         if not distribution.is_point or shape.levels or self.options.init not in (NEAR, "horizontal"):
             counter = (session.emitted[:, None] << 32) + column
-            coins = ops.uniform(ops.stream(session.seeds, ops.COUPLE)[:, None], counter)  # new ones, as each decides
-        known, token, log_p = self._carried(session, column, coins, noise)
-        first, prior = self._first(session, known, token, coins, vocab)
-        token = torch.where(known, token, first)
+            coins = ops.uniform(ops.stream(session.seeds, ops.COUPLE)[:, None], counter)  # new in each round
+        scored, token, log_p = self._carried(session, column, coins, noise)
+        first, prior = self._first(session, scored, token, coins, vocab)
+        token = torch.where(scored, token, first)
         token = torch.where(position < memory.ends[:, None], token, NO_TOKEN)
         if distribution.is_point and not shape.levels:
             return Draft(torch.cat([pending[:, None], token], 1), tree)
-        log_q = prior() if log_p is None else torch.where(known[..., None], log_p, prior())
+        log_q = prior() if log_p is None else torch.where(scored[..., None], log_p, prior())
         memory.q = None if distribution.is_point else log_q
         logits = log_q
         if shape.levels:
@@ -115,46 +115,46 @@ class JacobiDrafter:
     def _carried(
         self, session: SessionView[Window], column: Tensor, coins: Tensor | None, noise: Noise
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The positions that the last round gave a distribution to, a prefix of each row: which, the new guesses, log
-        p."""
+        """The positions that the target scored in the last round, a prefix of each row: mask, new guesses and log p."""
         last, distribution = session.last, session.last.scores.p
         B, C = len(session.rows), len(column)
         if last.draft.tree.size == 1:  # the round of the prefill, or one without a draft
             token = torch.full((B, C), NO_TOKEN, device=column.device)
             return torch.zeros_like(token, dtype=torch.bool), token, None
-        level = last.acceptance.count[:, None] + column  # where in the last draft its distribution is
+        level = last.acceptance.count[:, None] + column  # the level of the last draft with its distribution
         nodes = level.clamp(max=C)
         if self.options.proactive != ALONE:
             line = layout(C + 1, self.options.proactive, column.device).line[last.acceptance.last]
             nodes = line.gather(1, nodes)
-        known = (level <= C) & (last.draft.tokens.gather(1, nodes) != NO_TOKEN)
+        scored = (level <= C) & (last.draft.tokens.gather(1, nodes) != NO_TOKEN)
         if distribution.ids is not None:
-            return known, distribution.ids.gather(1, nodes), None
+            return scored, distribution.ids.gather(1, nodes), None
         assert coins is not None and distribution.logits is not None
         rows = torch.arange(B, device=column.device)[:, None]
         log_p = distribution.logits[rows, nodes].float().log_softmax(-1)
         if self.options.coupling == "gumbel":
-            return known, (log_p + noise(C)).argmax(-1), log_p
+            return scored, (log_p + noise(C)).argmax(-1), log_p
         if self.options.coupling == "none":
-            return known, ops.categorical(log_p.exp(), coins).clamp(min=0), log_p
+            return scored, ops.categorical(log_p.exp(), coins).clamp(min=0), log_p
         below = (level + 1).clamp(max=C)
         x = last.draft.tokens.gather(1, below if self.options.proactive == ALONE else line.gather(1, below))
-        x = torch.where(known & (level < C), x, NO_TOKEN)
+        x = torch.where(scored & (level < C), x, NO_TOKEN)
         assert session.memory.q is not None
         q = session.memory.q[rows, level.clamp(max=C - 1)].exp() * (x != NO_TOKEN)[..., None]
-        return known, _keep_or_redraw(log_p.exp(), q, x, coins), log_p
+        return scored, _keep_or_redraw(log_p.exp(), q, x, coins), log_p
 
     def _first(
-        self, session: SessionView[Window], known: Tensor, token: Tensor, coins: Tensor | None, vocab: int
+        self, session: SessionView[Window], scored: Tensor, token: Tensor, coins: Tensor | None, vocab: int
     ) -> tuple[Tensor, Callable[[], Tensor]]:
-        """First guesses [B, C], and log q [B, C, V] when asked for: with chance `copy` a neighbour's token, or uniform.
+        """First guesses [B, C], with chance `copy` a neighbour's token and otherwise uniform, and a function that
+        computes their log q [B, C, V].
 
-        The neighbours are the last token to the left that is decided or carried, and the decided one straight above; in
-        the first row both are the left one. Where the target's distribution is a point mass nothing is left to the
-        uniform part. Without coins all are the left one.
+        The neighbours are the last decided or redrawn token to the left, and the decided token directly above; in the
+        first row both are the left one. If the target's distribution is a point mass, the chance is 1. Without coins
+        the neighbour is always the left one.
         """
         memory, C = session.memory, token.shape[1]
-        left = torch.cat([session.pending[:, None], token], 1).gather(1, known.sum(1, keepdim=True)).expand(-1, C)
+        left = torch.cat([session.pending[:, None], token], 1).gather(1, scored.sum(1, keepdim=True)).expand(-1, C)
         if coins is None:
             return left, partial(torch.empty, 0)
         above = memory.decided[:, torch.arange(C, device=coins.device) % memory.decided.shape[1]]
@@ -176,7 +176,7 @@ Window = TypeVar("Window", bound=WindowMemory)
 
 
 def _keep_or_redraw(p: Tensor, q: Tensor, x: Tensor, u: Tensor) -> Tensor:
-    """Maximal coupling: a draw from p that is x ~ q as often as can be (coupled SJD, 2025; SJD-PAC, 2026).
+    """Maximal coupling: a draw from p that equals x ~ q as often as possible (coupled SJD, 2025; SJD-PAC, 2026).
 
     Args:
         p, q: probabilities [B, C, V]; q = 0 where there is no guess.
@@ -190,11 +190,11 @@ def _keep_or_redraw(p: Tensor, q: Tensor, x: Tensor, u: Tensor) -> Tensor:
 
 
 def _branched(token: Tensor, log_q: Tensor, noise: Tensor, shape: WindowLayout) -> tuple[Tensor, Tensor]:
-    """Guesses [B, C] with further ones on the tree's levels, drawn without replacement: K·R + C − R tokens, log q.
+    """Add guesses on the tree's levels, drawn without replacement, to those [B, C]: K·R + C − R tokens, and log q.
 
-    Each one's distribution has the earlier ones taken out. The noise [B, R, V] is the positions' own: it is used for no
-    other draw but the one it would repeat, so the first guess may come from anywhere. NO_TOKEN where the distribution
-    has no more tokens.
+    Each one's distribution excludes the earlier ones. The noise [B, R, V] belongs to the positions and is used for no
+    other draw but the one that it would repeat, so the first guess may come from any source. NO_TOKEN where the
+    distribution has no more tokens.
     """
     R, K, V = shape.levels, shape.ranks, log_q.shape[-1]
     first, distribution = token[:, :R, None], log_q[:, :R]

@@ -1,4 +1,4 @@
-"""Trees grown on the host, the likeliest node first, as far as nodes are worth what they cost."""
+"""Best-first growth of draft trees on the host, limited by what nodes cost, and rates of right guesses."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import TypeVar
 
 from mmspec.switch import Price
 
-_WORTH = 0.05  # how likely a node has to be, for one row; every row more makes nodes dearer by an eighth of it
-_ON_CPU = 0.15  # the same where a node costs a tenth of a forward, and not next to nothing
-_SPARE = 0.3  # of that, for nodes that fill a tree up to a round size
-_GAIN = 0.25  # tokens that a draft has to promise, or none is made, where no price is known
-LEAST = 0.02  # how likely a node has to be where a price says how many are worth it
+_WORTH = 0.05  # least probability of a node for one row; every further row adds an eighth of it
+_ON_CPU = 0.15  # the same on a CPU, where a node costs a tenth of a forward instead of almost nothing
+_SPARE = 0.3  # factor of that for nodes that fill a tree up to a round size
+_GAIN = 0.25  # expected gain in tokens below which nothing is drafted, if no price is known
+LEAST = 0.02  # least probability of a node if a price decides how many are worth it
 
 Node = TypeVar("Node")
 
 
 class Rates:
-    """How often guesses of each kind came true: every token that comes tests one, drafted or not.
+    """How often guesses of each kind were right, whether they were drafted or not.
 
     Args:
-        doubt: tests that the first guess of a rate is worth.
-        latest: tests of a kind after which half of them are forgotten.
+        doubt: weight of the prior of a rate, in tests.
+        latest: tests of a kind after which their weight is halved.
     """
 
     def __init__(self, doubt: float, latest: int) -> None:
@@ -43,12 +43,12 @@ class Rates:
 
 
 def worth(rows: int, device: str = "cuda") -> float:
-    """How likely a node of a draft for so many rows has to be; a CPU has little to spare beside one token."""
+    """The least probability of a node of a draft for this many rows; higher on a CPU, where nodes cost more."""
     return (_ON_CPU if device == "cpu" else _WORTH) * (1 + (rows - 1) / 8)
 
 
 def filled(size: int) -> int:
-    """The next round size, 2ⁿ or 3 · 2ⁿ, so that few shapes come up."""
+    """The next round size, 2ⁿ or 3 · 2ⁿ, so that there are few shapes."""
     power = 1 << (size - 1).bit_length()
     return power * 3 // 4 if power > 2 and size <= power * 3 // 4 else power
 
@@ -57,20 +57,20 @@ def likeliest(
     root: Node, after: Callable[[Node], Iterable[tuple[float, Node]]], depth: int, size: int, least: float,
     price: Price | None = None,
 ) -> list[tuple[Node, int]]:  # fmt: skip
-    """The nodes below a root that a draft wants, each with the place of its parent, the root's being 0.
+    """The likeliest nodes below a root, each with the index of its parent (the root is 0).
 
-    A node is as likely as its chance times those of its ancestors. Parents come before their children.
+    The probability of a node is its chance times those of its ancestors. Parents come before their children.
 
     Args:
-        after: what may follow a node, with chances.
+        after: the possible children of a node, with their chances.
         depth: of the longest path.
-        size: nodes at most, the root included.
-        least: how likely a node has to be.
-        price: the tokens that a draft of so many nodes has to gain; of those that do, the draft that gains most for
-            its price is chosen.
+        size: largest number of nodes, the root included.
+        least: least probability of a node.
+        price: tokens that a draft must gain, by its number of nodes; of the drafts that do, the one with the largest
+            gain for its price is chosen.
 
     Returns:
-        Nothing if it all is not worth a draft.
+        Empty if no draft is worth its cost.
     """
     nodes: list[tuple[Node, int]] = []
     heap = [(-1.0, 0, 0, 0, root)]  # likelihood, order, depth, parent, node
@@ -90,12 +90,12 @@ def likeliest(
 
 
 def worthwhile(promises: Sequence[float], price: Price) -> int:
-    """How many nodes to draft, the root included, of those whose first so many promise a gain; 1: none.
+    """The number of nodes to draft, the root included, with the largest gain for its price; 1: draft nothing.
 
-    Only round sizes are weighed, so that few shapes come up, and all nodes together.
+    Only round sizes and the full size are compared, so that there are few shapes.
 
     Args:
-        promises: tokens that a row gains on average from the first node, the first two, ...; the first is 1.
+        promises: expected tokens that a row gains from the first node, the first two, …; the first is 1.
     """
     sizes = [n for n in range(2, len(promises) + 1) if filled(n) == n or n == len(promises)]
     best = max(sizes, key=lambda n: promises[n - 1] / price(n), default=1)

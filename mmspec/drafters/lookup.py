@@ -1,4 +1,4 @@
-"""Prompt lookup beside another drafter: a row's own text is copied where that promises more than its drafts gain."""
+"""Prompt lookup beside another drafter: copies a row's own text where that promises more than the drafter gains."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from mmspec.protocols import Around, Proposer, Target
 from mmspec.session import Session, holding
 from mmspec.types import Draft, Prompt
 
-LENGTH = 7  # tokens that are copied at most
-LEAST = 0.2  # how likely a copied token has to be
-EDGE = 1.1  # how many times the gain of a usual draft a copy has to promise: it may have more nodes
-_USUAL, _DOUBT = 2.0, 4.0  # tokens a round that a drafter is taken to gain, and the rounds that this is worth
+LENGTH = 7  # largest number of copied tokens
+LEAST = 0.2  # smallest probability of a copied token
+EDGE = 1.1  # a copy must promise this many times the drafter's average gain, since it may have more nodes
+_USUAL, _DOUBT = 2.0, 4.0  # prior of the drafter's gain in tokens a round, and its weight in rounds
 
 
 @dataclass
 class RowText:
-    """The text of a row, and what its drafter gained.
+    """The n-gram index of a row's text, and the gain of its drafter.
 
     Attributes:
         index: of its text.
-        gained: tokens of the rounds that its drafter drafted.
-        rounds: of these, the number.
-        copied: its last draft was a copy.
+        gained: tokens gained in the rounds that the drafter drafted.
+        rounds: the number of these rounds.
+        copied: whether its last draft was a copy.
     """
 
     index: Index = field(default_factory=Index)
@@ -37,16 +37,16 @@ class RowText:
 
 
 class Lookup:
-    """Proposes what a drafter proposes, or what followed the end of the row's text when it stood there before.
+    """Proposes a drafter's draft, or what followed an earlier occurrence of the end of the row's text.
 
-    Which of the two is chosen by the row's own text before anything is drafted, so that the accepted tokens have the
-    target's distribution, and a row's text depends on no other row (Saxena 2023 copies alone; here it is the second
-    choice of a drafter that learned).
+    The choice depends on the row's own text and is made before anything is drafted, so that the accepted tokens have
+    the target's distribution, and a row's text does not depend on other rows (Saxena 2023 only copies; here copying
+    complements a trained drafter).
 
     Args:
-        drafter: what drafts otherwise.
-        brief: the same with the least that it can draft, for rounds in which all rows copy: it still reads what was
-            decided.
+        drafter: drafts for the rows that do not copy.
+        brief: the same drafter with its smallest draft, for rounds in which all rows copy: it must still read the
+            accepted tokens.
     """
 
     def __init__(self, drafter: Proposer, brief: Proposer) -> None:
@@ -59,21 +59,21 @@ class Lookup:
     def propose(self, session: Session, target: Target) -> Draft:
         memory: Around[RowText] = session.memory
         lines = []
-        for row, known, count in zip(session.rows, memory.values, session.last.counts, strict=True):
-            if not known.copied and row.generated > 1:
-                known.gained, known.rounds = known.gained + count, known.rounds + 1
-            text, promises = known.index.follow(row.tokens, LENGTH)
-            sure = sum(promises[i + 1] - promises[i] >= LEAST for i in range(len(text)))
-            known.copied = sure > 0 and promises[sure] > EDGE * known.gained / known.rounds
-            lines.append((0, text[:sure] if known.copied else []))
-        drafter = self.brief if all(known.copied for known in memory.values) else self.drafter
+        for row, state, count in zip(session.rows, memory.values, session.last.counts, strict=True):
+            if not state.copied and row.generated > 1:
+                state.gained, state.rounds = state.gained + count, state.rounds + 1
+            text, promises = state.index.follow(row.tokens, LENGTH)
+            likely = sum(promises[i + 1] - promises[i] >= LEAST for i in range(len(text)))
+            state.copied = likely > 0 and promises[likely] > EDGE * state.gained / state.rounds
+            lines.append((0, text[:likely] if state.copied else []))
+        drafter = self.brief if all(state.copied for state in memory.values) else self.drafter
         with holding(session, memory.inner):
             draft = drafter.propose(session, target)
         return extended(draft, lines)
 
 
 def brief(drafter: Any) -> Any:
-    """The drafter with the least that it can draft, of the same weights and memory."""
-    made = copy(drafter)
-    made.options = replace(drafter.options, depth=1, width=1, size=2, tree=CHAIN, adaptive=False)
-    return made
+    """A copy of the drafter that drafts one token, with the same weights and memory."""
+    twin = copy(drafter)
+    twin.options = replace(drafter.options, depth=1, width=1, size=2, tree=CHAIN, adaptive=False)
+    return twin

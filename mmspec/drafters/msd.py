@@ -1,4 +1,4 @@
-"""MSD: the layer reads text as in EAGLE, and images as their bare embeddings."""
+"""MSD: an EAGLE drafter that reads image tokens as their embeddings, without the target's features."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmspec.drafters.layer import EncodedPrompt
 
 @dataclass(frozen=True)
 class MsdConfig(EagleConfig):
-    """As EAGLE's, for the layer of EAGLE-1/2. Published: no switch on for LLaVA; input_norm, qkv_bias for Qwen2-VL."""
+    """An EagleConfig with EAGLE-1/2's layer. Published: all flags off for LLaVA; input_norm, qkv_bias for Qwen2-VL."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -23,8 +23,8 @@ class MsdConfig(EagleConfig):
 class MsdDrafter(EagleDrafter):
     """Visual rows bypass `fc` (Lin et al. 2025, arXiv 2505.14260, §3, and its code).
 
-    The row whose next token is visual reads that token's embedding alone; the target's feature is left out. Every row
-    of the prompt is kept, so that the drafter's memory is as long as the target's.
+    A row whose next token is visual reads only that token's embedding, not the target's feature. Every row of the
+    prompt is kept, so the drafter's cache is as long as the target's.
     """
 
     method = "msd"

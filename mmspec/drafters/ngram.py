@@ -1,4 +1,4 @@
-"""Prompt lookup: propose what followed the last few tokens when they occurred in the text before. No weights."""
+"""Prompt lookup: propose what followed an earlier occurrence of the last few tokens in the row's text. No weights."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mmspec.types import NO_TOKEN, Draft, Prompt
 
 ORDERS = (3, 2, 1)
 _USUAL = Sizes(7, 1, 8)
-_RUNS = 5  # how many tokens in a row were guessed right before is told apart up to here, less one
-_DOUBT = 4.0  # tests that a first guess of a rate is worth
-_FIRST = 0.4  # that guess
-_LATEST = 200  # tests of a rate after which half of them are forgotten
+_RUNS = 5  # number of classes of runs of right guesses: 0, 1, …, and _RUNS − 1 or more
+_DOUBT = 4.0  # weight of the prior of a rate, in tests
+_FIRST = 0.4  # that prior
+_LATEST = 200  # tests of a rate after which their weight is halved
 
 
 def _hits() -> Rates:
@@ -28,16 +28,16 @@ def _hits() -> Rates:
 
 
 def _kind(order: int, run: int) -> tuple[int, int]:
-    """Of a guess: the length of its n-gram, and how many guesses before came true in a row."""
+    """The class of a guess: the length of its n-gram, and the number of right guesses in a row before it."""
     return order, min(run, _RUNS - 1)
 
 
 @dataclass
 class Index:
-    """Where each n-gram of a text was last followed by something, and how often that came again.
+    """The last position of each n-gram in a text, and how often the token that followed it came again.
 
     Attributes:
-        hits: by the length of a match, and by how many guesses before came true in a row.
+        hits: rates by `_kind`.
         orders: lengths of the n-grams to match, tried in this order.
     """
 
@@ -45,16 +45,16 @@ class Index:
     orders: tuple[int, ...] = ORDERS
     places: dict[tuple[int, ...], int] = field(default_factory=dict)
     read: int = 0  # tokens indexed so far
-    run: int = 0  # tokens in a row that were guessed right
+    run: int = 0  # number of right guesses in a row
 
     def follow(self, tokens: list[int], depth: int) -> tuple[list[int], list[float]]:
-        """What followed the longest match of the end of a text, at most `depth` tokens, and how many tokens a row gains
-        on average from none of them, the first, the first two, …
+        """At most `depth` tokens that followed the longest match of the end of a text, and the expected number of
+        tokens that a row gains from none of them, the first, the first two, …
 
         Args:
-            tokens: the text; what came since the last call tests what would have been guessed.
+            tokens: the text; its tokens since the last call test what would have been guessed for them.
         """
-        answered = self.read  # the prompt tests nothing
+        answered = self.read  # 0 at the prompt, which tests nothing
         for end in range(max(self.read, 1), len(tokens)):
             if answered:
                 self._test(tokens, end)
@@ -70,7 +70,7 @@ class Index:
         return copied, promises
 
     def _test(self, tokens: list[int], end: int) -> None:
-        """What would have been guessed for tokens[end]."""
+        """Compare tokens[end] with what would have been guessed for it."""
         order, at = self._match(tokens, end)
         if order:
             true = tokens[at] == tokens[end]
@@ -80,7 +80,7 @@ class Index:
             self.run = 0
 
     def _match(self, tokens: list[int], end: int) -> tuple[int, int]:
-        """The longest n-gram before `end` that stood in the text before, and where what followed it is; 0: none."""
+        """The longest n-gram before `end` that occurred earlier: its length (0: none), and the position after it."""
         for n in self.orders:
             at = self.places.get(tuple(tokens[end - n : end])) if end >= n else None
             if at is not None:
@@ -95,14 +95,14 @@ class NgramDrafter:
     Attributes:
         orders: lengths of the n-grams to match, tried in this order.
         options: `depth` is the longest chain proposed.
-        prices: what drafts cost, where that is measured: chains are then as long as it pays; None: as long as they can.
+        prices: measured costs of drafts, which limit the length of chains; None: chains are as long as possible.
     """
 
     orders: tuple[int, ...] = ORDERS
     options: Sizes = _USUAL
     features: tuple[int, ...] = ()
-    shares: ClassVar[bool] = True  # whether it drafts may depend on the clock, see `SpecConfig.auto`
-    hits: Rates = field(default_factory=_hits, repr=False, compare=False)  # by order, and guesses right in a row
+    shares: ClassVar[bool] = True  # whether it drafts may depend on timing, see `SpecConfig.auto`
+    hits: Rates = field(default_factory=_hits, repr=False, compare=False)  # rates by `_kind`
     prices: Prices | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -110,7 +110,7 @@ class NgramDrafter:
         return self.options.size
 
     def fit(self, target: TargetInfo, given: Options) -> NgramDrafter:
-        """Any target will do; where several branches are asked for, a chain of that depth is drafted.
+        """Fits any target; with width > 1 it still drafts a chain of that depth.
 
         Raises:
             ValueError: an option of another drafter.

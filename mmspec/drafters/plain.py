@@ -1,4 +1,4 @@
-"""Plain decoding: the drafter that proposes nothing, one token a round."""
+"""Plain decoding: a drafter that proposes nothing, so that every round gives one token."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class NoOptions:
 
 
 class Plain:
-    """What `compile=True` and continuous batches bring by themselves, without speculation."""
+    """Decoding without speculation, to use `compile=True` or continuous batching alone."""
 
     features: tuple[int, ...] = ()
     nodes = 1
     options = NoOptions()
 
     def fit(self, target: TargetInfo, given: Options) -> Plain:
-        """Any target will do.
+        """Fits any target.
 
         Raises:
-            ValueError: an option that says how to draft.
+            ValueError: any drafter option.
         """
         chosen(self.options, given, "plain decoding")
         return self

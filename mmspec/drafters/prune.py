@@ -1,4 +1,4 @@
-"""Pruning without training: a drafter reads a share of a prompt's visual rows, evenly spaced."""
+"""Pruning without training: a drafter reads only some of a prompt's visual rows, evenly spaced."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mmspec.types import gather_rows
 
 
 def pruned(share: float, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a drafter's `encode_prompt` is given, without a share of the visual rows; positions stay.
+    """The arguments of a drafter's `encode_prompt` without a share of the visual rows; positions do not change.
 
     Args:
-        share: of each prompt's visual rows, between 0 and 1, that is left out.
+        share: share of each prompt's visual rows to leave out, between 0 and 1.
         given: embeds, features, visual, valid and positions, [B, L, …] each.
     """
     if not share:
@@ -26,10 +26,10 @@ def pruned(share: float, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def kept(visual: Tensor, share: float) -> Tensor:
-    """Which rows stay: of N visual rows ⌊N · (1 − share)⌋, evenly spaced (Ji et al. 2025, arXiv 2508.16201, §3.2).
+    """Which rows are kept: of N visual rows ⌊N · (1 − share)⌋, evenly spaced (Ji et al. 2025, arXiv 2508.16201, §3.2).
 
     Args:
-        visual: int64 [B, L], 0 at text and padding, which stay.
+        visual: int64 [B, L], 0 at text and padding, which are kept.
         share: between 0 and 1.
 
     Returns:
@@ -44,7 +44,7 @@ def kept(visual: Tensor, share: float) -> Tensor:
 
 
 def spaced(count: int, wanted: int, device: torch.device) -> Tensor:
-    """`wanted` of `count` indices, evenly spaced, both ends among them where there are two."""
+    """`wanted` of `count` indices, evenly spaced; two or more include both ends."""
     if wanted <= 0:
         return torch.zeros(0, dtype=torch.long, device=device)
     return torch.linspace(0, count - 1, wanted, device=device, dtype=ops.widest(device)).round().long()

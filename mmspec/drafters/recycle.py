@@ -1,4 +1,4 @@
-"""Token recycling: what the target last found likeliest after each token, grown to a tree. No weights."""
+"""Token recycling: a tree of the target's latest top tokens after each token. No weights."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from mmspec.switch import Price, Prices
 from mmspec.tree import chain, from_paths, in_order, lone
 from mmspec.types import LIKELIEST, NO_TOKEN, RANKS, Draft, Prompt, Round, Tree
 
-_FIRST = (0.5, 0.2, 0.1, 0.06, 0.04, 0.03, 0.02, 0.02)  # how often the token of each rank comes, before any was tested
-_DOUBT = 8.0  # tests that these are worth
-_LATEST = 200  # tests of a rank after which half of them are forgotten
-_FADES = 0.995  # what tests are worth after a round that did not draft their rank, so that it is tried again
-_STREAKS = 5  # how often the likeliest came in a row before is told apart up to here, less one
-_KEEPS = 8  # rounds that go by until a shape is chosen anew
+_FIRST = (0.5, 0.2, 0.1, 0.06, 0.04, 0.03, 0.02, 0.02)  # prior of the probability of each rank's token
+_DOUBT = 8.0  # weight of the prior, in tests
+_LATEST = 200  # tests of a rank after which their weight is halved
+_FADES = 0.995  # factor of a rank's tests after a round that did not draft it, so that it is tried again
+_STREAKS = 5  # number of classes of streaks (top tokens that came in a row): 0, 1, …, and _STREAKS − 1 or more
+_KEEPS = 8  # rounds until a shape is chosen again
 
 Path = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class RecycleOptions(Sizes):
-    """How far a draft goes.
+    """The sizes of a draft.
 
     Attributes:
-        width: how many of the successors of a token are drafted at most, up to 8; 1 drafts a chain.
+        width: largest number of drafted successors of a token, up to 8; 1 drafts a chain.
     """
 
     depth: int = 8
@@ -47,7 +47,7 @@ class RecycleOptions(Sizes):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.width > RANKS:
-            raise ValueError(f"width must be at most {RANKS}, as many successors as are remembered; got {self.width}")
+            raise ValueError(f"width must be at most {RANKS}, the number of stored successors; got {self.width}")
 
 
 _USUAL = RecycleOptions()
@@ -55,11 +55,11 @@ _USUAL = RecycleOptions()
 
 @dataclass(frozen=True)
 class RankTree:
-    """A static tree by ranks: node 0 is the root, a child of rank r the r-th likeliest successor of its parent."""
+    """A static tree by ranks: node 0 is the root; a child of rank r is the r-th likeliest successor of its parent."""
 
     tree: Tree  # [1, N]
-    levels: tuple[tuple[Tensor, Tensor], ...]  # of the nodes of each depth: their parents, their ranks
-    below: tuple[dict[int, int], ...]  # of each node: child → its rank
+    levels: tuple[tuple[Tensor, Tensor], ...]  # for each depth: parents and ranks of its nodes
+    below: tuple[dict[int, int], ...]  # for each node: child → rank
 
 
 @lru_cache(maxsize=64)
@@ -81,34 +81,34 @@ def shaped(paths: tuple[Path, ...], device: torch.device) -> RankTree:
 
 
 class Successors:
-    """Of every token what the target last found likeliest after it, for all rows and calls, in 32 bytes a token.
+    """The target's latest top tokens after each token, for all rows and calls, in 32 bytes per token.
 
-    Every node that the target has scored is learnt from, refused ones, too. Calls of several threads take turns.
+    It learns from every node that the target scored, also from rejected ones. A lock serialises threads.
 
     Args:
-        vocab: V, tokens that are known.
+        vocab: V, size of the vocabulary.
     """
 
     @lasting()
     def __init__(self, vocab: int, device: torch.device) -> None:
         self.lock = threading.Lock()
         self.table = torch.full((vocab + 1, min(RANKS, vocab)), NO_TOKEN, dtype=torch.int32, device=device)
-        # by how often the likeliest token came in a row before, and by rank: how often its token came, and was drafted
+        # by streak and rank: how often the rank's token came
         self.rates = Rates(_DOUBT, _LATEST)
-        # with the rounds that it has been in use
+        # (rounds in use, paths)
         self._shapes: dict[tuple[RecycleOptions, float, int], tuple[int, tuple[Path, ...]]] = {}
 
     def learn(self, tokens: Tensor, ranked: Tensor) -> None:
         """Remember the likeliest tokens [B, N, RANKS] after the tokens [B, N] of scored nodes.
 
-        NO_TOKEN is written to a spare row behind the last token, which stays empty.
+        Entries of NO_TOKEN go to a spare row after the last token, which is then cleared.
         """
         hole = (tokens < 0) | (tokens >= len(self.table) - 1)
         self.table[tokens.masked_fill(hole, len(self.table) - 1)] = ranked.to(self.table)
         self.table[-1] = NO_TOKEN
 
     def read(self, words: Tensor) -> None:
-        """Take what followed the words [B, T] of prompts for the likeliest after them; NO_TOKEN where there is none."""
+        """Store what followed each of the tokens [B, T] of prompts as its likeliest successor; NO_TOKEN is skipped."""
         spare, device = len(self.table) - 1, words.device
         before, after = words[:, :-1].flatten(), words[:, 1:].flatten()
         if not len(before):
@@ -120,39 +120,39 @@ class Successors:
         new = torch.where(latest >= 0, after[latest.clamp(min=0)], NO_TOKEN).to(self.table)[:, None]
         same = self.table == new
         ranks = torch.arange(self.table.shape[1], device=device)
-        place = torch.where(same.any(1), same.int().argmax(1), ranks[-1])[:, None]  # of it, or of what it replaces
+        place = torch.where(same.any(1), same.int().argmax(1), ranks[-1])[:, None]  # its rank, or the one it replaces
         moved = torch.where(ranks <= place, torch.cat([new, self.table[:, :-1]], 1), self.table)
         self.table.copy_(torch.where(new >= 0, moved, self.table))
         self.table[-1] = NO_TOKEN
 
     def tested(self, shape: RankTree, path: Sequence[int], streak: int = 0) -> int | None:
-        """Which of the nodes below those of an accepted path came true.
+        """Record which of the nodes below those of an accepted path were accepted.
 
         Returns:
-            How often the likeliest token came in a row now; None: it was not drafted below the last node.
+            0 if the likeliest token was drafted below the last node, which ends the streak; None: it was not drafted.
         """
-        for node, onward in zip(path, (*path[1:], 0), strict=True):
+        for node, child_taken in zip(path, (*path[1:], 0), strict=True):
             for child, rank in shape.below[node].items():
-                self.rates.test(_kind(streak, rank), child == onward)
-            if onward:
-                streak = 0 if shape.below[node][onward] else streak + 1
+                self.rates.test(_kind(streak, rank), child == child_taken)
+            if child_taken:
+                streak = 0 if shape.below[node][child_taken] else streak + 1
         return 0 if 0 in shape.below[path[-1]].values() else None
 
-    def compared(self, known: Sequence[int], token: int, streak: int) -> int:
-        """A token against what was known to follow, where nothing of it was drafted; the streak after it."""
-        for rank, one in enumerate(known):
+    def compared(self, successors: Sequence[int], token: int, streak: int) -> int:
+        """Test a token against the stored successors of the one before it, if none was drafted; returns the streak."""
+        for rank, one in enumerate(successors):
             if one != NO_TOKEN:
                 self.rates.test(_kind(streak, rank), one == token)
-        return streak + 1 if known[0] == token else 0
+        return streak + 1 if successors[0] == token else 0
 
     def rate(self, rank: int, streak: int = 0) -> float:
-        """How often the token of a rank comes where it is drafted."""
+        """The probability of a rank's token."""
         return self.rates.of(_kind(streak, rank), _FIRST[rank])
 
     def shape(
         self, options: RecycleOptions, least: float, streak: int = 0, price: Price | None = None
     ) -> tuple[Path, ...]:
-        """Paths of the nodes that are likely enough; none where they are not worth a draft."""
+        """Paths of the nodes that are likely enough; empty if no draft is worth its cost."""
         streak = min(streak, _STREAKS - 1)
         key = (options, least, streak)
         used, paths = self._shapes.get(key, (_KEEPS, ()))
@@ -175,7 +175,7 @@ class Successors:
         return paths
 
     def filled(self, shape: RankTree, pending: Tensor) -> Tensor:
-        """Tokens [B, N] of a shape below pending tokens [B]; NO_TOKEN where nothing is known yet."""
+        """Tokens [B, N] of a shape below pending tokens [B]; NO_TOKEN where no successor is stored yet."""
         tokens = pending[:, None]
         for parents, ranks in shape.levels:
             tokens = torch.cat([tokens, self.table[tokens[:, parents], ranks].long()], 1)
@@ -184,7 +184,7 @@ class Successors:
 
 @dataclass(frozen=True)
 class _Place:
-    """Of a row: the shape of its last draft, if it had one, and how often the likeliest token came in a row."""
+    """State of a row: the shape of its last draft, if any, and its streak (top tokens that came in a row)."""
 
     shape: RankTree | None = None
     streak: int = 0
@@ -192,16 +192,15 @@ class _Place:
 
 @dataclass(frozen=True)
 class RecycleDrafter:
-    """Trees of the tokens that the target found likeliest when it last read a token (Luo et al. 2024, arXiv
-    2408.08696).
+    """Trees of the target's top tokens after its latest reading of each token (Luo et al. 2024, arXiv 2408.08696).
 
-    The successors lie on the target's device, drafts are gathered from them there, and nothing is read by the host.
-    The tree is static and the same for all rows; every few rounds it is chosen anew, best-first by how often tokens of
-    each rank came true in this run, and where none is likely enough nothing is drafted.
+    The successors are on the target's device, and drafts are gathered there without a copy to the host. The tree is
+    static and the same for all rows; every few rounds it is chosen again, best-first by how often tokens of each rank
+    were right in this run. If none is likely enough, nothing is drafted.
 
     Attributes:
-        successors: what was learnt so far; `fit` begins anew.
-        prices: what drafts cost, where that is measured; None: what they cost usually.
+        successors: learnt so far; `fit` starts with none.
+        prices: measured costs of drafts; None: the usual costs.
     """
 
     options: RecycleOptions = _USUAL
@@ -215,54 +214,54 @@ class RecycleDrafter:
         return self.options.size
 
     def fit(self, target: TargetInfo, given: Options) -> RecycleDrafter:
-        """Any target will do.
+        """Fits any target.
 
         Raises:
-            ValueError: an option of another drafter, or more successors than are remembered.
+            ValueError: an option of another drafter, or a width above the number of stored successors.
         """
         options = _USUAL.with_(given, "the recycle drafter")
         return replace(self, options=options, successors=Successors(target.vocab, target.device))
 
     def start(self, session: SessionView[PerRow[_Place]], target: Target, prompt: Prompt) -> PerRow[_Place]:
-        """Read the prompts' text tokens; those of pictures are left out."""
-        known = self.successors
-        assert known is not None
-        with known.lock:
-            known.read(torch.where((prompt.visual == 0) & prompt.valid, prompt.ids, NO_TOKEN))
+        """Read the prompts' text tokens, without those of pictures."""
+        successors = self.successors
+        assert successors is not None
+        with successors.lock:
+            successors.read(torch.where((prompt.visual == 0) & prompt.valid, prompt.ids, NO_TOKEN))
         return PerRow([_Place() for _ in session.rows])
 
     def propose(self, session: SessionView[PerRow[_Place]], target: Target) -> Draft:
-        known, places, pending = self.successors, session.memory.values, session.pending
-        assert known is not None
+        successors, places, pending = self.successors, session.memory.values, session.pending
+        assert successors is not None
         rows, device = len(session.rows), pending.device.type
         price = None if self.prices is None else self.prices.of(rows, device)
         least = worth(rows, device) if price is None else LEAST
-        with known.lock:
-            streaks = self._learn(known, session.last, places, [row.tokens[-1] for row in session.rows])
-            paths = known.shape(self.options, least, median_low(streaks), price)
+        with successors.lock:
+            streaks = self._learn(successors, session.last, places, [row.tokens[-1] for row in session.rows])
+            paths = successors.shape(self.options, least, median_low(streaks), price)
             shape = shaped(paths, pending.device) if paths else None
             session.memory.values = [_Place(shape, streak) for streak in streaks]
             if shape is None:
                 return lone(pending[:, None])
-            return Draft(known.filled(shape, pending), shape.tree.expand(len(pending)))
+            return Draft(successors.filled(shape, pending), shape.tree.expand(len(pending)))
 
-    def _learn(self, known: Successors, last: Round, places: list[_Place], pending: list[int]) -> list[int]:
-        """The last round's tokens and tests; of each row, how often the likeliest token came in a row."""
+    def _learn(self, successors: Successors, last: Round, places: list[_Place], pending: list[int]) -> list[int]:
+        """Learn from the last round's tokens, and test the drafted ones; returns the streak of each row."""
         assert last.scores.likeliest is not None
         tokens, before = last.draft.tokens, None
-        if self.prices is not None and tokens.device.type == "cpu":  # known before; a GPU would have to be waited for
+        if self.prices is not None and tokens.device.type == "cpu":  # on a GPU this would wait for the device
             ends = torch.tensor([path[-1] for path in last.path])
-            before = known.table[tokens.gather(1, ends[:, None])[:, 0]].tolist()
-        known.learn(tokens, last.scores.likeliest)
+            before = successors.table[tokens.gather(1, ends[:, None])[:, 0]].tolist()
+        successors.learn(tokens, last.scores.likeliest)
         streaks = []
         for row, (place, path, proposed) in enumerate(zip(places, last.path, last.proposed, strict=True)):
             streak: int | None = None
             now = place.streak
-            if place.shape is not None and proposed and path[-1] < place.shape.tree.size:  # else others drafted
-                streak = known.tested(place.shape, path, now)
+            if place.shape is not None and proposed and path[-1] < place.shape.tree.size:  # else it was another draft
+                streak = successors.tested(place.shape, path, now)
                 now = _onward(place.shape, path, now)
             if streak is None:
-                streak = now if before is None else known.compared(before[row], pending[row], now)
+                streak = now if before is None else successors.compared(before[row], pending[row], now)
             streaks.append(streak)
         return streaks
 

@@ -1,4 +1,4 @@
-"""The shape of a draft: how deep, how wide, how many nodes, in which form. What may be said of it is checked here."""
+"""The shape options of drafts (depth, width, size, kind of tree), their defaults and their checks."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from mmspec.config import Options, chosen, is_whole, option_names
 from mmspec.drafters.static_trees import CHAIN, DYNAMIC, SHAPES, Paths, own_paths, paths_of
 
 ALL: Literal["all"] = "all"
-MOST = {"depth": 128, "width": 256, "size": 4096}  # of what is done one after the other, or kept for each node
+MOST = {"depth": 128, "width": 256, "size": 4096}  # upper limits
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a drafter drafts; a file recommends one, and options of `enable` take the place of what they name.
+    """The shape of a drafter's drafts; a drafter's file recommends one, and options of `enable` override it.
 
     Attributes:
         depth: longest drafted path, in tokens (≥ 1).
         width: branches per node and size of the frontier; 1 drafts a chain.
-        size: nodes sent to the target in a round at most, the root included.
+        size: the largest number of nodes verified in a round, the root included.
         tree: "dynamic" (grown by likelihood), the name of a static shape of mmspec/drafters/static_trees.py, or a list
             of paths of ranks, [[0], [0, 0], [1]]: the best child, its best child, the second best.
         draws: fill a static tree by drawing without replacement from the drafter's distribution, not by rank.
-        adaptive: draft chains of a quarter, half or all of `depth`: longer ones for a row whose last draft was accepted
-            whole, shorter ones where most of it was refused.
+        adaptive: draft chains of a quarter, half or all of `depth`: a longer one if a row's last draft was accepted
+            whole, a shorter one if most of it was rejected.
     """
 
     depth: int = 5
@@ -47,44 +47,44 @@ class Shape:
                 raise ValueError(f"{name} must be True or False; got {briefly(getattr(self, name))}")
         tree = self.tree if isinstance(self.tree, str) else own_paths(self.tree)
         if tree != DYNAMIC:
-            paths_of(tree)  # there is one of that name
+            paths_of(tree)  # raises for an unknown name
         object.__setattr__(self, "tree", tree)
 
     @classmethod
     def like(cls, shape: Shape) -> Self:
-        """Options of this class that recommend a shape."""
+        """Options of this class with the values of a shape."""
         return cls(**{name: getattr(shape, name) for name in option_names(USUAL)})
 
     @classmethod
     def chain(cls, depth: int) -> Self:
-        """A chain of so many tokens."""
+        """A chain of `depth` tokens."""
         return cls(depth, 1, depth + 1, CHAIN)
 
     @property
     def branches(self) -> int:
-        """The most children that a node has."""
+        """The largest number of children of a node."""
         return self.width if self.tree == DYNAMIC else 1 + max(path[-1] for path in paths_of(self.tree))
 
     def with_(self, given: Options, drafter: str) -> Self:
-        """What was given, elsewhere what is recommended here, with sizes that agree with each other.
+        """These options with the user's values in place of the defaults; depth, width and size are made consistent.
 
         Args:
-            given: by name.
-            drafter: what a message calls it.
+            given: the user's values, by option name.
+            drafter: the drafter's name in error messages.
 
         Raises:
-            ValueError: an option that such drafters do not have, a wrong value, sizes for a form that has its own, or
-                that no chain has, or draws in a tree that grows by likelihood.
+            ValueError: an option that such drafters do not have, a wrong value, sizes for a static tree, sizes that do
+                not make a chain, or `draws` with a dynamic tree.
         """
         options = chosen(self, given, drafter)
-        said = {name: getattr(options, name) for name in given}
-        if said.get("adaptive") and not {"tree", "width", "size"} & said.keys():
-            said["tree"] = CHAIN
-        sizes = [name for name in MOST if name in said]
-        tree = said.get("tree", DYNAMIC if sizes else self.tree)
-        draws = said.get("draws", self.draws and tree != DYNAMIC)
+        user = {name: getattr(options, name) for name in given}
+        if user.get("adaptive") and not {"tree", "width", "size"} & user.keys():
+            user["tree"] = CHAIN
+        sizes = [name for name in MOST if name in user]
+        tree = user.get("tree", DYNAMIC if sizes else self.tree)
+        draws = user.get("draws", self.draws and tree != DYNAMIC)
         if tree in (DYNAMIC, CHAIN):
-            values = {**self._sizes({**said, "width": 1} if tree == CHAIN else said)}
+            values = {**self._sizes({**user, "width": 1} if tree == CHAIN else user)}
             tree = CHAIN if values["width"] == 1 else tree
         elif sizes:
             raise ValueError(f"the tree {briefly(tree)} has a shape of its own; leave out {', '.join(sizes)}")
@@ -93,26 +93,26 @@ class Shape:
             values = {"depth": max(map(len, paths)), "width": self.width, "size": 1 + len(paths)}
         if draws and tree == DYNAMIC:
             raise ValueError(
-                "draws=True needs a static tree: what a dynamic tree keeps depends on what was drawn. Choose tree from "
-                f"{', '.join(SHAPES)}"
+                "draws=True needs a static tree: the nodes of a dynamic tree depend on the drawn tokens. Choose tree "
+                f"from {', '.join(SHAPES)}"
             )
-        adaptive = said.get("adaptive", self.adaptive and tree == CHAIN and not sizes)
+        adaptive = user.get("adaptive", self.adaptive and tree == CHAIN and not sizes)
         if adaptive and tree != CHAIN:
-            raise ValueError(f"adaptive=True drafts chains; leave it out, or tree={briefly(tree)}, or ask for width=1")
+            raise ValueError(f"adaptive=True drafts chains; leave out it or tree={briefly(tree)}, or set width=1")
         values |= {"tree": tree, "draws": draws, "adaptive": adaptive}
         return replace(options, **{name: values[name] for name in option_names(self) if name in values})
 
-    def _sizes(self, said: Options) -> Options:
+    def _sizes(self, user: Options) -> Options:
         """Depth, width and size of a dynamic tree or a chain."""
-        width, size = said.get("width", self.width), said.get("size")
+        width, size = user.get("width", self.width), user.get("size")
         if width > 1:
-            depth = said.get("depth", self.depth)
+            depth = user.get("depth", self.depth)
             return {"depth": depth, "width": width, "size": size or max(self.size, depth + 1)}
-        depth = said.get("depth", self.depth if size is None else size - 1)
+        depth = user.get("depth", self.depth if size is None else size - 1)
         if depth < 1 or size not in (None, depth + 1):
             raise ValueError(
-                f"a chain of depth d has d + 1 ≥ 2 nodes; got depth={said.get('depth')}, size={size}: leave one of "
-                "them out, or ask for a tree by width ≥ 2"
+                f"a chain of depth d has d + 1 ≥ 2 nodes; got depth={user.get('depth')}, size={size}: leave one of "
+                "them out, or set width ≥ 2 for a tree"
             )
         return {"depth": depth, "width": 1, "size": depth + 1}
 
@@ -122,7 +122,7 @@ USUAL = Shape()  # EAGLE-2's tree
 
 @dataclass(frozen=True)
 class Sizes(Shape):
-    """The shape of a drafter that grows its trees on the host, in a form of its own: only sizes can be chosen."""
+    """The shape options of a drafter that grows its own trees on the host: only depth, width and size can be set."""
 
     tree: str | Paths = field(default=DYNAMIC, init=False, repr=False)
     draws: bool = field(default=False, init=False, repr=False)
@@ -131,14 +131,14 @@ class Sizes(Shape):
 
 @dataclass(frozen=True)
 class TreeOptions(Shape):
-    """How a drafter on features, or a model, drafts, and what it reads.
+    """Options of feature drafters and draft models: the shape of drafts, and what the drafter reads.
 
     Attributes:
-        draft_vocab: tokens that a drafter on the target's head proposes from; it reads their rows of the head and no
-            others. "all"; or N: the first N tokens, which a BPE vocabulary learned first, and those that end an
-            answer; or ids, kept as a sorted tuple.
-        prune: share of a prompt's image and video tokens that the drafter leaves out, evenly spaced ones being kept;
-            the target reads them all.
+        draft_vocab: tokens that a drafter with the target's head may propose; it computes only their rows of the head.
+            "all"; or N: the first N tokens, which a BPE vocabulary learned first, and those that end an answer; or ids,
+            stored as a sorted tuple.
+        prune: share of a prompt's image and video tokens that the drafter skips, so that evenly spaced ones remain; the
+            target reads them all.
     """
 
     draft_vocab: int | tuple[int, ...] | Literal["all"] = ALL
@@ -152,7 +152,7 @@ class TreeOptions(Shape):
 
 
 def _vocabulary(given: object) -> int | tuple[int, ...] | Literal["all"]:
-    """ALL, a number of tokens, or their ids, sorted and each once."""
+    """ALL, a number of tokens, or sorted unique token ids."""
     vocabulary = given.tolist() if hasattr(given, "tolist") else given  # a tensor, an array
     if is_whole(vocabulary, 1) or (isinstance(vocabulary, str) and vocabulary == ALL):
         return vocabulary  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Where pictures stand in a batch of prompts, and how other rows take their places."""
+"""Spans of images in a batch of prompts, and their replacement by other rows."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-Span = tuple[int, int, int]  # a row of the batch, and where something begins and ends in it
+Span = tuple[int, int, int]  # a row of the batch, begin and end within it
 
 
 def runs(visual: Tensor, merge: bool = False) -> list[Span]:
-    """Where the media of a batch stand, row by row from left to right.
+    """The spans of a batch's images and frames, row by row from left to right.
 
     Args:
-        visual: int64 [B, L]: k ≥ 1 at the tokens of the k-th medium of a row, 0 at all others.
-        merge: take media that touch for one.
+        visual: int64 [B, L]: k ≥ 1 at the tokens of the k-th image or frame of a row, 0 at all others.
+        merge: treat adjacent ones as one.
     """
     visual = visual.cpu()
     kind = (visual > 0).to(visual.dtype) if merge else visual
@@ -30,7 +30,7 @@ def runs(visual: Tensor, merge: bool = False) -> list[Span]:
 
 
 def spans_of(x: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
-    """Spans of rows of x [B, L, H] side by side, padded at their ends: [R, longest, H], and where they are real."""
+    """Spans of rows of x [B, L, H] as a batch, padded at their ends, [R, longest, H], and the mask of real rows."""
     parts = [x[b, i:j] for b, i, j in spans]
     lengths = torch.tensor([len(part) for part in parts], device=x.device)
     padded = pad_sequence(parts, batch_first=True)
@@ -38,17 +38,17 @@ def spans_of(x: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
 
 
 def splice(valid: Tensor, spans: Sequence[Span], counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """How a batch is laid out after spans of its rows were replaced by new rows.
+    """The layout of a batch after spans of its rows were replaced by new rows.
 
     Args:
         valid: bool [B, L], false on padding.
-        spans: as `runs` gives them.
-        counts: how many rows take the place of each span.
+        spans: the result of `runs`.
+        counts: the number of rows that replace each span.
 
     Returns:
         Indices [B, n] into the B·L rows of the batch followed by the new ones, span by span; whether each is real, bool
-        [B, n]; and which row of its sequence it is, int64 [B, n], −1 at new rows and padding. What is left of padding
-        stands on the left.
+        [B, n]; and its original index in its sequence, int64 [B, n], −1 at new rows and padding. Padding is on the
+        left.
     """
     (B, L), new = valid.shape, sum(counts)
     real, every = torch.cat([valid.flatten().cpu(), torch.ones(new, dtype=torch.bool)]), torch.arange(B * L + new)
@@ -64,15 +64,15 @@ def splice(valid: Tensor, spans: Sequence[Span], counts: Sequence[int]) -> tuple
 
 
 def spliced(x: Tensor, new: Tensor, index: Tensor) -> Tensor:
-    """[B, n, …] of rows x [B, L, …] and new ones [M, …], by the indices [B, n] of `splice`."""
+    """Rows [B, n, …] taken from x [B, L, …] and new rows [M, …] by the indices [B, n] of `splice`."""
     return torch.cat([x.flatten(0, 1), new.to(x.dtype)])[index]
 
 
 def shares(length: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Spans of `length` [R] rows cut into `count` [R] shares that differ by one row at most; 1 ≤ count ≤ length.
+    """Split spans of `length` [R] rows into `count` [R] shares whose sizes differ by at most one; 1 ≤ count ≤ length.
 
     Returns:
-        First and last row of each share, [R, C], within its span; and bool [R, C], which shares there are.
+        First and last row of each share, [R, C], within its span; and bool [R, C], which shares exist.
     """
     share = torch.arange(int(count.max()), device=count.device).expand(len(count), -1)
     real = share < count[:, None]

@@ -1,4 +1,4 @@
-"""SpecVLM: an EAGLE drafter that reads images through compressors: one that suits the question, a sum, or all."""
+"""SpecVLM: an EAGLE drafter that reads compressed images; a gate selects or weighs compressors, or all are used."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from mmspec.functional import Linear
 from mmspec.types import gather_rows
 
 BRANCHES = ("prune", "pool", "conv", "resampler", "text")
-SELECT, WEIGHT, CONCAT = "select", "weight", "concat"  # the paper's words
-WEIGHED = ("prune", "pool", "conv")  # whose rows can be summed, for at one ratio they leave as many
+SELECT, WEIGHT, CONCAT = "select", "weight", "concat"  # the paper's terms
+WEIGHED = ("prune", "pool", "conv")  # branches whose rows can be summed, since one ratio gives the same number of rows
 
 
 @dataclass(frozen=True)
 class SpecVlmConfig(EagleConfig):
-    """An EAGLE drafter's shapes, and the compressors that it has; ratios are visual rows for each row that stays.
+    """An EagleConfig and the compressors; a ratio is the number of visual rows per compressed row.
 
     Attributes:
-        branches: which of BRANCHES there are; none: every visual row is kept (the paper's EagleVLM).
-        gate: "select" chooses for each prompt; "weight" sums branches of WEIGHED, all at `conv_ratio`, by the softmax
-            of the gate's logits; "concat" keeps the rows of every branch, in the order of `branches` (the paper goes
-            from the coarse to the fine); the name of a branch, always that one.
+        branches: the compressors, of BRANCHES; none: every visual row is kept (the paper's EagleVLM).
+        gate: "select" chooses a branch for each prompt; "weight" sums branches of WEIGHED, all at `conv_ratio`, by the
+            softmax of the gate's logits; "concat" keeps the rows of every branch, in the order of `branches` (the
+            paper's is coarse to fine); the name of a branch: always that one.
         prune_ratio, pool_ratio, conv_ratio: as published; the convolution has conv_ratio · hidden² weights.
-        queries: rows that the resampler leaves of an image.
+        queries: number of rows per image of the resampler.
         resampler_heads, resampler_width: of its attention, and the width of all heads together; 0: `hidden`.
         gate_width: of the gate's hidden layer.
     """
@@ -65,9 +65,9 @@ class SpecVlmConfig(EagleConfig):
 
 
 class Convolution(nn.Module):
-    """Neighbouring rows as one, r at a time: Conv1d with kernel and stride r, the last row repeated where they lack.
+    """Merges r neighbouring rows into one: Conv1d with kernel and stride r, padded by repeating the last row.
 
-    The weight [H, r·H] is that of the convolution, [H, H, r], taps first; it begins as their mean.
+    The weight [H, r·H] is that of the convolution, [H, H, r], taps first; initially it computes the mean.
     """
 
     def __init__(self, hidden: int, ratio: int) -> None:
@@ -81,9 +81,9 @@ class Convolution(nn.Module):
     def count(self, length: Tensor) -> Tensor:
         return (length + self.ratio - 1) // self.ratio
 
-    def forward(self, rows: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
-        """Of rows [R, n, H], real where `there` [R, n]: [R, C, H], and the last place that each covers, [R, C]."""
-        length = there.sum(1)
+    def forward(self, rows: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Compress rows [R, n, H], `valid` [R, n], to [R, C, H], and the last index that each covers, [R, C]."""
+        length = valid.sum(1)
         taps = torch.arange(int(self.count(length).max()) * self.ratio, device=rows.device).view(1, -1, self.ratio)
         taps = taps.minimum(length[:, None, None] - 1)  # [R, C, r]
         windows = gather_rows(rows, taps.flatten(1)).view(*taps.shape[:2], -1)
@@ -91,7 +91,7 @@ class Convolution(nn.Module):
 
 
 class Resampler(nn.Module):
-    """A few learned queries that look at all rows of an image: one normed layer of cross-attention, with residual."""
+    """A few learned queries that attend to all rows of an image: one normed cross-attention layer with residual."""
 
     def __init__(self, config: SpecVlmConfig) -> None:
         super().__init__()
@@ -106,24 +106,24 @@ class Resampler(nn.Module):
     def count(self, length: Tensor) -> Tensor:
         return length.clamp(max=len(self.queries))
 
-    def forward(self, rows: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
-        """Of rows [R, n, H], real where `there` [R, n]: [R, C, H], and the places that they take, the last ones."""
-        count = self.count(there.sum(1))
+    def forward(self, rows: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Compress rows [R, n, H], `valid` [R, n], to [R, C, H], and the indices that they take, the last ones."""
+        count = self.count(valid.sum(1))
         q = self.q(self.query_norm(self.queries)).expand(len(rows), -1, -1)
         k, v = self.kv(self.norm(rows)).chunk(2, -1)
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=there[:, None, None])
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=valid[:, None, None])
         summaries = self.queries + self.out(o.transpose(1, 2).flatten(2))
-        place = (there.sum(1) - count)[:, None] + torch.arange(int(count.max()), device=rows.device)
-        return summaries[:, : place.shape[1]], place.minimum(there.sum(1)[:, None] - 1)
+        place = (valid.sum(1) - count)[:, None] + torch.arange(int(count.max()), device=rows.device)
+        return summaries[:, : place.shape[1]], place.minimum(valid.sum(1)[:, None] - 1)
 
 
 class Gate(nn.Module):
-    """Which compressor suits a question: two layers on the mean feature of the prompt's text behind its last image.
+    """Chooses the compressor for a question: two layers on the mean feature of the prompt's text after its last image.
 
     Attributes:
-        heat: while it learns along with the rest, the temperature of the Gumbel-softmax that a branch is drawn from;
-            None: branches are drawn evenly, and it learns afterwards.
+        heat: if the gate is trained jointly, the temperature of the Gumbel-softmax that a branch is drawn from; None:
+            branches are drawn uniformly, and the gate is trained afterwards.
     """
 
     heat: float | None = None
@@ -137,7 +137,7 @@ class Gate(nn.Module):
         nn.init.zeros_(self.up.bias)
 
     def question_of(self, features: Tensor, visual: Tensor, valid: Tensor) -> Tensor:
-        """The question [B, F] of prompts, from features [B, T, F]; `valid` [B, T] where they are a prompt's."""
+        """The question vector [B, F] of prompts, from features [B, T, F]; `valid` [B, T] is true on the prompt."""
         here = question(visual, valid).to(features.dtype)[..., None]
         normed = F.rms_norm(features, features.shape[-1:], eps=self.eps)
         return (normed * here).sum(1) / here.sum(1).clamp(min=1)
@@ -147,22 +147,22 @@ class Gate(nn.Module):
         return self.up(F.silu(self.down(question)))
 
     def draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """A branch [B] of each prompt by the Gumbel-softmax, and 1 [B, 1] with the gradient of its share.
+        """A branch [B] for each prompt by the Gumbel-softmax, and ones [B, 1] with the gradient of its probability.
 
-        As a factor of what attention reads of the branch's rows, this lets the gate know, to first order, how much
+        Multiplied with the attention's input at the branch's rows, this factor tells the gate, to first order, how much
         better they are than rows of zeros, and so than "text", which leaves none.
         """
-        assert self.heat is not None, "it learns along with the rest"
+        assert self.heat is not None, "only in joint training"
         shares = F.gumbel_softmax(logits, self.heat)
         choice = shares.argmax(-1)
-        won = shares.gather(1, choice[:, None])
-        return choice, won - won.detach() + 1
+        chosen = shares.gather(1, choice[:, None])
+        return choice, chosen - chosen.detach() + 1
 
 
 def question(visual: Tensor, valid: Tensor) -> Tensor:
-    """bool [B, T]: text rows behind the last visual one; where there are none, all text rows.
+    """bool [B, T]: text rows after the last visual one; if there are none, all text rows.
 
-    The row right behind an image pairs its last visual feature with a word, and counts as the image's.
+    The row directly after an image pairs its last visual feature with a word, and counts as part of the image.
     """
     seen = (visual > 0) & valid
     until = seen.flip(1).cumsum(1).flip(1) > 0  # this row or a later one is visual
@@ -173,12 +173,12 @@ def question(visual: Tensor, valid: Tensor) -> Tensor:
 class SpecVlmDrafter(EagleDrafter):
     """EAGLE-2 with an elastic visual compressor (SpecVLM, arXiv 2509.11815, in its modes Select, Weight and Concat).
 
-    No code was published, and nothing of the gate's shape. Ours: the paper's operators run along the rows of each image
-    or frame; prune and pool work on what enters `fc`, the learned ones on what leaves it; a row that stands for several
-    takes the position of the last. While Select learns, each prompt goes through a branch drawn at random, so that all
-    learn alike; the gate learns afterwards from what each branch costs (mmspec/train/gate.py), or along with the rest
-    by a straight-through Gumbel-softmax (`Gate.heat`). The gate of Weight is part of what is summed, and learns so.
-    Concat has no gate.
+    Neither the code nor the gate's architecture was published. Ours: the paper's operators run along the rows of each
+    image or frame; prune and pool work on the input of `fc`, the learned ones on its output; a row that replaces
+    several has the position of the last. In training with Select each prompt goes through a random branch, so that all
+    learn equally; the gate is trained afterwards from the loss of each branch (mmspec/train/gate.py), or jointly by a
+    straight-through Gumbel-softmax (`Gate.heat`). The gate of Weight is trained through the weighted sum. Concat has no
+    gate.
     """
 
     method = "specvlm"
@@ -194,7 +194,7 @@ class SpecVlmDrafter(EagleDrafter):
         self.gate = Gate(reads, c) if c.gate in (SELECT, WEIGHT) and len(c.branches) > 1 else None
 
     def choose(self, features: Tensor, visual: Tensor, valid: Tensor) -> Tensor:
-        """The branch [B] of each prompt, by its number in `config.branches`."""
+        """The branch [B] of each prompt, as an index into `config.branches`."""
         c = self.config
         if c.gate == SELECT and self.training:
             return torch.randint(len(c.branches), (len(features),), device=features.device)
@@ -211,7 +211,7 @@ class SpecVlmDrafter(EagleDrafter):
             return super().encode_prompt(embeds, features, visual, valid, positions)
         rows = embeds, features, valid, positions
         if self.config.gate == WEIGHT:
-            assert self.gate is not None, "there are two branches at least"
+            assert self.gate is not None, "there are at least two branches"
             return self.weighed(spans, self.gate(self.gate.question_of(features, visual, valid)).softmax(-1), *rows)
         if self.config.gate == CONCAT:
             return self.compressed(spans, None, *rows)
@@ -224,43 +224,43 @@ class SpecVlmDrafter(EagleDrafter):
         self, spans: list[Span], choice: Tensor | None, embeds: Tensor, features: Tensor, valid: Tensor,
         positions: Tensor, weight: Tensor | None = None,
     ) -> EncodedPrompt:  # fmt: skip
-        """What enters when the spans of each prompt go through its branch, `choice` [B], or through all of them (None);
-        `weight` [B, 1] multiplies what attention reads of the rows that a branch leaves."""
+        """The layer's inputs after the spans of each prompt went through its branch, `choice` [B], or through all
+        branches (None); `weight` [B, 1] multiplies the attention's input at the compressed rows."""
         device, names = embeds.device, self.config.branches
         length = torch.tensor([stop - start for _, start, stop in spans], device=device)
         owner = torch.tensor([b for b, _, _ in spans], device=device)
         R, every = len(spans), torch.arange(len(names), device=device)
-        # a span and one of its branches, in the order in which their rows enter
+        # pairs of a span and one of its branches, in the order of their rows
         span = torch.arange(R, device=device) if choice is not None else torch.arange(R * len(names)) // len(names)
         branch = choice[owner] if choice is not None else every.repeat(R)
         counts = torch.stack([self._count(name, length) for name in names])
         count = counts[branch, span]
         first, total = count.cumsum(0) - count, int(count.sum())
-        made, place = embeds.new_zeros(total, self.config.hidden), positions.new_zeros(total)
+        new, place = embeds.new_zeros(total, self.config.hidden), positions.new_zeros(total)
         for number in branch[count > 0].unique().tolist():
             which = (branch == number).nonzero()[:, 0]
             some = [spans[i] for i in span[which].tolist()]
-            (e, there), (f, _), (at, _) = (spans_of(t, some) for t in (embeds, features, positions))
-            rows, last = self._brief(names[number], e, f, there, count[which])
+            (e, real), (f, _), (at, _) = (spans_of(t, some) for t in (embeds, features, positions))
+            rows, last = self._branch(names[number], e, f, real, count[which])
             step = torch.arange(rows.shape[1], device=device)
             real = step < count[which, None]
             to = (first[which, None] + step)[real]
-            made[to], place[to] = rows[real].to(made), at.gather(1, last)[real]
-        went = {(int(b), number) for b, number in zip(owner[span].tolist(), branch.tolist(), strict=True)}
-        stats = {f"branch {name}": float(sum(n == number for _, n in went)) for number, name in enumerate(names)}
+            new[to], place[to] = rows[real].to(new), at.gather(1, last)[real]
+        used = {(int(b), number) for b, number in zip(owner[span].tolist(), branch.tolist(), strict=True)}
+        stats = {f"branch {name}": float(sum(n == number for _, n in used)) for number, name in enumerate(names)}
         left = torch.zeros_like(length).index_add_(0, span, count)
         each = None if weight is None else weight[owner].repeat_interleave(left, 0)
-        return self._spliced(spans, left, made, place, (embeds, features, valid, positions), stats, each)
+        return self._spliced(spans, left, new, place, (embeds, features, valid, positions), stats, each)
 
     def weighed(
         self, spans: list[Span], weights: Tensor, embeds: Tensor, features: Tensor, valid: Tensor, positions: Tensor
     ) -> EncodedPrompt:
-        """What enters when the rows that all branches make of a span are summed, by `weights` [B, branches]."""
+        """The layer's inputs after each span was replaced by the sum of all branches by `weights` [B, branches]."""
         names, owner = self.config.branches, torch.tensor([b for b, _, _ in spans], device=embeds.device)
-        (e, there), (f, _), (at, _) = (spans_of(t, spans) for t in (embeds, features, positions))
-        length, ratio = there.sum(1), self.config.conv_ratio
+        (e, inside), (f, _), (at, _) = (spans_of(t, spans) for t in (embeds, features, positions))
+        length, ratio = inside.sum(1), self.config.conv_ratio
         count = (length + ratio - 1) // ratio
-        each = torch.stack([self._brief(name, e, f, there, count)[0] for name in names], 1)  # [R, branches, C, H]
+        each = torch.stack([self._branch(name, e, f, inside, count)[0] for name in names], 1)  # [R, branches, C, H]
         rows = (weights[owner][..., None, None].to(each) * each).sum(1)
         _, last, real = shares(length, count)
         seen = weights[sorted({b for b, _, _ in spans})].sum(0).tolist()
@@ -269,29 +269,29 @@ class SpecVlmDrafter(EagleDrafter):
         return self._spliced(spans, count, rows[real], place, (embeds, features, valid, positions), stats)
 
     def _spliced(
-        self, spans: list[Span], count: Tensor, made: Tensor, place: Tensor, rows: tuple[Tensor, ...],
+        self, spans: list[Span], count: Tensor, new: Tensor, place: Tensor, rows: tuple[Tensor, ...],
         stats: dict[str, float], weight: Tensor | None = None,
     ) -> EncodedPrompt:  # fmt: skip
-        """A prompt in which `made` [M, H], `count` [R] rows of each span at `place` [M], stand for the spans."""
+        """The prompt with each span replaced by `count` [R] of the rows `new` [M, H] at positions `place` [M]."""
         embeds, features, valid, positions = rows
         index, real, source = splice(valid, spans, count.tolist())
-        own = source.clamp(min=0)  # row 0 where there is none, to be overwritten or left unread
+        own = source.clamp(min=0)  # row 0 where there is none: overwritten below, or padding
         _, residual = self.inputs(gather_rows(embeds, own), gather_rows(features, own))
-        new = (real & (source < 0))[..., None]
-        residual = residual.masked_scatter(new, made.to(residual))
-        x = self.input_norm(residual)  # which no factor of the rows gets through
+        replaced = (real & (source < 0))[..., None]
+        residual = residual.masked_scatter(replaced, new.to(residual))
+        x = self.input_norm(residual)  # would cancel a factor of the rows, so `weight` comes after it
         if weight is not None:
-            x = x * torch.ones_like(x[..., :1]).masked_scatter(new, weight.to(x))
+            x = x * torch.ones_like(x[..., :1]).masked_scatter(replaced, weight.to(x))
         return EncodedPrompt(x, residual, spliced(positions, place, index), real, source, stats=stats)
 
-    def _brief(self, name: str, e: Tensor, f: Tensor, there: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """What a branch makes of R spans [R, n, …], `count` [R] rows of each: [R, C, H], and their places [R, C]."""
+    def _branch(self, name: str, e: Tensor, f: Tensor, valid: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Compress R spans [R, n, …] to `count` [R] rows each by a branch: [R, C, H], and their indices [R, C]."""
         if name in self.compressors:
-            return self.compressors[name](self.inputs(e, f)[1], there)
-        first, last, _ = shares(there.sum(1), count)
-        each = torch.arange(there.shape[1], device=there.device)
-        if name == "prune" and self.training:  # at random, as published; when it drafts, always the same rows
-            rank = torch.rand(there.shape, device=there.device).masked_fill(~there, 2.0).argsort(1).argsort(1)
+            return self.compressors[name](self.inputs(e, f)[1], valid)
+        first, last, _ = shares(valid.sum(1), count)
+        each = torch.arange(valid.shape[1], device=valid.device)
+        if name == "prune" and self.training:  # random rows, as published; in drafting always the same rows
+            rank = torch.rand(valid.shape, device=valid.device).masked_fill(~valid, 2.0).argsort(1).argsort(1)
             last = torch.where(rank < count[:, None], each, each[-1]).sort(1).values[:, : last.shape[1]]
         first = last if name == "prune" else first
         pick = (each >= first[..., None]) & (each <= last[..., None])
@@ -299,7 +299,7 @@ class SpecVlmDrafter(EagleDrafter):
         return self.inputs(mean @ e, mean @ f)[1], last
 
     def _count(self, name: str, length: Tensor) -> Tensor:
-        """Rows that a branch leaves of a span of so many."""
+        """Number of rows that a branch makes of spans of `length` rows."""
         if name in self.compressors:
             return self.compressors[name].count(length)  # type: ignore[operator]
         ratios = {"prune": self.config.prune_ratio, "pool": self.config.pool_ratio}

@@ -1,4 +1,4 @@
-"""Static trees: the published shapes as data, and how a drafter fills one, by rank or by drawing."""
+"""Static trees: the published shapes as data, and the filling of a shape with tokens, by rank or by drawing."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mmspec.modes import lasting
 from mmspec.tree import Expand, chain, from_paths, in_order
 from mmspec.types import NO_TOKEN, Tree
 
-EXAMPLE, MOST = "[[0], [0, 0], [1]]", 4096  # nodes of a tree
-DYNAMIC, CHAIN = "dynamic", "chain"  # no static shape: EAGLE-2's growth; one as deep as is asked for
-Paths = tuple[tuple[int, ...], ...]  # a shape of the user's own: paths of child ranks
+EXAMPLE, MOST = "[[0], [0, 0], [1]]", 4096  # an example for messages; largest number of nodes
+DYNAMIC, CHAIN = "dynamic", "chain"  # EAGLE-2's growth, not a static shape; a chain of any depth
+Paths = tuple[tuple[int, ...], ...]  # a user-defined shape: paths of child ranks
 Children = dict[str, int]  # path of the parent, one digit per rank: number of its children
 
 # EAGLE-1 (Li et al. 2024) and LANTERN++ (Park et al. 2025, arXiv 2502.06352), as their code lists them.
@@ -46,12 +46,12 @@ SHAPES: dict[str, Children] = {
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes of one depth: where each comes from, and which of them have children."""
+    """The nodes of one depth: their parents, and which of them have children."""
 
-    parents: Tensor  # [m], place among the nodes that were expanded before
+    parents: Tensor  # [m], index among the expanded nodes of the level above
     ranks: Tensor  # [m]
-    branches: int  # the most children that a parent has
-    inner: Tensor  # [k], places in this level of the nodes with children
+    branches: int  # largest number of children of a parent
+    inner: Tensor  # [k], indices within this level of the nodes with children
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ class TreePlan:
 
 
 def own_paths(given: Paths) -> Paths:
-    """The nodes below the root of a tree that is given as a list of paths, in order; prefixes may be left out.
+    """The nodes below the root of a tree that the user gave as a list of paths, in order; prefixes may be left out.
 
     Raises:
-        ValueError: no such list, or ranks that leave some out.
+        ValueError: not a list of paths, or ranks with gaps.
     """
     lists = isinstance(given, Sequence) and all(isinstance(path, Sequence) and path for path in given)
     if not (lists and given and all(is_whole(rank, 0) for path in given for rank in path)):
@@ -78,9 +78,9 @@ def own_paths(given: Paths) -> Paths:
             f"tree must be a name or a list of paths of ranks ≥ 0, such as {EXAMPLE}; got {briefly(given)}"
         )
     paths = tuple(in_order(given)[1:])
-    lack = [[*path[:-1], path[-1] - 1] for path in paths if path[-1] and (*path[:-1], path[-1] - 1) not in {*paths}]
-    if lack:
-        raise ValueError(f"the tree lacks {lack[0]}: children have the ranks 0, 1, … without a gap; add it")
+    gaps = [[*path[:-1], path[-1] - 1] for path in paths if path[-1] and (*path[:-1], path[-1] - 1) not in {*paths}]
+    if gaps:
+        raise ValueError(f"the tree lacks {gaps[0]}: children have the ranks 0, 1, … without a gap; add it")
     if len(paths) >= MOST:
         raise ValueError(f"the tree has {len(paths)} paths; give fewer than {MOST}")
     return paths
@@ -92,7 +92,7 @@ def nodes(shape: Children) -> list[tuple[int, ...]]:
 
 
 def paths_of(tree: str | Paths) -> Sequence[tuple[int, ...]]:
-    """Those of a name, or of a shape of the user's own.
+    """The paths of a named or user-defined shape.
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.
@@ -107,7 +107,7 @@ def paths_of(tree: str | Paths) -> Sequence[tuple[int, ...]]:
 @lru_cache(maxsize=32)
 @lasting()
 def plan(name: str | Paths, depth: int, device: torch.device) -> TreePlan:
-    """A shape, ready to be filled; a chain is as deep as asked for, the others as they are published or given."""
+    """A shape on a device; only a chain depends on `depth`, the others are as published or as the user gave them."""
     paths = [(0,) * depth] if name == CHAIN else paths_of(name)
     tree, ranks = from_paths(paths, device)
     if name == CHAIN:
@@ -127,24 +127,21 @@ def plan(name: str | Paths, depth: int, device: torch.device) -> TreePlan:
 def fill(
     first: Tensor, expand: Expand, shape: TreePlan, noise: Callable[[int], Tensor] | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Tokens of a static tree: of each node's distribution the likeliest, by rank, or as many drawn without
-    replacement.
+    """Tokens of a static tree: the likeliest of each node's distribution, by rank, or tokens drawn without replacement.
 
     All nodes of a level share one Gumbel noise. Only one of their parents can be accepted, so the tokens that are
     tested are still drawn from their stated distribution, and tokens that are never tested have no effect.
 
     Args:
         first: log-probabilities [B, V] after the root.
-        expand: see `tree.grow`; here the frontier are the nodes of a level that have children.
-        shape: of the tree.
+        expand: see `tree.grow`; here the frontier is the nodes of a level that have children.
         noise: gives [B, 1, V] for the tokens of level i ≥ 0 (their depth is i + 1); None: by rank.
 
     Returns:
-        Tokens [B, N − 1] below the root, and, if they were drawn, the logits [B, N, V] of the distribution that each
-        was drawn
-        from: its earlier siblings cannot be drawn again. What the distribution excludes is a hole.
+        Tokens [B, N − 1] below the root, and if they were drawn, the logits [B, N, V] of the distribution that each was
+        drawn from, which excludes its earlier siblings. A node without a possible token is NO_TOKEN.
     """
-    log_p, tokens, distributions = first[:, None], [], [first[:, None]]  # the root's own entry means nothing
+    log_p, tokens, distributions = first[:, None], [], [first[:, None]]  # the root's own entry is not used
     for depth, level in enumerate(shape.levels):
         score = log_p if noise is None else log_p + noise(depth)
         best, ids = score.topk(level.branches, -1)
@@ -158,7 +155,7 @@ def fill(
 
 
 def _remaining(log_p: Tensor, ids: Tensor, level: Level, hole: Tensor) -> Tensor:
-    """[B, m, V]: the parent's distribution without the earlier siblings; flat where nothing was left to draw."""
+    """The parent's distribution without the earlier siblings, [B, m, V]; flat for a `hole`, a node without a token."""
     distribution = log_p[:, level.parents]
     earlier = torch.arange(ids.shape[-1], device=ids.device) < level.ranks[:, None]  # [m, branches]
     drawn = torch.where(earlier, ids[:, level.parents], ids[:, level.parents, level.ranks][..., None])

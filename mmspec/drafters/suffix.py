@@ -1,4 +1,4 @@
-"""Suffix decoding: what followed the longest match of the text in the prompts and answers of this run. No weights."""
+"""Suffix decoding: propose what followed the text's longest match in this run's prompts and answers. No weights."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from mmspec.switch import Price, Prices
 from mmspec.tree import chain, from_parents, lone
 from mmspec.types import NO_TOKEN, Draft, Prompt
 
-_SUFFIXES = 3  # a match and its longest suffixes that also stood elsewhere: where predictions come from
-_DOUBT = 2.0  # tests that the counts of a text are worth before any prediction was tested
-_LATEST = 400  # tests after which a rate forgets half of them
+_SUFFIXES = 3  # predictions come from a match and its longest suffixes with more occurrences, so many in all
+_DOUBT = 2.0  # weight of the prior of a rate, the share in the counts, in tests
+_LATEST = 400  # tests of a rate after which their weight is halved
 
 
 @dataclass(frozen=True)
 class SuffixOptions(Sizes):
-    """How far a draft goes, and how much is remembered.
+    """The sizes of a draft, and of the memory.
 
     Attributes:
-        memory: tokens of prompts and answers that are remembered at most, the latest; 131072 take some 50 MB at most.
+        memory: how many of the latest tokens of prompts and answers are remembered; 131072 take up to about 50 MB.
     """
 
     depth: int = 16
@@ -48,18 +48,18 @@ _USUAL = SuffixOptions()
 
 
 class _Guess(NamedTuple):
-    """A token that may follow, by one of the suffixes of a match."""
+    """A token that may follow, predicted by one of the suffixes of a match."""
 
     token: int
-    state: int  # after it
-    length: int  # of the match with it
-    cell: tuple[int, ...]  # whose rate says how likely it is
-    share: float  # how likely it is by the counts alone
+    state: int  # after the token
+    length: int  # of the match with the token
+    cell: tuple[int, ...]  # class of guesses, whose rate estimates its probability
+    share: float  # its probability by the counts alone
 
 
 @dataclass
 class _Match:
-    """The longest suffix of a row's text that was read before, in one automaton."""
+    """The longest suffix of a row's text that occurred before in one automaton."""
 
     automaton: SuffixAutomaton
     state: int = 0
@@ -68,9 +68,9 @@ class _Match:
 
 
 class Phrases:
-    """What this run has read and written, for all rows and calls; calls of several threads take turns.
+    """The prompts and answers of this run, for all rows and calls; a lock serialises threads.
 
-    Two automata hold the texts. When the younger is full, the older is forgotten and a new one begins.
+    Two automata hold the texts. When the younger is full, the older is dropped and a new one begins.
 
     Args:
         memory: as in SuffixOptions.
@@ -82,32 +82,32 @@ class Phrases:
         self.rates = Rates(_DOUBT, _LATEST)
 
     def opened(self, texts: Sequence[Sequence[int]]) -> list[_Match]:
-        """Read a prompt, in the pieces that pictures leave of it; where its last one has come to."""
+        """Read a prompt, as the pieces of text between its pictures; returns the matches at the end of the last one."""
         matches: list[_Match] = []
         for text in texts or [[]]:
             matches = []
             for token in text:
-                matches = self._turned(matches)
+                matches = self._current(matches)
                 self._read(matches, token)
-        return self._turned(matches)
+        return self._current(matches)
 
     def read(self, matches: list[_Match], tokens: Sequence[int]) -> list[_Match]:
-        """Read what a row has gained, and test by it what would have been guessed."""
+        """Read a row's new tokens, and test with them what would have been guessed."""
         for token in tokens:
-            matches = self._turned(matches)
+            matches = self._current(matches)
             for guess in self._guesses(*_longest(matches)):
                 self.rates.test(guess.cell, guess.token == token)
             self._read(matches, token)
         return matches
 
-    def _turned(self, matches: list[_Match]) -> list[_Match]:
-        """A row's matches in the automata that there are now."""
-        if self.automata[0].states > self.memory // 2:  # a new word makes a state at least
+    def _current(self, matches: list[_Match]) -> list[_Match]:
+        """A row's matches in the current automata."""
+        if self.automata[0].states > self.memory // 2:  # a token adds at least one state if it is new
             self.automata = [SuffixAutomaton(), self.automata[0]]
         if [match.automaton for match in matches] == self.automata:
             return matches
-        known = {id(match.automaton): match for match in matches}
-        return [known.get(id(each)) or _Match(each) for each in self.automata]
+        matched = {id(match.automaton): match for match in matches}
+        return [matched.get(id(each)) or _Match(each) for each in self.automata]
 
     def _read(self, matches: list[_Match], token: int) -> None:
         for match in matches:
@@ -115,7 +115,7 @@ class Phrases:
         matches[0].last = matches[0].automaton.extend(matches[0].last, token)
 
     def _guesses(self, automaton: SuffixAutomaton, state: int, length: int, most: int = _USUAL.width) -> list[_Guess]:
-        """What may follow a match, each token once: by the match, then by its suffixes."""
+        """Tokens that may follow a match, each once: those predicted by the match, then those by its suffixes."""
         guesses: dict[int, _Guess] = {}
         state = automaton.place(state, length)
         for suffix in range(_SUFFIXES):
@@ -125,8 +125,8 @@ class Phrases:
             reach = min(length, 6) if length < 9 else 7 + (length >= 14)
             for rank, (count, token, there) in enumerate(automaton.after(state, most)):
                 if token not in guesses:
-                    sure = 0 if n == 1 else 1 if count == n else 2 if 2 * count >= n else 3
-                    cell = (suffix, reach, sure, rank)
+                    certainty = 0 if n == 1 else 1 if count == n else 2 if 2 * count >= n else 3
+                    cell = (suffix, reach, certainty, rank)
                     guesses[token] = _Guess(token, there, length + 1, cell, count / (n + 1))
             state = automaton.link[state]
             length = automaton.length[state]
@@ -135,8 +135,8 @@ class Phrases:
     def drafted(
         self, matches: list[_Match], options: SuffixOptions, least: float, price: Price | None = None
     ) -> list[tuple[int, int]]:
-        """Tokens of the likeliest continuations and the nodes above them, the root being 0; nothing if it is not worth
-        a draft."""
+        """Tokens of the likeliest continuations and their parents (the root is node 0); empty if no draft is worth its
+        cost."""
         automaton, state, length = _longest(matches)
 
         def after(guess: _Guess) -> list[tuple[float, _Guess]]:
@@ -156,7 +156,7 @@ def _longest(matches: list[_Match]) -> tuple[SuffixAutomaton, int, int]:
 
 @dataclass
 class _Cursor:
-    """How far a row's text has been read, and where it has come to."""
+    """How many of a row's tokens have been read, and its current matches."""
 
     read: int
     matches: list[_Match]
@@ -166,15 +166,14 @@ class _Cursor:
 class SuffixDrafter:
     """Trees of what followed the longest match most often (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975).
 
-    One suffix automaton holds prompts and answers of all rows and calls since `enable`; each row keeps its place in it.
-    How likely a continuation is says the rate at which such guesses came true in this run, by the length of the match
-    and by how often it was followed so: long matches draft far, and texts that share nothing draft nothing.
-
-    All of it runs on the host, on tokens that the loop has read already.
+    Suffix automata hold the latest prompts and answers of all rows and calls since `enable`; each row keeps its state
+    in them. The probability of a continuation is the rate at which such guesses were right in this run, classified by
+    the length of the match and by how often the token followed it: long matches draft far, and texts without repetition
+    draft nothing. Everything runs on the host, on tokens that the loop has read already.
 
     Attributes:
-        phrases: what was read so far; `fit` begins anew.
-        prices: what drafts cost, where that is measured; None: what they cost usually on a GPU.
+        phrases: the texts so far; `fit` starts with none.
+        prices: measured costs of drafts; None: the usual costs on a GPU.
     """
 
     options: SuffixOptions = _USUAL
@@ -188,7 +187,7 @@ class SuffixDrafter:
         return self.options.size
 
     def fit(self, target: TargetInfo, given: Options) -> SuffixDrafter:
-        """Any target will do.
+        """Fits any target.
 
         Raises:
             ValueError: an option of another drafter.
@@ -197,7 +196,7 @@ class SuffixDrafter:
         return replace(self, options=options, phrases=Phrases(options.memory))
 
     def start(self, session: SessionView[PerRow[_Cursor]], target: Target, prompt: Prompt) -> PerRow[_Cursor]:
-        """Read the prompts' text tokens; those of pictures are left out."""
+        """Read the prompts' text tokens, without those of pictures."""
         words = torch.where((prompt.visual == 0) & prompt.valid, prompt.ids, NO_TOKEN).tolist()
         with self.phrases.lock:
             cursors = [
@@ -234,7 +233,7 @@ class SuffixDrafter:
 
 
 def _pieces(line: list[int]) -> Iterator[list[int]]:
-    """What stands between pictures and padding."""
-    for word, piece in groupby(line, key=lambda token: token != NO_TOKEN):
-        if word:
+    """The runs of tokens other than NO_TOKEN, which marks pictures and padding."""
+    for is_text, piece in groupby(line, key=lambda token: token != NO_TOKEN):
+        if is_text:
             yield list(piece)

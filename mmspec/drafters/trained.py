@@ -1,4 +1,4 @@
-"""What trained drafters share: what their config says, whether they fit a target, and their place beside it."""
+"""Shared by trained drafters: their config, the check that they fit a target, and copies on the target's device."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from mmspec.protocols import TargetInfo
 from mmspec.types import FINAL
 
 Network = TypeVar("Network", bound=nn.Module)
-Values = dict[str, Any]  # of a config, by name
-_PADDED = 1.01  # some targets have a few more embeddings than others: LLaVA 32000 by its authors, 32064 in transformers
+Values = dict[str, Any]  # values of a config, by name
+_PADDED = 1.01  # allowed ratio of vocabulary sizes, some are padded: LLaVA has 32000 by its authors, 32064 on the hub
 
 
 @dataclass(frozen=True)
 class FileConfig:
-    """A config that is written to a file, and read from it: flat, what its parts say beside its own."""
+    """A config that is stored in a file as a flat dict: the fields of nested dataclasses are beside its own."""
 
     named: ClassVar[str]  # in messages
 
     @classmethod
     def of(cls, values: Values) -> Self:
-        """From what `to_dict` gave, or JSON made of it.
+        """The config from the result of `to_dict`, which may have gone through JSON.
 
         Raises:
-            ValueError: fields that it does not have, or values that cannot be.
+            ValueError: unknown fields, or invalid values.
         """
-        known = cls.usual()
-        unknown = sorted(set(values) - set(known))
+        allowed = cls.usual()
+        unknown = sorted(set(values) - set(allowed))
         if unknown:
-            raise ValueError(f"config.json has unknown fields {', '.join(unknown)}; {cls.named} has {sorted(known)}")
+            raise ValueError(f"config.json has unknown fields {', '.join(unknown)}; {cls.named} has {sorted(allowed)}")
         frozen: Values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         for name, part in cls._parts().items():
             own = {f.name: frozen.pop(f.name) for f in fields(part) if f.name in frozen}
@@ -45,36 +45,36 @@ class FileConfig:
 
     @classmethod
     def _parts(cls) -> Values:
-        """What is a dataclass of its own, as it is usually."""
+        """The nested dataclasses, with their default values."""
         return {f.name: f.default for f in fields(cls) if is_dataclass(f.default)}
 
     @classmethod
     def usual(cls) -> Values:
-        """What it holds as a file has it: by name, with the default of each; MISSING where a file must say it."""
+        """All fields of the flat dict with their defaults; MISSING for a field that a file must have."""
         parts = cls._parts()
         own = {f.name: f.default for f in fields(cls) if f.name not in parts}
         return own | {name: value for part in parts.values() for name, value in vars(part).items()}
 
     def to_dict(self) -> Values:
-        """Itself as a file has it."""
-        held = asdict(self)
-        return {k: v for k, v in held.items() if not isinstance(v, dict)} | {
-            name: value for part in held.values() if isinstance(part, dict) for name, value in part.items()
+        """The flat dict of this config."""
+        nested = asdict(self)
+        return {k: v for k, v in nested.items() if not isinstance(v, dict)} | {
+            name: value for part in nested.values() if isinstance(part, dict) for name, value in part.items()
         }
 
 
 @dataclass(frozen=True)
 class TrainedConfig(FileConfig, Rope):
-    """What every trained drafter is made with; rotary positions are said by what it is besides, a Rope.
+    """The config fields that all trained drafters share; those of the rotary positions are in Rope.
 
     Attributes:
         hidden, intermediate, heads, kv_heads, head_dim, vocab, norm_eps: as in Llama and Qwen3.
-        features: what it reads of the target (see Drafter).
-        target_hidden: width of the target's features, where it is not `hidden`.
-        layers: how many.
-        draft_vocab: rows of the drafter's own head; 0: the target's head is used.
-        target, target_revision: what it was trained for.
-        shape: how it recommends to draft.
+        features: the target's features that it reads (see Drafter).
+        target_hidden: width of the target's features; 0: `hidden`.
+        layers: number of layers.
+        draft_vocab: rows of the drafter's own head; 0: it uses the target's head.
+        target, target_revision: the model that it was trained for.
+        shape: the recommended shape of drafts.
     """
 
     hidden: int
@@ -97,11 +97,7 @@ class TrainedConfig(FileConfig, Rope):
 
 
 def check_fit(c: TrainedConfig, target: TargetInfo) -> None:
-    """Refuse a target that a drafter with this config was not made for.
-
-    Raises:
-        ValueError: the message says what differs.
-    """
+    """Raise a ValueError that lists the differences if a drafter with this config does not fit the target."""
     wanted = {
         "hidden size": (c.target_hidden or c.hidden, target.hidden),
         "embedding width": (c.hidden, target.embedding),
@@ -111,11 +107,11 @@ def check_fit(c: TrainedConfig, target: TargetInfo) -> None:
     if not c.draft_vocab:
         wanted["head width"] = (c.hidden, target.hidden)
     wrong = [f"{name} {mine} (target: {theirs})" for name, (mine, theirs) in wanted.items() if mine != theirs]
-    turning, its = (c.rope, c.grid, 0.0), ("1d", 0, 0.0)
+    mine, theirs = (c.rope, c.grid, 0.0), ("1d", 0, 0.0)
     if target.grid:
-        turning, its = (c.rope, c.grid, c.rope_theta), ("2d", target.grid, target.rope_theta)
-    if turning != its:
-        wrong.append(f"rotary positions {_turns(*turning)} (target: {_turns(*its)})")
+        mine, theirs = (c.rope, c.grid, c.rope_theta), ("2d", target.grid, target.rope_theta)
+    if mine != theirs:
+        wrong.append(f"rotary positions {_turns(*mine)} (target: {_turns(*theirs)})")
     wrong += [f"layer {i} (target: {target.layers} layers)" for i in c.features if i >= target.layers]
     if wrong:
         raise ValueError(
@@ -129,12 +125,12 @@ def _turns(rope: str, grid: int, theta: float = 0.0) -> str:
 
 
 def placed(drafter: Network, target: TargetInfo, options: TreeOptions) -> Network:
-    """A drafter for itself with these options, on the target's device and in its dtype; the given one stays as it is.
+    """A copy of the drafter with these options, on the target's device and in its dtype.
 
-    Where nothing moves, both have the same layers; else those of the new one are copies.
+    If nothing has to move, both share their layers; otherwise the new one has copies.
 
     Raises:
-        ValueError: a draft vocabulary that the target has not, or fewer tokens than a node has branches.
+        ValueError: a draft vocabulary that the target does not have, or fewer tokens than a node has branches.
     """
     fitted: Any = beside(drafter, target)  # a drafter with a head
     fitted.options = options
@@ -142,13 +138,14 @@ def placed(drafter: Network, target: TargetInfo, options: TreeOptions) -> Networ
         fitted.head = TargetHead(None if options.draft_vocab == ALL else DraftVocab.of(options.draft_vocab, target))
         if (ids := fitted.head.ids) is not None and len(ids) < options.branches:
             raise ValueError(
-                f"a tree with {options.branches} branches per node needs a draft_vocab of as many tokens; lower width"
+                f"a tree with {options.branches} branches per node needs at least as many tokens in draft_vocab; lower "
+                "width"
             )
     return fitted  # type: ignore[no-any-return]
 
 
 def beside(drafter: Network, target: TargetInfo) -> Network:
-    """A drafter of the same weights on the target's device and in its dtype; the given one stays as it is."""
+    """A copy of the drafter with the same weights, on the target's device and in its dtype."""
     own = [*drafter.parameters(), *drafter.buffers()]
     stays = all(t.device == target.device and (t.dtype == target.dtype or not t.is_floating_point()) for t in own)
     if stays:
@@ -156,7 +153,7 @@ def beside(drafter: Network, target: TargetInfo) -> Network:
         same.training = False
         return same
     memo: dict[int, object] = {id(head): head} if isinstance(head := getattr(drafter, "head", None), TargetHead) else {}
-    for t in own:  # aliases, whose data can go elsewhere
+    for t in own:  # aliases, which `to` can move without changing the original
         alias = t.detach()
         memo[id(t)] = nn.Parameter(alias, t.requires_grad) if isinstance(t, nn.Parameter) else alias
     return copy.deepcopy(drafter, memo).to(device=target.device, dtype=target.dtype).eval()

@@ -1,4 +1,4 @@
-"""ViSpec: the layer reads each image as a few learned summaries, and one more vector of it joins all text after it."""
+"""ViSpec: reads each image as a few learned summaries, and adds one global image vector to all later text."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ MEDIA = ("merge", "split")
 
 @dataclass(frozen=True)
 class ViSpecConfig(EagleConfig):
-    """As EAGLE's, for the layer of EAGLE-1/2, and:
+    """An EagleConfig with EAGLE-1/2's layer, and:
 
     Attributes:
-        num_q: vectors that the adaptor makes of an image: num_q − 1 summaries and the global one. Published: 2.
-        media: images that touch and the frames of a video are one image ("merge", as published), or each its own
+        num_q: vectors per image of the adaptor: num_q − 1 summaries and the global one. Published: 2.
+        media: treat adjacent images and the frames of a video as one image ("merge", as published), or each separately
             ("split", ours).
-        summaries, global_vector: false leaves one of the two out (an ablation).
+        summaries, global_vector: false turns one of the two off (an ablation).
     """
 
     num_q: int = 2
@@ -44,7 +44,7 @@ class ViSpecConfig(EagleConfig):
 
 
 class Adaptor(nn.Module):
-    """Learned queries look at the embeddings of one image: one attention, without norm, residual or positions."""
+    """Learned queries attend to the embeddings of one image: one attention without norm, residual or positions."""
 
     def __init__(self, config: ViSpecConfig) -> None:
         super().__init__()
@@ -66,10 +66,10 @@ class Adaptor(nn.Module):
 class ViSpecDrafter(EagleDrafter):
     """Vision-aware drafting (Kang et al. 2025, arXiv 2509.15235, §3, and its code).
 
-    Of an image the memory keeps num_q − 1 rows, at the positions of its last ones, and none of the target's features.
-    The global vector g of the last image before a row stands beside the target's feature there, and `img_fc` makes one
-    feature of both: f' = img_fc([h; g]), zero before the first image. What g adds to that, W_g·g + b, is the same for
-    all rows after an image, so it is computed once and carried as their context.
+    The memory has num_q − 1 rows per image, at the positions of its last tokens, and none of its target features.
+    The global vector g of the last image before a row is concatenated with the target's feature there, and `img_fc`
+    merges both: f' = img_fc([h; g]), g = 0 before the first image. The term of g, W_g·g + b, is the same for all rows
+    after an image, so it is computed once and passed as their context.
     """
 
     method = "vispec"
@@ -82,7 +82,7 @@ class ViSpecDrafter(EagleDrafter):
         H = config.hidden
         self.adaptor = Adaptor(config)
         self.img_fc = Linear(2 * H, H)
-        with torch.no_grad():  # at first the feature passes as it is: text is drafted as before the vision part joined
+        with torch.no_grad():  # starts as the identity on the feature, so that text is drafted as without the images
             self.img_fc.weight.copy_(torch.eye(H, 2 * H))
             self.img_fc.bias.zero_()
 
@@ -96,8 +96,8 @@ class ViSpecDrafter(EagleDrafter):
         c, (B, L, H) = self.config, embeds.shape
         spans = runs(visual * valid, merge=c.media == "merge")
         count = c.num_q - 1 if c.summaries else 0
-        made = self.adaptor(*spans_of(self.embed_norm(embeds), spans)) if spans else embeds.new_zeros(0, c.num_q, H)
-        contexts = self._added(made[:, -1])
+        vectors = self.adaptor(*spans_of(self.embed_norm(embeds), spans)) if spans else embeds.new_zeros(0, c.num_q, H)
+        contexts = self._added(vectors[:, -1])
         latest = torch.zeros(B, L + 1, dtype=torch.long, device=embeds.device)  # the context at each row and after all
         for image, (b, _, stop) in enumerate(spans, 1):
             latest[b, stop:] = image
@@ -105,7 +105,7 @@ class ViSpecDrafter(EagleDrafter):
         own = source.clamp(min=0)
         context = contexts[gather_rows(latest, own)]
         _, residual = self.inputs(gather_rows(embeds, own), gather_rows(features, own), context)
-        residual = residual.masked_scatter((real & (source < 0))[..., None], made[:, :count].to(residual))
+        residual = residual.masked_scatter((real & (source < 0))[..., None], vectors[:, :count].to(residual))
         ends = positions[[b for b, *_ in spans], [stop - 1 for *_, stop in spans]]
         ends = ends[:, None] + torch.arange(1 - count, 1, device=ends.device)  # [R, num_q − 1]
         places = spliced(positions, ends.flatten(), index)
@@ -113,6 +113,6 @@ class ViSpecDrafter(EagleDrafter):
         return EncodedPrompt(x, residual, places, real, source, context, onward)
 
     def _added(self, seen: Tensor) -> Tensor:
-        """What img_fc adds to a feature: before the first image, then after each of R, from g [R, H]; [1 + R, H]."""
+        """The term of g [R, H] in img_fc: before the first image, then after each of the R images; [1 + R, H]."""
         seen = seen if self.config.global_vector else torch.zeros_like(seen)
         return linear(F.pad(seen, (0, 0, 1, 0)), self.img_fc.weight[:, self.config.hidden :], self.img_fc.bias)

@@ -1,4 +1,4 @@
-"""The window of a Jacobi drafter: its options, its nodes, and what rows carry to the next round."""
+"""The window of a Jacobi drafter: its options, the layout of its nodes, and the memory of its rows."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ ALONE = (1, 1)  # one branch on one level: no tree
 
 @dataclass(frozen=True)
 class WindowOptions:
-    """How a window of guesses is made and refined.
+    """How the guesses of a window are made and redrawn.
 
     Attributes:
-        window: positions looked at in a round, the pending token's included; 1 drafts nothing.
-        init: where first guesses come from: "uniform" (anywhere), "horizontal" (the token to the left), "vertical" (the
-            one above), "mixture" (either of these), or "neighbours" (either as far as the target has a grid; the left
-            one where every token is fixed beforehand, since the other is no better there).
+        window: positions in a round, including the pending token's; 1 drafts nothing.
+        init: source of first guesses: "uniform" (any token), "horizontal" (the token to the left), "vertical" (the one
+            above), "mixture" (either of these), or "neighbours" ("mixture" if the target has a grid, otherwise
+            "horizontal"; the left token if all noise is fixed beforehand, where the other is no better).
         coupling: how a guess is redrawn from the target's new distribution: "none", "maximal" or "gumbel".
-        proactive: (K, D): the next D − 1 positions get a tree with K branches per node (K, D ≥ 2); (1, 1): none.
+        proactive: (K, D): the next D − 1 positions get a tree with K branches per node (K, D ≥ 2); (1, 1): no tree.
     """
 
     window: int = 16
@@ -49,8 +49,8 @@ class WindowOptions:
             raise ValueError(f"proactive must be (branches, levels), both whole numbers ≥ 2, or None; got {pair!r}")
         if self.window < pair[1]:
             raise ValueError(
-                f"proactive={pair} needs window ≥ {pair[1]}, got window={self.window}; raise the window or ask for "
-                "fewer levels"
+                f"proactive={pair} needs window ≥ {pair[1]}, got window={self.window}; raise the window or use fewer "
+                "levels"
             )
 
 
@@ -59,15 +59,15 @@ USUAL = WindowOptions()
 
 @dataclass
 class WindowMemory:
-    """What rows carry to their next round beside the round itself; C = window − 1 positions are guessed in each."""
+    """The state of rows between rounds; C = window − 1 positions are guessed in each round."""
 
-    decided: Tensor  # [B, G], the tokens decided last, NO_TOKEN where there are fewer; G: width of the grid
-    ends: Tensor  # [B], tokens after the prompt at which the row ends
+    decided: Tensor  # [B, G], the latest decided tokens, NO_TOKEN where there are fewer; G: width of the grid
+    ends: Tensor  # [B], largest number of tokens after the prompt
     init: str
-    q: Tensor | None = None  # [B, C, V], log q of the guesses on the main line; None: none were drawn from it
+    q: Tensor | None = None  # [B, C, V], log q of the guesses on the main path; None: they were not drawn
 
     def append(self, last: Round) -> None:
-        """Take in what a round decided: the accepted tokens, then the drawn one."""
+        """Append the tokens that a round decided: the accepted ones, then the drawn one."""
         token, count = last.acceptance.next_token[:, None], last.acceptance.count[:, None]
         path = torch.cat([last.draft.tokens.gather(1, last.kept)[:, 1:], token], 1).scatter(1, count - 1, token)
         here = count + torch.arange(self.decided.shape[1], device=path.device)
@@ -89,8 +89,8 @@ class WindowLayout:
     """The nodes of all drafts of a session: `levels` levels of a tree with `ranks` branches per node, then a chain."""
 
     tree: Tree  # [1, N]
-    line: Tensor  # [N, C + 1]: below a node, its first descendant on each level; where there is none, the root's
-    entry: Tensor  # [N], a node's place in the list: root, (level, rank) in the tree, the chain below its first leaf
+    line: Tensor  # [N, C + 1]: for each node its first descendant on each level; if it has none, the root's
+    entry: Tensor  # [N], a node's index in the list: root, (level, rank) in the tree, the chain below its first leaf
     ranks: int = 1
     levels: int = 0
 
@@ -98,7 +98,7 @@ class WindowLayout:
 @lru_cache(maxsize=16)
 @lasting()
 def layout(window: int, proactive: tuple[int, int], device: torch.device) -> WindowLayout:
-    """A chain; with proactive = (K, D) its first D − 1 levels have all K branches of every node."""
+    """The layout of a chain; with proactive = (K, D) each node above level D − 1 has K children."""
     nodes = torch.arange(window, device=device)
     if proactive == ALONE:
         return WindowLayout(chain(window, device), nodes.expand(window, window), nodes)

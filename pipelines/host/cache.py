@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, Quantize
 from mmspec.kernels import dispatch
 from mmspec.pipelines.host.forward import now
 from mmspec.pipelines.host.recurrent_state import AcceptedPath, RecurrentLayer, RecurrentLayers
-from mmspec.prefix_store import Held
+from mmspec.prefix_store import LayerTensors
 from mmspec.ragged_cache import Lengths, RaggedBuffer, stacked
 
 _FEATURES = -1  # under which what drafters read is held, beside the layers
@@ -132,7 +132,7 @@ class RaggedCache(Cache):
         self.features = RaggedBuffer(self.reserve) if self.features is None else self.features
         self.features.append(features[:, None], embeds[:, None], self.lengths)
 
-    def held(self, row: int, begin: int, end: int) -> Held:
+    def held(self, row: int, begin: int, end: int) -> LayerTensors:
         """A view of what some slots of a row hold."""
         places = [*enumerate(self.slots), *([] if self.features is None else [(_FEATURES, self.features)])]
         both = ((index, name, getattr(layer, name)) for index, layer in places for name in ("keys", "values"))
@@ -142,7 +142,7 @@ class RaggedCache(Cache):
         """A copy of what the layers with a recurrence hold of a row; None: there are none."""
         return self.recurrent.copied(slice(row, row + 1)) or None
 
-    def resume(self, held: Held, states: RecurrentLayers | None) -> None:
+    def resume(self, held: LayerTensors, states: RecurrentLayers | None) -> None:
         """Begin the only row with what `held` and `states` of another cache gave."""
         for index in {index for index, _ in held}:
             keys, values = held[index, "keys"][None], held[index, "values"][None]

@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from mmspec.compile.capture_cache import CaptureCache, weights
 from mmspec.compile.draft import CapturedDraft
-from mmspec.compile.held import Held, weights
 from mmspec.config import SpecConfig
 from mmspec.drafters import lookup
 from mmspec.drafters.adaptive import Adaptive, variants
@@ -21,13 +21,13 @@ from mmspec.drafters.shape import Shape, Sizes
 from mmspec.pipelines.host import devices
 from mmspec.pipelines.target import captures
 from mmspec.protocols import Compilable, Drafter, Proposer, TargetInfo
-from mmspec.switch import Known, Switch
+from mmspec.switch import RoundCosts, Switch
 
 SWITCHED = True  # whether drafters without weights are turned off where nobody asks for it and they do not pay
 # By model and by the drafter's layer, or its class where it has none: what is known outlives `disable`.
-_KNOWN: WeakKeyDictionary[object, WeakKeyDictionary[object, dict[Hashable, Known]]] = WeakKeyDictionary()
+_COSTS: WeakKeyDictionary[object, WeakKeyDictionary[object, dict[Hashable, RoundCosts]]] = WeakKeyDictionary()
 # What was captured of heads, by their first layer, which all fitted copies share.
-_HEADS: WeakKeyDictionary[object, Held] = weakref.WeakKeyDictionary()
+_HEADS: WeakKeyDictionary[object, CaptureCache] = weakref.WeakKeyDictionary()
 
 
 def proposer(model: object, drafter: Drafter, config: SpecConfig, target: TargetInfo, drafts: bool = True) -> Proposer:
@@ -62,7 +62,7 @@ def proposer(model: object, drafter: Drafter, config: SpecConfig, target: Target
         brief = ready if adaptive else _captured(model, lookup.brief(drafter), compile, target, depths)
         ready = lookup.Lookup(ready, brief)
     auto = config.auto if config.auto is not None else drafts and _costs_no_seed(model, drafter, config)
-    return Switch(ready, _known(model, drafter, config, target)) if auto and drafter.nodes > 1 else ready
+    return Switch(ready, _costs(model, drafter, config, target)) if auto and drafter.nodes > 1 else ready
 
 
 def _costs_no_seed(model: object, drafter: Drafter, config: SpecConfig) -> bool:
@@ -80,7 +80,7 @@ def _captured(model: object, drafter: Drafter, compile: bool, target: TargetInfo
     if not compile:
         return drafter
     if isinstance(drafter, HeadsDrafter):
-        return drafter.captured(_HEADS.setdefault(drafter.enter, Held(type(drafter).__name__)))
+        return drafter.captured(_HEADS.setdefault(drafter.enter, CaptureCache(type(drafter).__name__)))
     if isinstance(drafter, Compilable):
         return drafter.compiled(compile)
     if not (isinstance(drafter, FeatureDrafter | BlockDrafter) and drafter.capturable):
@@ -88,15 +88,15 @@ def _captured(model: object, drafter: Drafter, compile: bool, target: TargetInfo
     assert isinstance(model, nn.Module)
     ours = captures.of(model)
     assert ours is not None
-    held = ours.beside(drafter.block, type(drafter).__name__)
+    held = ours.of_drafter(drafter.block, type(drafter).__name__)
     alive = weakref.ref(model)  # what drafts for a model does not keep it
     return CapturedDraft(drafter, lambda: weights(alive()), target.vocab, held, sorted(depths))
 
 
-def _known(model: object, drafter: Any, config: SpecConfig, target: TargetInfo) -> Known:
+def _costs(model: object, drafter: Any, config: SpecConfig, target: TargetInfo) -> RoundCosts:
     """Of this drafter with these options on this model; of a rule only its name tells how much it keeps."""
     layer = getattr(drafter, "block", None)
     how = repr(drafter) if layer is None else drafter.options  # of a drafter without weights all that it is made of
     key = (target, how, getattr(config.rule, "name", config.rule), config.reproducible, config.compile)
-    ours = _KNOWN.setdefault(model, WeakKeyDictionary()).setdefault(type(drafter) if layer is None else layer, {})
-    return ours.setdefault(key, Known())
+    ours = _COSTS.setdefault(model, WeakKeyDictionary()).setdefault(type(drafter) if layer is None else layer, {})
+    return ours.setdefault(key, RoundCosts())

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mmspec.compile import capture
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable
-from mmspec.compile.held import compare, weights
+from mmspec.compile.capture_cache import compare, weights
 from mmspec.compile.version import PLAIN, version
 from mmspec.functional import LayerAttention, sdpa
 from mmspec.modes import computed_in, lasting
@@ -72,7 +72,7 @@ def _read(target: Any, slots: RaggedCache, run: Callable[..., Any], *args: objec
     shapes = tuple((t.shape, t.dtype, t.device) for t in tensors)
     key = ("prompt", type(target), target.features, str(spec), constants, shapes)
     held, known = target.captured, _OF.setdefault(target.captured, _Shapes())
-    if (captured := held.known(key)) is not None:
+    if (captured := held.existing(key)) is not None:
         return _replayed(target, slots, known.tried[key], captured, tensors)
     known.seen[key] += 1
     known.last, known.row = key, known.row + 1 if key == known.last else 1

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmspec.compile import capture
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable
-from mmspec.compile.held import Held, compare, weights
+from mmspec.compile.capture_cache import CaptureCache, compare, weights
 from mmspec.compile.version import PLAIN, version
 from mmspec.functional import LayerAttention, sdpa
 from mmspec.kernels import reference
@@ -28,7 +28,7 @@ from mmspec.pipelines.target.model import ModelTarget
 from mmspec.pipelines.target.state import State
 
 
-class Forward(Held):
+class Forward(CaptureCache):
     """Captured forwards of one model, by shape."""
 
     def read(self, target: ModelTarget, state: State, tokens: Tensor, places: Tensor, mask: Mask) -> tuple[Tensor, ...]:

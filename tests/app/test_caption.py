@@ -902,7 +902,7 @@ def test_fatal_errors_say_what_to_do(caption, truly, photos: Path, capsys: pytes
         ("--report out.pdf", "give one like report.json or report.html"),
         ("--frames fps:2000", "unknown frame policy"),
         ("--devices ,", "',' names no device"),
-        ("--max-bytes 2X", "'2X' is no size"),
+        ("--max-bytes 2X", "'2X' is not a size"),
         ("--max-memory 0", "'0' is no size"),
         ("--extension .png", "'.png' is the extension of pictures"),
         ("--report photos/a.png", "'photos/a.png' is the name of a picture or video"),

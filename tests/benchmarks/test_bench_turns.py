@@ -27,4 +27,4 @@ def test_later_questions_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_an_option_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["turns", "--enable", "prefix_cache=much"], workshop) == 1
-    assert "is no size, as 512M" in capsys.readouterr().err
+    assert "is not a size; write one like 512M" in capsys.readouterr().err

@@ -21,9 +21,8 @@ from torch import Tensor
 
 import mmspec
 from mmspec import rules
-from mmspec.compile import capture
+from mmspec.compile import capture, capture_cache
 from mmspec.compile import draft as captured
-from mmspec.compile import held as trusted
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.compile.draft import CapturedDraft
 from mmspec.drafters.block_config import BlockConfig
@@ -69,7 +68,7 @@ def flat(model: Model, **options: Any) -> EagleDrafter:
 
 def held(model: Model) -> list[PiecewiseFunction]:
     """All drafts that are captured for a model."""
-    return [captured for one in captures.of(model).drafts.values() for captured in one._held.values()]
+    return [captured for one in captures.of(model).drafts.values() for captured in one._captures.values()]
 
 
 class Beside:
@@ -196,7 +195,7 @@ def proposed_both_ways(
 @pytest.mark.parametrize("name", ["eagle tree", "eagle-3 static", "drawn tree"])
 def test_by_the_compiler_too(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
-    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(capture_cache, "_OF", WeakKeyDictionary())
     monkeypatch.setattr(
         "mmspec.pipelines.target.captured_prompt.MOST", 0
     )  # prompts are captured in test_compiled_prompt

@@ -13,8 +13,7 @@ import torch
 from hostile_drafters import eagle
 
 import mmspec
-from mmspec.compile import capture
-from mmspec.compile import held as trusted
+from mmspec.compile import capture, capture_cache
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.target import captured_prompt, captures
 
@@ -27,7 +26,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts alone are captured, and their pieces run as they are; nothing is known of any model."""
     monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
     monkeypatch.setattr(captures.Forward, "read", lambda self, target, *told: target.read(*told))
-    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(capture_cache, "_OF", WeakKeyDictionary())
     warnings.simplefilter("error", UserWarning)
 
 

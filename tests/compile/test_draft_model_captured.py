@@ -76,7 +76,7 @@ def test_drafts_are_those_of_the_model_itself(
             answers.append((tiny_vlms.generate(model, inputs, **how), [*seen]))
         seen.clear()
     (plain, one), (ours, other) = answers
-    captured = captures.of(draft)._held
+    captured = captures.of(draft)._captures
     assert all(captured.values()) and len(captured) == len({len(draft.tokens) for draft in other})
     assert torch.equal(plain, ours) and len(one) == len(other)
     for a, b in zip(one, other, strict=True):

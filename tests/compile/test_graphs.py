@@ -28,8 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from uncompiled import as_it_is
 
 import mmspec
-from mmspec.compile import capture, graphs
-from mmspec.compile import held as trusted
+from mmspec.compile import capture, capture_cache, graphs
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.target import captures
@@ -46,7 +45,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     warnings.simplefilter("error", UserWarning)
     if request.param == "cuda":
         return "cuda"
-    monkeypatch.setattr(graphs, "wanted", lambda tensors: graphs.wish() == "auto")
+    monkeypatch.setattr(graphs, "wanted", lambda tensors: graphs.setting() == "auto")
     monkeypatch.setattr(graphs, "Recorder", pretend_graphs.Tape)
     monkeypatch.setattr(pretend_graphs.Tape, "made", 0)
     return "cpu"
@@ -340,7 +339,7 @@ def test_the_variable_is_heeded_and_checked(device: str, monkeypatch: pytest.Mon
         for wish, recorded in (("off", False), ("auto", True)):
             monkeypatch.setenv(graphs.VARIABLE, wish)
             assert torch.equal(generate(), wanted)
-            (held,) = captures.of(model)._held.values()
+            (held,) = captures.of(model)._captures.values()
             assert bool(held._graphs) == recorded
         monkeypatch.setenv(graphs.VARIABLE, "on")
         with pytest.raises(ValueError, match="MMSPEC_GRAPHS='on' is not known; choose auto or off"):
@@ -379,8 +378,8 @@ def test_enabled_models_give_what_stock_gives(case: str, device: str) -> None:
         assert torch.equal(generate(calls[0]), wanted[0])
         assert device == "cuda" or pretend_graphs.Tape.made > first > 0
     held = captures.of(model)
-    assert held._held and all(one._graphs for one in held._held.values())
-    assert [len(drafts._held) > 0 for drafts in held.drafts.values()] == [True] * isinstance(drafter, nn.Module)
+    assert held._captures and all(one._graphs for one in held._captures.values())
+    assert [len(drafts._captures) > 0 for drafts in held.drafts.values()] == [True] * isinstance(drafter, nn.Module)
 
 
 def test_pictures_are_those_of_the_seed(device: str) -> None:
@@ -410,7 +409,7 @@ def test_denoising_steps_feed_the_next(device: str) -> None:
     for labels in ([1], [0, 2]):
         want, got = (pipe(labels, generator=tiny_mar.seeded(*labels), compile=c, **settings) for c in (False, True))
         near(got.tokens, want.tokens)
-    held = mar_compiled.of(pipe.transformer.diffloss)._held
+    held = mar_compiled.of(pipe.transformer.diffloss)._captures
     assert held and all(step._graphs for step in held.values())
 
 
@@ -581,7 +580,7 @@ def test_graphs_are_proved_here() -> None:
 
 @GPU
 def test_compiled_by_the_compiler_is_stock_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(capture_cache, "_OF", WeakKeyDictionary())
     monkeypatch.setattr(
         "mmspec.pipelines.target.captured_prompt.MOST", 0
     )  # prompts are captured in test_compiled_prompt
@@ -592,7 +591,7 @@ def test_compiled_by_the_compiler_is_stock_on_a_gpu(monkeypatch: pytest.MonkeyPa
     drafter = DRAFTERS["eagle chain"](model, None).to("cuda")
     with mmspec.enable(model, drafter, compile=True):
         assert all(torch.equal(tiny_vlms.generate(model, inputs), wanted) for _ in range(3))
-    assert all(one._graphs for one in captures.of(model)._held.values())
+    assert all(one._graphs for one in captures.of(model)._captures.values())
 
 
 def test_two_threads_capture_one_after_the_other() -> None:

@@ -17,15 +17,14 @@ from torch import Tensor
 
 import mmspec
 from mmspec.app.compare import Reads
-from mmspec.compile import capture
-from mmspec.compile import held as trusted
+from mmspec.compile import capture, capture_cache
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.shape import Shape
 from mmspec.pipelines.patching import drafting
 from mmspec.pipelines.target import captures
 from mmspec.pipelines.target.llamagen import LlamaGenTarget
 from mmspec.session import Row, Session
-from mmspec.switch import Known
+from mmspec.switch import RoundCosts
 
 ASKED = {"text": {"prompt": ["a small red circle", "a blue square", "the large striped square on the left"]},
          "class": {"class_labels": [3, 8, 1]}}  # fmt: skip
@@ -47,7 +46,7 @@ def draw(pipe: Any, kind: str = "text", rows: int = 3, **settings: Any) -> Tenso
 
 
 def held(model: Any) -> list[Any]:
-    return list(captures.of(model)._held.values())
+    return list(captures.of(model)._captures.values())
 
 
 @pytest.mark.parametrize(
@@ -77,10 +76,10 @@ def test_compiled_draws_what_the_same_method_draws_uncompiled(options: dict[str,
 def restless(monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` leaves a draft out now and then, and drops the drafter late in every third call."""
     turn = itertools.count()
-    monkeypatch.setattr(drafting, "_KNOWN", WeakKeyDictionary())
-    monkeypatch.setattr(Known, "wants_plain", lambda self, batch: next(turn) % 7 in (2, 3, 5))
-    monkeypatch.setattr(Known, "pays", lambda self, batch: next(turn) % 29 != 28)
-    monkeypatch.setattr(Known, "tries", lambda self, batch: True)
+    monkeypatch.setattr(drafting, "_COSTS", WeakKeyDictionary())
+    monkeypatch.setattr(RoundCosts, "wants_plain", lambda self, batch: next(turn) % 7 in (2, 3, 5))
+    monkeypatch.setattr(RoundCosts, "pays", lambda self, batch: next(turn) % 29 != 28)
+    monkeypatch.setattr(RoundCosts, "tries", lambda self, batch: True)
 
 
 @pytest.mark.parametrize(
@@ -140,10 +139,10 @@ def test_what_draws_pictures_beside_text_is_fitted_once(monkeypatch: pytest.Monk
 
 def test_auto_turns_jacobi_off_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = tiny_llamagen.pipeline()
-    monkeypatch.setattr(drafting, "_KNOWN", WeakKeyDictionary())
-    book = Known.book
+    monkeypatch.setattr(drafting, "_COSTS", WeakKeyDictionary())
+    book = RoundCosts.book
     monkeypatch.setattr(
-        Known, "book", lambda self, batch, drafted, seconds, gained: book(self, batch, drafted, 1 + 9 * drafted, gained)
+        RoundCosts, "book", lambda self, batch, drafted, _, gained: book(self, batch, drafted, 1 + 9 * drafted, gained)
     )
     plain = draw(pipe)
     with mmspec.enable(pipe, "jacobi", window=16, reproducible=True, auto=True) as handle:
@@ -179,7 +178,7 @@ def test_a_round_reads_once(quick: None) -> None:
 def test_what_cannot_be_captured_runs_as_it_is(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compilers = {"wrong": lambda piece, examples: lambda *a: [-t for t in piece(*a)], "no compiler": lambda *a: 1 / 0}
     monkeypatch.setattr(capture, "inductor", compilers[what])
-    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(capture_cache, "_OF", WeakKeyDictionary())
     monkeypatch.setattr(
         "mmspec.pipelines.target.captured_prompt.MOST", 0
     )  # prompts are captured in test_compiled_prompt
@@ -223,7 +222,7 @@ def test_text_and_pictures_of_one_shape_are_not_confused(quick: None) -> None:
     with mmspec.enable(model, "jacobi", window=4, compile=True):
         found = [tiny_image_models.draw(model, pictures), tiny_image_models.draw(model, text, max_new_tokens=12)]
     assert all(map(torch.equal, found, wanted))
-    shapes = [key[1:] for key in captures.of(model)._held]
+    shapes = [key[1:] for key in captures.of(model)._captures]
     assert len(set(shapes)) < len(shapes)
 
 

@@ -120,12 +120,12 @@ def test_weights_that_are_written_to_are_read_anew(
     drafter = eagle(model, depth=3, width=1, size=4) if drafts else "plain"
     with mmspec.enable(model, drafter, compile=True):
         found, held = [tiny_vlms.generate(model, inputs)], captures.of(model)
-        functions = [*held._held.values()]
+        functions = [*held._captures.values()]
         with torch.no_grad():
             for weight in (layer.self_attn.k_proj.weight, layer.mlp.up_proj.weight, model.lm_head.weight):
                 write(weight)
         found.append(tiny_vlms.generate(model, inputs))
-        assert functions and [*held._held.values()][: len(functions)] == functions, "nothing is captured anew"
+        assert functions and [*held._captures.values()][: len(functions)] == functions, "nothing is captured anew"
     wanted.append(tiny_vlms.generate(model, inputs))
     assert all(map(torch.equal, found, wanted)) and not torch.equal(*wanted)
 

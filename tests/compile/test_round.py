@@ -32,10 +32,9 @@ from benchmarks.suites import SUITES, roofline
 from benchmarks.suites import round as bench_round
 from mmspec.app import compare
 from mmspec.app.bench import command as bench
-from mmspec.compile import capture
-from mmspec.compile import held as trusted
+from mmspec.compile import capture, capture_cache
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable
-from mmspec.compile.held import Held
+from mmspec.compile.capture_cache import CaptureCache
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.ngram import NgramDrafter
 from mmspec.drafters.plain import Plain
@@ -47,7 +46,7 @@ from mmspec.pipelines.target import captures
 from mmspec.rules import typical
 from mmspec.session import Session
 from mmspec.statistics import Stats
-from mmspec.switch import LOOK, PLAIN, Known, Prices, Switch
+from mmspec.switch import LOOK, PLAIN, Prices, RoundCosts, Switch
 from mmspec.tree import lone
 
 FULL = pytest.mark.full
@@ -110,7 +109,7 @@ def test_what_may_change_from_call_to_call_is_not_captured(function: Any, why: s
 
 
 def test_what_depends_on_the_variant_is_not_captured():
-    with pytest.raises(Uncapturable, match="how much was read before"):
+    with pytest.raises(Uncapturable, match="the length of the cached prefix"):
         PiecewiseFunction(lambda past, x: [x * past], [torch.ones(3)], [], as_it_is, variants=(3, 4))
     captured = PiecewiseFunction(
         lambda past, x: [x * 2, (x * past)[:0]][:1], [torch.ones(3)], [], as_it_is, variants=(3, 4)
@@ -140,8 +139,8 @@ def test_compiled_is_stock(name: str, drafter: str, attn: str, quick: None, kind
         assert torch.equal(tiny_vlms.generate(model, inputs), wanted)
         assert torch.equal(tiny_vlms.generate(model, inputs), wanted)
         held = captures.of(model)
-        assert held._held and all(held._held.values())
-        assert all(drafts._held and all(drafts._held.values()) for drafts in held.drafts.values())
+        assert held._captures and all(held._captures.values())
+        assert all(drafts._captures and all(drafts._captures.values()) for drafts in held.drafts.values())
 
 
 def test_other_weights_are_captured_anew(quick: None):
@@ -165,25 +164,25 @@ def test_a_drafter_in_use_forgets_other_weights(quick: None):
     with mmspec.enable(model, eagle(model, **CHAIN), compile=True):
         tiny_vlms.generate(model, inputs)
         (held,) = captures.of(model).drafts.values()
-        before = list(held._held.values())
+        before = list(held._captures.values())
         try:
             model.lm_head.weight = nn.Parameter(old.detach().clone())
             tiny_vlms.generate(model, inputs)
         finally:
             model.lm_head.weight = old
-    after = list(held._held.values())
+    after = list(held._captures.values())
     assert before and after and not any(one is other for one in after for other in before)
 
 
 def test_other_buffers_and_another_attention_are_captured_anew(quick: None):
-    held, layer = Held("a layer"), nn.BatchNorm1d(2)
+    held, layer = CaptureCache("a layer"), nn.BatchNorm1d(2)
     held.check(layer)
-    held._held["shape"] = None
+    held._captures["shape"] = None
     held.check(layer)
-    assert held._held
+    assert held._captures
     layer.running_mean = torch.ones(2)
     held.check(layer)
-    assert not held._held
+    assert not held._captures
     model, inputs = tiny_vlms.model("llava", "eager"), tiny_vlms.prompt("llava", "text only")
     try:
         with mmspec.enable(model, Plain(), compile=True):
@@ -191,14 +190,14 @@ def test_other_buffers_and_another_attention_are_captured_anew(quick: None):
                 tiny_vlms.generate(model, inputs)
             model.set_attn_implementation("sdpa")
             tiny_vlms.generate(model, inputs)
-            assert any(captures.of(model)._held.values())
+            assert any(captures.of(model)._captures.values())
     finally:
         model.set_attn_implementation("eager")
         tiny_vlms.model("llava").set_attn_implementation("sdpa")
 
 
 def test_a_shape_is_captured_once_by_all_threads():
-    held, made, captured = Held("a layer"), [], SimpleNamespace()
+    held, made, captured = CaptureCache("a layer"), [], SimpleNamespace()
 
     def capture() -> Any:
         made.append(time.sleep(0.1))
@@ -206,7 +205,7 @@ def test_a_shape_is_captured_once_by_all_threads():
 
     def get(key: str, apart: float = 0.0, capture: Any = capture) -> Any:
         def make() -> Any:
-            trusted.compare([torch.ones(2) + apart], [torch.ones(2)], torch.float32)
+            capture_cache.compare([torch.ones(2) + apart], [torch.ones(2)], torch.float32)
             return capture()
 
         return held.get(key, make)
@@ -218,7 +217,7 @@ def test_a_shape_is_captured_once_by_all_threads():
     get(
         "late", capture=lambda: held.check(nn.Linear(2, 2)) or captured
     )  # another thread's call finds other weights meanwhile
-    assert not held._held
+    assert not held._captures
 
 
 def test_only_full_batches_of_captions_are_captured(quick: None):
@@ -226,14 +225,14 @@ def test_only_full_batches_of_captions_are_captured(quick: None):
     model, prompt = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "image first")
 
     def sizes() -> set[int]:
-        return {shape[0][2][0] for shape in captures.of(model)._held}
+        return {shape[0][2][0] for shape in captures.of(model)._captures}
 
     with mmspec.enable(model, "ngram", compile=True):
         flow = ContinuousBatcher(model, None, 2, max_new_tokens=6)
         for number in range(3):
             flow.add(number, prompt)
         while flow.busy:
-            with trusted.settled(flow.free > 0):
+            with capture_cache.settled(flow.free > 0):
                 flow.step()
         assert sizes() == {2}
         model.generate(**prompt, max_new_tokens=6)
@@ -243,7 +242,7 @@ def test_only_full_batches_of_captions_are_captured(quick: None):
 @pytest.mark.parametrize("what", ["eager", "adapters", "wrong", "no compiler"])
 @pytest.mark.every(2)
 def test_what_cannot_be_captured_runs_as_it_is(what: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(capture_cache, "_OF", WeakKeyDictionary())
     monkeypatch.setattr(
         "mmspec.pipelines.target.captured_prompt.MOST", 0
     )  # prompts are captured in test_compiled_prompt
@@ -295,14 +294,14 @@ class World:
     """Calls of one switch on a clock of its own: what plain and drafted rounds cost, and the gains of the latter."""
 
     def __init__(self, plain: float, drafted: float) -> None:
-        self.plain, self.drafted, self.known, self.noise = plain, drafted, Known(), random.Random(3)
+        self.plain, self.drafted, self.costs, self.noise = plain, drafted, RoundCosts(), random.Random(3)
         self.chosen: list[bool] = []  # of each round, whether its draft was tested
 
     def call(self, gains: list[int], rounds: int, rows: int = 1) -> float:
         """Seconds of a call; a probe takes as long as drafting and a plain round."""
         stats, fake = Stats(seconds={"draft": 0.0, "verify": 0.0}), Fake()
         session = SimpleNamespace(rows=[0] * rows, stats=stats, pending=torch.zeros(rows).long())
-        switch = Switch(fake, self.known)
+        switch = Switch(fake, self.costs)
         session.memory = switch.start(session, None, None)
         for _ in range(rounds):
             switch.propose(session, None)
@@ -379,17 +378,17 @@ def test_batch_sizes_are_judged_each_for_itself():
         world.drafted = 4.0
         world.call([3], 40, rows=8)
         world.drafted = 1.8
-    assert [world.known.pays(size) for size in (1, 2, 8)] == [True, None, False]
-    assert world.known.tries(1) and not world.known.tries(16), "the nearest size speaks for one that nobody knows"
+    assert [world.costs.pays(size) for size in (1, 2, 8)] == [True, None, False]
+    assert world.costs.tries(1) and not world.costs.tries(16), "the nearest size speaks for one that nobody knows"
 
 
 def test_a_round_that_a_compiler_held_up_counts_as_two():
-    known = Known()
+    costs = RoundCosts()
     for _ in range(PLAIN):
-        known.book(1, False, 1.0, 1.0)
+        costs.book(1, False, 1.0, 1.0)
     for n in range(LOOK):
-        known.book(1, True, 100.0 if n == 0 else 1.5, 3.0)
-    assert known.pays(1)
+        costs.book(1, True, 100.0 if n == 0 else 1.5, 3.0)
+    assert costs.pays(1)
 
 
 def test_what_was_learned_outlives_a_call_and_what_was_enabled():
@@ -397,17 +396,17 @@ def test_what_was_learned_outlives_a_call_and_what_was_enabled():
     drafter = eagle(model)
     for _ in range(2):
         with mmspec.enable(model, drafter, auto=True) as handle:
-            held.append(handle.proposer.known)
+            held.append(handle.proposer.costs)
             tiny_vlms.generate(model, inputs)
     assert held[0] is held[1] and held[0].seconds > 0
-    assert drafter.block in drafting._KNOWN[model]
-    before = len(drafting._KNOWN[model])
+    assert drafter.block in drafting._COSTS[model]
+    before = len(drafting._COSTS[model])
     del drafter, handle
     gc.collect()
-    assert len(drafting._KNOWN[model]) < before
+    assert len(drafting._COSTS[model]) < before
 
 
-class Told(Known):
+class Told(RoundCosts):
     """Leaves drafts out as it is told to; `off`: after so many rounds for good."""
 
     def __init__(self, plain: tuple[bool, ...], off: int = 10**6) -> None:
@@ -439,14 +438,14 @@ def test_auto_is_stock_whatever_it_chooses(drafter: str, kind: str):
     with mmspec.enable(model, made, auto=True) as handle:
         assert isinstance(handle.proposer, Switch)
         for off in (3, 10**6):
-            handle.proposer.known = Told((False, True, True, False, False, True), off)
+            handle.proposer.costs = Told((False, True, True, False, False, True), off)
             assert torch.equal(tiny_vlms.generate(model, inputs), wanted)
 
 
 def noting(handle: Any, plain: tuple[bool, ...]) -> dict[tuple[int, ...], list[int]]:
     """Makes `auto` leave these out in turn; what is then proposed after which text."""
     proposer, made = handle.proposer, {}
-    proposer.known = Told(plain)
+    proposer.costs = Told(plain)
     propose = proposer.propose
 
     def noted(session: Any, target: Any) -> Any:
@@ -481,11 +480,11 @@ def test_a_drafter_whose_drafts_were_left_out_proposes_what_it_would_have(compil
 def test_what_is_known_not_to_pay_is_not_even_read_for():
     model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "ragged")
     with mmspec.enable(model, eagle(model, **CHAIN), auto=True) as handle:
-        known = handle.proposer.known = Known()
+        costs = handle.proposer.costs = RoundCosts()
         for _ in range(LOOK):
-            known.book(4, True, 2.0, 1.0)
-            known.book(4, False, 1.0, 1.0)
-        known.lost = 10.0
+            costs.book(4, True, 2.0, 1.0)
+            costs.book(4, False, 1.0, 1.0)
+        costs.lost = 10.0
         tiny_vlms.generate(model, inputs)
         assert handle.stats.drafted == 0 and not handle.stats.drafter and handle.stats.rounds > 0
 
@@ -493,9 +492,9 @@ def test_what_is_known_not_to_pay_is_not_even_read_for():
 def test_auto_turns_a_hostile_drafter_off(monkeypatch: pytest.MonkeyPatch):
     """Once it has been looked at; then for the rest of the call, and for the calls after it."""
     model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "image first")
-    book = Known.book
+    book = RoundCosts.book
     monkeypatch.setattr(
-        Known, "book", lambda self, batch, drafted, seconds, gained: book(self, batch, drafted, 1.0 + drafted, gained)
+        RoundCosts, "book", lambda self, batch, drafted, _, gained: book(self, batch, drafted, 1.0 + drafted, gained)
     )
     with mmspec.enable(model, eagle(model, nan=True, depth=4, width=1, size=5), auto=True) as handle:
         for _ in range(3):
@@ -510,7 +509,7 @@ def test_auto_reads_nothing_more(monkeypatch: pytest.MonkeyPatch):
     for options in ({}, {"auto": True}):
         with mmspec.enable(model, eagle(model, depth=4, width=3, size=14), **options) as handle:
             if options:
-                handle.proposer.known = Told((False,))
+                handle.proposer.costs = Told((False,))
             reads.clear()
             tiny_vlms.generate(model, inputs)
             found.append((len(reads), handle.stats.rounds))
@@ -538,30 +537,30 @@ def test_rows_that_come_are_not_booked_as_rounds(off: int, monkeypatch: pytest.M
     monkeypatch.setattr(EagleDrafter, "start", slow)
     monkeypatch.setattr(Session, "count", counted)
     with mmspec.enable(model, eagle(model, depth=3, width=3, size=9), auto=True) as handle:
-        known = handle.proposer.known = Told((False, True), off)
+        costs = handle.proposer.costs = Told((False, True), off)
         flow, found = ContinuousBatcher(model, None, 2, **settings), {}
         while asked or flow.busy:
             while asked and flow.free:
                 flow.add(6 - len(asked), asked.pop(0), 0)
             found.update((end.ticket, end.tokens) for end in flow.step())
     assert [found[n] for n in range(6)] == alone
-    assert {(batch, gained) for batch, _, _, gained in known.booked} <= {*rounds} and len(known.booked) > 4
-    assert {drafted for _, drafted, _, _ in known.booked} == {True, False}
-    assert all(0 < seconds < 1e5 for _, _, seconds, _ in known.booked)
+    assert {(batch, gained) for batch, _, _, gained in costs.booked} <= {*rounds} and len(costs.booked) > 4
+    assert {drafted for _, drafted, _, _ in costs.booked} == {True, False}
+    assert all(0 < seconds < 1e5 for _, _, seconds, _ in costs.booked)
 
 
 def test_only_what_changes_drafting_is_known_apart():
     model, made = tiny_vlms.model("llava"), eagle(tiny_vlms.model("llava"))
 
-    def known(drafter: Any, **options: Any) -> Known:
+    def costs(drafter: Any, **options: Any) -> RoundCosts:
         with mmspec.enable(model, drafter, auto=True, **options) as handle:
-            return handle.proposer.known
+            return handle.proposer.costs
 
-    assert known(made) is known(made, on_unsupported="fallback")
-    relaxed = [known(made, rule=typical(epsilon=0.3, delta=0.1), budget=budget) for budget in (None, 0.5)]
-    assert relaxed[0] is relaxed[1] is not known(made), "how much is kept is another matter"
-    assert known("ngram") is known(NgramDrafter()) is not known(NgramDrafter(orders=(2,)))
-    assert known("ngram") is not known("ngram", depth=3)
+    assert costs(made) is costs(made, on_unsupported="fallback")
+    relaxed = [costs(made, rule=typical(epsilon=0.3, delta=0.1), budget=budget) for budget in (None, 0.5)]
+    assert relaxed[0] is relaxed[1] is not costs(made), "how much is kept is another matter"
+    assert costs("ngram") is costs(NgramDrafter()) is not costs(NgramDrafter(orders=(2,)))
+    assert costs("ngram") is not costs("ngram", depth=3)
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "eagle"])

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import mmspec
-from mmspec.compile import held as trusted
+from mmspec.compile import capture_cache
 from mmspec.compile import version as versions
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.compile.version import version
@@ -183,7 +183,7 @@ def test_why_nothing_is_captured_is_said_once(change: Callable[[Model], Undo], m
         answer(model)
         answer(model)
     undo()
-    assert len(told) == 1 and not any(captures.of(model)._held.values())
+    assert len(told) == 1 and not any(captures.of(model)._captures.values())
 
 
 @pytest.mark.parametrize("change", FOLLOWED, ids=lambda change: change.__name__)
@@ -194,13 +194,13 @@ def test_what_a_forward_reads_is_captured_anew(change: Callable[[Model], Undo], 
         undo = change(model)
         changed = answer(model)
         assert changed == stock(model) != plain
-        assert all(captures.of(model)._held.values())
+        assert all(captures.of(model)._captures.values())
         undo()
         assert answer(model) == plain == stock(model)
 
 
 def test_what_changes_with_every_call_is_captured_no_more(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trusted, "_DROPS", 2)
+    monkeypatch.setattr(capture_cache, "_DROPS", 2)
     made = PiecewiseFunction.made
     with mmspec.enable(model, Plain(), compile=True), pytest.warns(UserWarning, match="changes from call to call"):
         for call in range(4):
@@ -272,8 +272,8 @@ def test_inside_and_outside_of_autocast(first: str, drafter: Any, model: Model) 
             with around(where):
                 assert answer(model) == wanted[where]
         held = captures.of(model)
-    assert held._held and all(held._held.values())
-    assert all(drafts._held and all(drafts._held.values()) for drafts in held.drafts.values())
+    assert held._captures and all(held._captures.values())
+    assert all(drafts._captures and all(drafts._captures.values()) for drafts in held.drafts.values())
 
 
 @pytest.mark.full
@@ -287,7 +287,7 @@ def test_training_mode_and_back(model: Model) -> None:
             warnings.simplefilter("ignore", UserWarning)
             torch.manual_seed(1)
             dropped = answer(model)
-        assert dropped != plain and not any(captures.of(model)._held.values())
+        assert dropped != plain and not any(captures.of(model)._captures.values())
         model.eval()
         assert answer(model) == plain
 

@@ -214,7 +214,7 @@ def test_grow_is_well_formed_whatever_the_drafter_says(kind: str, width: int, de
 
 
 def test_grow_says_when_the_tree_cannot_be_so_large() -> None:
-    with pytest.raises(ValueError, match="only offers"):
+    with pytest.raises(ValueError, match="which give at most"):
         grown("plain", 2, 2, 8)
 
 

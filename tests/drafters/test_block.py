@@ -442,6 +442,6 @@ def test_drawn_drafts_come_from_their_laws(tmp_path, name, tree):
 def test_own_config_is_checked():
     small = {"hidden": H, "intermediate": MLP, "heads": HEADS, "kv_heads": KV, "vocab": V}
     for wrong in ({"block": 1}, {"markov": "deep"}, {"taps": 3, "group": 7}, {"windows": (1, 2, 3)}):
-        with pytest.raises(ValueError, match="a block drafter cannot be so"):
+        with pytest.raises(ValueError, match="this config of a block drafter is not valid"):
             BlockConfig(**small, **wrong)
     assert json.loads(json.dumps(BlockConfig(**small).to_dict()))["block"] == 16

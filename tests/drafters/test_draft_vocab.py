@@ -166,7 +166,7 @@ def test_each_vocabulary_has_a_capture_of_its_own(drafts: list[list[Any]]) -> No
             tiny_vlms.generate(model, inputs, max_new_tokens=6)
         assert drafts and proposed(drafts) <= {*ids}
     assert PiecewiseFunction.made == count + 2
-    read = {id(t) for one in captures.of(model).drafts[made.block]._held.values() for t in one._weights}
+    read = {id(t) for one in captures.of(model).drafts[made.block]._captures.values() for t in one._weights}
     assert id(model.get_output_embeddings().weight) not in read  # a replay reads the rows that were cut, not all
 
 
@@ -241,7 +241,7 @@ def test_the_first_tokens_and_those_that_end_an_answer() -> None:
         ({"draft_vocab": [3, tiny_vlms.VOCAB]}, "asks for the id 128; .* has 128"),
         ({"draft_vocab": [3, 4], **TREE}, "3 branches"),
         ({"draft_vocab": [3, 4], **STATIC}, "4 branches"),
-        ({"draft_vocab": 50, "draws": True, **STATIC}, "draws=True needs all of the target's head"),
+        ({"draft_vocab": 50, "draws": True, **STATIC}, "draws=True needs the target's whole head"),
     ],
 )  # fmt: skip
 def test_senseless_vocabularies_are_refused(options: dict[str, Any], says: str) -> None:

@@ -165,7 +165,7 @@ def test_a_run_goes_on_with_a_head_of_its_own_and_with_nothing_else(tmp_path: Pa
     trained(painter, tmp_path, **own)
     with pytest.raises(ValueError, match="choose another --out"):
         trained(painter, tmp_path, drawing={"top_k": 7}, **own)
-    with pytest.raises(ValueError, match="knows no guidance"):
+    with pytest.raises(ValueError, match="supports no guidance"):
         trained(painted("emu3"), tmp_path, **own)
 
 

@@ -13,7 +13,7 @@ import torch
 import mmspec
 from mmspec.app import cli
 from mmspec.app.untrained import build_for_pictures
-from mmspec.compile import capture
+from mmspec.compile import capture, capture_cache
 from mmspec.drafters.heads import HeadsConfig, HeadsDrafter, View
 from mmspec.pipelines.host.training import Accelerator
 from mmspec.pipelines.image_teacher import ImageTeacher
@@ -72,7 +72,7 @@ def test_captured_heads_propose_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     with mmspec.enable(pipe, drafter=made, reproducible=True):
         wanted = draw(pipe)
     function = capture.PiecewiseFunction
-    monkeypatch.setattr("mmspec.compile.held.PiecewiseFunction", lambda *parts: calls.append(1) or function(*parts))
+    monkeypatch.setattr(capture_cache, "PiecewiseFunction", lambda *parts: calls.append(1) or function(*parts))
     with mmspec.enable(pipe, drafter=made, reproducible=True, compile=True):
         found = draw(pipe)
         with torch.no_grad():
@@ -108,11 +108,11 @@ def test_they_see_what_was_drawn() -> None:
             expected = final[picture, i + 1] if i >= -1 else torch.zeros_like(final[picture, 0])
             torch.testing.assert_close(view.features[row], expected, rtol=1e-4, atol=1e-5)
         assert view.place.tolist() == [(emitted + c) % GRID for c in range(len(view.place))]
-        unread = ~view.known
+        unread = ~view.scored
         assert (view.fed[unread] == NO_TOKEN).all() and not view.features[GRID + 1 :][unread].any()
-        assert emitted == 1 or not view.known[0] or view.fed[0] != answers[picture][emitted - 1], "it was refused"
+        assert emitted == 1 or not view.scored[0] or view.fed[0] != answers[picture][emitted - 1], "it was refused"
     assert {picture for picture, *_ in noted} == {0, 1, 2}
-    assert any(bool(view.known.any()) and not bool(view.own.all()) for *_, view in noted)
+    assert any(bool(view.scored.any()) and not bool(view.own.all()) for *_, view in noted)
 
 
 def test_a_guess_of_the_targets_own_stands() -> None:
@@ -153,7 +153,7 @@ def test_another_grid_is_refused() -> None:
     pipe = pipeline()
     with (
         mmspec.enable(pipe, drafter=heads(grid=6), reproducible=True),
-        pytest.raises(ValueError, match="pictures of 6 tokens in a row; here are 4"),
+        pytest.raises(ValueError, match="pictures of 6 tokens in a row; this target has 4"),
     ):
         draw(pipe)
 

@@ -20,7 +20,7 @@ from mmspec.loop import decode, start
 from mmspec.pipelines.patching.choose import fitted
 from mmspec.protocols import TargetInfo
 from mmspec.session import Row, Session
-from mmspec.switch import Known, Switch
+from mmspec.switch import RoundCosts, Switch
 from mmspec.tree import chain, lone
 from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Round, Scores
 
@@ -206,7 +206,7 @@ def test_hostile_laws_are_kept(kind: str, coupling: str, proactive: Any) -> None
     assert surprise(toy, jacobi(toy, window=4, coupling=coupling, proactive=proactive), 5) < LOSSLESS
 
 
-class Restless(Known):
+class Restless(RoundCosts):
     """Goes by how many guesses stood, whatever pays: by chance a draft is left out, though it was made."""
 
     def __init__(self) -> None:

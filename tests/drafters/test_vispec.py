@@ -149,5 +149,5 @@ def test_settings_without_a_meaning_are_refused(wrong: dict[str, Any], why: str)
 def test_guidance_is_refused() -> None:
     target = transcribed_drafters.Target()
     target.streams = 2  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"'vispec' knows no guidance"):
+    with pytest.raises(ValueError, match=r"'vispec' supports no guidance"):
         lively(ViSpecDrafter).start(None, target, transcribed_drafters.prompt(transcribed_drafters.texts()))

@@ -202,7 +202,7 @@ def test_a_relaxed_rule_keeps_the_grid(name: str, rule: str) -> None:
     """What the processors forbid is never kept; only picture tokens cost anything."""
     model, made = remote.model(name), rule
     if name in remote.EMU and "lantern" in rule:
-        with pytest.raises(ValueError, match="this target brings none"):
+        with pytest.raises(ValueError, match="this target has none"):
             mmspec.enable(model, drafter="jacobi", rule=rule)
         made = lantern(torch.randn(VOCAB, 4, generator=torch.Generator().manual_seed(1)), k=8, lam=3.0)
     costs = {}

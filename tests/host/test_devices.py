@@ -92,7 +92,7 @@ def test_weights_that_accelerate_offloads(drafter: str) -> None:
 
 
 def test_a_rule_carries_its_table_to_a_device_once() -> None:
-    table = rules._Carried(torch.arange(4))
+    table = rules._DeviceTable(torch.arange(4))
     away = table.on(torch.device("meta"))
     assert away.device.type == "meta" and table.on(away.device) is away
     assert table.on(torch.device("cpu")).tolist() == [0, 1, 2, 3]

@@ -327,9 +327,9 @@ def test_sizes(said: Any, size: int) -> None:
 
 @pytest.mark.parametrize("said", ["much", -1, True, "3 XB", 1.5])
 def test_sizes_that_are_none(said: Any) -> None:
-    with pytest.raises(ValueError, match=r"prefix_cache: .* is no size, as 512M"):
+    with pytest.raises(ValueError, match=r"prefix_cache: .* is not a size; write one like 512M"):
         SpecConfig(prefix_cache=said)
-    with pytest.raises(ValueError, match="is no size"):
+    with pytest.raises(ValueError, match="is not a size"):
         size_in_bytes(said)
 
 

@@ -161,7 +161,7 @@ def pieces(device: torch.device) -> str:
             stack.enter_context(patch.object(graphs, "wanted", lambda tensors: True))
             stack.enter_context(patch.object(graphs, "Recorder", pretend_graphs.Tape))
             stack.enter_context(patch.object(capture, "inductor", lambda piece, examples: piece))
-        elif graphs.wish() == "off":
+        elif graphs.setting() == "off":
             return f"{graphs.VARIABLE} is off"
         captured = PiecewiseFunction(layers, [torch.zeros(2, 9, dtype=torch.long, device=device)], layers.parameters())
         if captured._graphs is None:

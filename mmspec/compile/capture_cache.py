@@ -1,0 +1,154 @@
+"""A cache of captured functions of one module, which are valid as long as the module's version does not change."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from mmspec.compile import graphs
+from mmspec.compile.capture import PiecewiseFunction, Uncapturable
+from mmspec.compile.version import Version, version
+from mmspec.modes import ambient
+
+_DROPS = 8  # after so many drops of captures because the module changed, nothing more is captured
+_SETTLED = ContextVar("settled", default=False)
+# Largest deviation from the module's own result, relative to its largest number: room for another summation order only.
+_NEAR = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+class CaptureCache:
+    """Captures by shape and surroundings (autocast, default dtype); None for a function that cannot be captured and
+    runs uncompiled, with a warning. A capture is used after it has reproduced the module's own result.
+
+    Attributes:
+        name: of the module, for warnings.
+        drafts: the caches of drafters that read this module's weights, by their own weights.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.drafts: WeakKeyDictionary[nn.Module, CaptureCache] = WeakKeyDictionary()
+        self._captures: dict[Hashable, PiecewiseFunction | None] = {}
+        self._seen: Version | None = None  # the version that captures are valid for
+        self._graphs = ""  # the value of MMSPEC_GRAPHS for these captures
+        self._drops = 0
+        self._why: str | None = None  # reason why nothing is captured
+        self._warned = ""
+        self._making, self._checking = threading.Lock(), threading.RLock()
+
+    @classmethod
+    def of(cls, module: nn.Module, compile: bool = True) -> Self | None:
+        """The cache of a module, shared by all calls and checked for this one; None without `compile`."""
+        if not compile:
+            return None
+        captures = _OF.setdefault(module, cls(type(module).__name__))
+        assert isinstance(captures, cls)
+        captures.check(module)
+        return captures
+
+    def of_drafter(self, weights: nn.Module, name: str) -> CaptureCache:
+        """The cache of a drafter with these weights, which reads this module's, too."""
+        return self.drafts.setdefault(weights, CaptureCache(name))
+
+    def check(self, module: nn.Module) -> None:
+        """At the start of a call: drop the captures of another version of the module."""
+        setting, now = graphs.setting(), version(module)
+        with self._checking:
+            before, self._why = self._seen, now.why
+            if before is None or (setting, now.weights, now.state) != (self._graphs, before.weights, before.state):
+                same = before is not None and now.weights == before.weights
+                self._drops = self._drops + any(self._captures.values()) if same else 0
+                self.forget()
+            self._graphs, self._seen = setting, now
+            if self._why is None and self._drops >= _DROPS:
+                self._why = "the attributes of its modules change from call to call"
+
+    def forget(self) -> None:
+        """Drop all captures, including those of drafters in use, which share these objects."""
+        self._captures = {}
+        for cache in list(self.drafts.values()):
+            cache.forget()
+
+    def existing(self, key: Hashable) -> PiecewiseFunction | None:
+        """The capture for a key, if there is one."""
+        return self._captures.get((key, ambient())) if self._why is None else None
+
+    def failed(self, key: Hashable) -> bool:
+        """Whether a capture for a key has failed, or would fail."""
+        return self._why is not None or self._captures.get((key, ambient()), ...) is None
+
+    def get(
+        self, key: Hashable, make: Callable[[], PiecewiseFunction], quiet: bool = False
+    ) -> PiecewiseFunction | None:
+        """The capture for a key, built by `make` at the first call; `make` raises if the capture cannot be trusted.
+
+        Args:
+            quiet: no warning if it raises.
+        """
+        if self._why is not None:
+            if self._why != self._warned:  # once, until it changes
+                self._warned = self._why
+                warnings.warn(f"mmspec runs {self.name} uncompiled: {self._why}", stacklevel=2)
+            return None
+        captures, key = self._captures, (key, ambient())  # another thread may replace the dictionary
+        if key not in captures and not _SETTLED.get():
+            with self._making:
+                if key not in captures:
+                    captures[key] = self._build(make, quiet)
+        return captures.get(key)
+
+    def forward(self, module: nn.Module, inputs: Sequence[Tensor]) -> PiecewiseFunction | None:
+        """The forward of a module without attentions, captured for inputs of these shapes."""
+
+        def make() -> PiecewiseFunction:
+            examples = [t.clone() for t in inputs]
+            return PiecewiseFunction(lambda *args: [module(*args)], examples, weights(module))
+
+        return self.get(tuple(t.shape for t in inputs), make)
+
+    def _build(self, make: Callable[[], PiecewiseFunction], quiet: bool) -> PiecewiseFunction | None:
+        try:
+            return make()
+        except Exception as error:  # no compiler, an unknown operation, a branch: the module then runs uncompiled
+            name = "" if isinstance(error, Uncapturable) else f"{type(error).__name__}: "
+            why = name + str(error).strip().partition("\n")[0]
+        if not quiet:
+            warnings.warn(f"mmspec runs {self.name} uncompiled: {why}", stacklevel=2)
+        return None
+
+
+_OF: WeakKeyDictionary[nn.Module, CaptureCache] = WeakKeyDictionary()
+
+
+@contextmanager
+def settled(yes: bool = True) -> Iterator[None]:
+    """Inside the `with` block, nothing new is captured: functions without a capture run uncompiled."""
+    before = _SETTLED.set(yes)
+    try:
+        yield
+    finally:
+        _SETTLED.reset(before)
+
+
+def compare(mine: Sequence[Tensor], stock: Sequence[Tensor], dtype: torch.dtype) -> None:
+    """Check a capture's outputs against the module's own, to the precision of this dtype.
+
+    Raises:
+        Uncapturable: they deviate more.
+    """
+    errors = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(stock, mine, strict=True)]
+    if not all(error <= _NEAR.get(dtype, 1e-4) for error in errors):  # also if one is NaN
+        raise Uncapturable(f"its outputs would be {max(errors):.1e} away from the uncompiled ones")
+
+
+def weights(module: Any) -> list[Tensor]:
+    """All tensors that a captured function may use besides its inputs."""
+    return [*module.parameters(), *module.buffers()]
