@@ -1,4 +1,4 @@
-"""Where training prompts come from: pictures with questions, in a folder, a list, a dataset, or drawn; or texts."""
+"""Sources of training prompts: pictures with questions from a folder, list or dataset, drawn pictures, or texts."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ _PROMPTS = ("Describe this image in detail.", "What is shown in this picture? Pl
 
 
 class UnreadableError(ValueError):
-    """A picture that is not there, or cannot be decoded; the message says which and why."""
+    """A picture that is missing or cannot be decoded; the message says which and why."""
 
 
 class VideoError(ValueError):
-    """Rows with more than one video, or with one where videos are not read; the message says what to do."""
+    """A row with more than one video, or with a video where videos are not read; the message says what to do."""
 
 
 class Clips(Protocol):
-    """Decodes videos; the decoder is the application's, which keeps it in a process of its own."""
+    """Decodes videos; the decoder belongs to the application, which runs it in a separate process."""
 
     @property
     def count(self) -> int:
-        """Frames of a video, at most."""
+        """The largest number of frames of a video."""
 
-    def __call__(self, held: object, folders: Sequence[Path], where: str, /) -> list[Image.Image]:
-        """The frames of what a cell holds, or names below these folders; raises MediaError."""
+    def __call__(self, cell: object, folders: Sequence[Path], where: str, /) -> list[Image.Image]:
+        """The frames of a cell's video, or of the file below these folders that it names; raises MediaError."""
 
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """One prompt, about some images or for one; the target itself writes or draws the answer."""
+    """One prompt with images, or for image generation; the target itself generates the answer."""
 
     load: Callable[[], list[Image.Image]]  # upright RGB; may raise UnreadableError
     prompt: str
-    images: int = 1  # how many `load` gives, of a clip at most
-    clip: bool = False  # they are the frames of a video
+    images: int = 1  # number of images of `load`, of a video the largest
+    clip: bool = False  # the images are the frames of a video
 
 
 def read(source: str, limit: int | None = None, seed: int = 0, clips: Clips | None = None) -> Sequence[TrainingSample]:
@@ -55,19 +55,19 @@ def read(source: str, limit: int | None = None, seed: int = 0, clips: Clips | No
 
     Args:
         source: one of
-            - a folder of images, with its subfolders, but for hidden files;
-            - a `.jsonl` file with `prompt` (or `question`) and `image`, `images` or `video` per line, paths relative to
-              it, of files below its folder; lines without them are text alone;
-            - `hf:owner/name[:split]`, a dataset with the same columns, or with `conversations`, of which the first
-              turn is asked;
-            - `scenes:N`, drawn pictures, and whatever else DRAWN names;
+            - a folder of images, with its subfolders, without hidden files;
+            - a `.jsonl` file with `prompt` (or `question`) and `image`, `images` or `video` per line; paths are
+              relative to its folder and must be inside it; lines without images or video are text only;
+            - `hf:owner/name[:split]`, a dataset with the same columns, or with `conversations`, whose first turn is the
+              prompt;
+            - `scenes:N`, drawn pictures, and the other names of DRAWN;
             - `prompts:FILE`, one per line, without images; `pictures:N`, prompts of the zoo's picture generator.
-        limit: use at most so many.
-        seed: of what is drawn.
-        clips: what decodes videos; None: rows with videos are refused.
+        limit: largest number of samples.
+        seed: of drawn samples.
+        clips: decodes videos; None: rows with videos raise an error.
 
     Raises:
-        ValueError: a source of another form, or one without samples.
+        ValueError: an unknown source, or one without samples.
     """
     kind, _, rest = source.partition(":")
     if kind in DRAWN and rest.isdecimal():
@@ -88,13 +88,13 @@ def read(source: str, limit: int | None = None, seed: int = 0, clips: Clips | No
             f"{':N, '.join(DRAWN)}:N or, without images, prompts:FILE"
         )
     if not samples:
-        needs = "a prompt a line" if kind == "prompts" else f"a folder needs images ({', '.join(sorted(_SUFFIXES))})"
-        raise ValueError(f"{source} holds no samples; {needs}")
+        needs = "one prompt per line" if kind == "prompts" else f"a folder of images: {', '.join(sorted(_SUFFIXES))}"
+        raise ValueError(f"{source} holds no samples; it needs {needs}")
     return samples[:limit]
 
 
 def _shown(read: Callable[[], bytes], name: str) -> Image.Image:
-    """A picture out of bytes, upright in RGB, within the formats and limits of `mmspec.media`."""
+    """A picture from bytes, upright in RGB, within the formats and limits of `mmspec.media`."""
     try:
         return media.decode(read(), name)
     except MediaError as error:
@@ -106,17 +106,17 @@ def _open(*paths: Path) -> Callable[[], list[Image.Image]]:
 
 
 def _open_cells(cells: Sequence[object], folders: list[Path], where: str) -> Callable[[], list[Image.Image]]:
-    """The pictures that a row holds, or names below these folders."""
+    """Loads the pictures of a row's cells, or of the files below these folders that they name."""
     named = [(cell, f"{where} ({cell[:200]})" if isinstance(cell, str) else where) for cell in cells]
     return lambda: [_shown(partial(media.cell, cell, folders, name), name) for cell, name in named]
 
 
-def _open_clip(held: object, folders: list[Path], where: str, clips: Clips) -> Callable[[], list[Image.Image]]:
-    """The frames of the video that a row holds, or names below these folders."""
+def _open_clip(cell: object, folders: list[Path], where: str, clips: Clips) -> Callable[[], list[Image.Image]]:
+    """Loads the frames of a cell's video, or of the file below these folders that it names."""
 
     def frames() -> list[Image.Image]:
         try:
-            return clips(held, folders, where)
+            return clips(cell, folders, where)
         except MediaError as error:
             raise UnreadableError(f"{where}: {error.reason}") from error
 
@@ -139,7 +139,7 @@ def _lines(path: Path, clips: Clips | None) -> Iterator[TrainingSample]:
             images = item.get("images") or ([item["image"]] if "image" in item else [])
             prompt = item.get("prompt") or item["question"]
             if not isinstance(prompt, str) or not isinstance(images, list):
-                raise TypeError("the prompt is a text, and 'images' a list")
+                raise TypeError("the prompt must be a string, and 'images' a list")
         except VideoError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
@@ -155,25 +155,25 @@ def _lines(path: Path, clips: Clips | None) -> Iterator[TrainingSample]:
 
 
 def video_of(row: Mapping[str, object], allowed: bool) -> object:
-    """The video that a row shows: a path or what a column of videos holds; None: it shows none.
+    """The video of a row: a path or the value of a video column; None: it has none.
 
     Raises:
-        VideoError: it shows one, and none is `allowed`; it shows several, or pictures beside it.
+        VideoError: it has one, and none is `allowed`; it has several, or pictures as well.
     """
     videos = {name: row[name] for name in VIDEOS if row.get(name)}
     if not videos:
         return None
-    (name, held), *others = videos.items()
+    (name, value), *others = videos.items()
     if not allowed:
         raise VideoError(
             f"{name!r} holds a video, and only pictures are read here; give its frames as 'images', or leave it out"
         )
-    held = held if isinstance(held, list) else [held]
-    beside = [other for other in ("image", "images") if row.get(other)] + [other for other, _ in others]
-    if len(held) > 1 or beside:
-        what = f"{len(held)} videos" if len(held) > 1 else f"a video beside {beside[0]!r}"
+    values = value if isinstance(value, list) else [value]
+    more = [other for other in ("image", "images") if row.get(other)] + [other for other, _ in others]
+    if len(values) > 1 or more:
+        what = f"{len(values)} videos" if len(values) > 1 else f"a video beside {more[0]!r}"
         raise VideoError(f"a sample shows pictures or one video; this one shows {what}")
-    return held[0]
+    return values[0]
 
 
 def _dataset(name: str, clips: Clips | None) -> list[TrainingSample]:
@@ -187,9 +187,9 @@ def _dataset(name: str, clips: Clips | None) -> list[TrainingSample]:
     pictures = next((k for k in ("images", "image") if k in columns), None)
     videos = next((k for k in VIDEOS if k in columns), None)
     if videos is not None:
-        video_of(dict.fromkeys(columns, True), clips is not None)  # what is wrong with the columns is wrong in each row
-    words = next((k for k in ("prompt", "question", "conversations") if k in columns), None)
-    if pictures is None and videos is None and words is None:
+        video_of(dict.fromkeys(columns, True), clips is not None)  # raises for columns that are wrong in every row
+    questions = next((k for k in ("prompt", "question", "conversations") if k in columns), None)
+    if pictures is None and videos is None and questions is None:
         raise ValueError(
             f"{name} needs 'image', 'images', 'video', 'prompt', 'question' or 'conversations'; it has {columns}"
         )
@@ -210,7 +210,7 @@ def _dataset(name: str, clips: Clips | None) -> list[TrainingSample]:
         return _open_clip(video, folders, where, clips)()
 
     def sample(index: int) -> TrainingSample:
-        prompt = _asked(texts[index]) if texts is not None else ""
+        prompt = _question(texts[index]) if texts is not None else ""
         if videos is not None and clips is not None:
             question = prompt or _PROMPTS[index % len(_PROMPTS)]
             return TrainingSample(partial(frames, index), question, clips.count, clip=True)
@@ -221,17 +221,17 @@ def _dataset(name: str, clips: Clips | None) -> list[TrainingSample]:
             count,
         )
 
-    texts = table.select_columns([words]).with_format("arrow")[:][words].to_pylist() if words else None
-    bare = table.with_format("arrow")  # the library decodes nothing, and opens nothing that a row names
+    texts = table.select_columns([questions]).with_format("arrow")[:][questions].to_pylist() if questions else None
+    bare = table.with_format("arrow")  # so that the library decodes no media, and opens no file that a row names
     return [sample(index) for index in range(len(table))]
 
 
-def _asked(words: object) -> str:
-    """The question of a cell: itself, or the first turn of a conversation (LLaVA's and ShareGPT's form)."""
-    if isinstance(words, list):
-        first = words[0] if words else ""
-        words = (first.get("value") or first.get("content")) if isinstance(first, dict) else first
-    return str(words or "").replace("<image>", "").strip()
+def _question(cell: object) -> str:
+    """The question in a cell: its text, or the first turn of a conversation (in LLaVA's and ShareGPT's format)."""
+    if isinstance(cell, list):
+        first = cell[0] if cell else ""
+        cell = (first.get("value") or first.get("content")) if isinstance(first, dict) else first
+    return str(cell or "").replace("<image>", "").strip()
 
 
 def _scene(index: int, seed: int) -> TrainingSample:
@@ -252,14 +252,14 @@ def _picture(index: int, seed: int) -> TrainingSample:
     return TrainingSample(list, pictures.caption(pictures.draw(rng), rng), 0)
 
 
-# By name: a sample by its index and a seed. `benchmarks/zoo/sources.py` adds those of the embedded models' training.
+# Name → function of an index and a seed. `benchmarks/zoo/sources.py` adds those of the embedded models' training.
 DRAWN: dict[str, Callable[[int, int], TrainingSample]] = {"scenes": _scene, "pictures": _picture}
 
 
 def batches(
     lengths: Sequence[tuple[int, ...]], size: int, seed: int, start: int, process: int = 0, processes: int = 1
 ) -> Iterator[list[int]]:
-    """Endless batches of indices, the same for a step number whether the run was resumed or not.
+    """Endless batches of indices from step `start` on; a step's batch is the same in a resumed run.
 
     A batch holds items of similar length, so that padding is small: every epoch is shuffled, sorted by length within
     stretches of eight batches, and its batches are shuffled.

@@ -31,7 +31,7 @@ from mmspec.train.trace import Lesson, Teaches, Trace
 
 
 def optimizers(network: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """AdamW, with the matrices given to Muon where the recipe says so."""
+    """AdamW, and with the recipe's `muon` Muon for matrices."""
     parameters = [p for p in network.parameters() if p.requires_grad]
     matrices = [p for p in parameters if recipe.muon and p.ndim == 2]
     others = [p for p in parameters if not (recipe.muon and p.ndim == 2)]
@@ -44,34 +44,34 @@ def optimizers(network: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer
 
 
 def bar(wanted: bool) -> dict[str, float]:
-    """tqdm's options for a bar that goes on in a terminal, and is a line every half minute in a log."""
+    """tqdm's options for a bar that is live in a terminal, and one line every half minute in a log."""
     every = 0.1 if sys.stderr.isatty() else 30.0
     return {"disable": not wanted, "mininterval": every, "maxinterval": max(10.0, every)}
 
 
 def _opened(samples: dict[int, TrainingSample], broken: dict[int, str]) -> dict[int, TrainingSample]:
-    """The samples with their pictures in memory; what is wrong with those that cannot be read goes into `broken`."""
+    """The samples with their pictures in memory; errors of those that cannot be read are added to `broken`."""
     found = {}
-    for place, sample in samples.items():
+    for index, sample in samples.items():
         try:
             pictures = sample.load()
         except UnreadableError as error:
-            broken[place] = str(error)
+            broken[index] = str(error)
         else:
-            found[place] = replace(sample, load=partial(list, pictures))
+            found[index] = replace(sample, load=partial(list, pictures))
     return found
 
 
 def most_frequent(seen: Tensor, count: int) -> Tensor:
-    """Ids of so many tokens, ascending, by counts [V].
+    """Ids of the `count` most frequent tokens, ascending, by their counts `seen` [V].
 
-    Ties go to the smaller id, and so do tokens that never occurred (EAGLE-3's code takes the tokens alike).
+    Ties go to the smaller id, also among tokens that never occurred (as in EAGLE-3's code).
     """
     return seen.sort(descending=True, stable=True).indices[:count].sort().values
 
 
 def cut_head(drafter: Any, teacher: Teaches, seen: Tensor) -> None:
-    """Give a drafter with a head of its own the most frequent tokens, by counts [V], with the target's rows."""
+    """Initialise a drafter's own head with the target's rows of the most frequent tokens, by their counts [V]."""
     ids = most_frequent(seen, drafter.config.draft_vocab).to(drafter.head.ids.device)
     drafter.head.ids.copy_(ids)
     weight = drafter.head.weight
@@ -83,22 +83,22 @@ def cut_head(drafter: Any, teacher: Teaches, seen: Tensor) -> None:
 
 
 def narrow(drafter: Any, seen: Tensor, count: int) -> None:
-    """Let a drafter on the target's head learn and propose the most frequent tokens alone, by counts [V]."""
+    """Restrict a drafter with the target's head to the most frequent tokens, by their counts [V]."""
     ids = most_frequent(seen, count)
     drafter.config = replace(drafter.config, proposes=tuple(ids.tolist()))
     drafter.head = TargetHead(DraftVocab(ids))
 
 
 class Distillation:
-    """One run: answers first, then steps; everything needed to go on is in `out`.
+    """One training run: answers first, then steps; everything needed to resume is in `out`.
 
     Args:
-        samples: prompts with pictures (or for them); the first `recipe.held_out` are kept to measure τ.
-        texts: prompts without, for recipes whose stages ask for them.
-        answers: folder of the answers, which runs of the same target, data and way of answering share; default: `out`.
-        about: what the answers depend on besides the prompts and the recipe: the target, the data.
+        samples: prompts with pictures (or for image generation); the first `recipe.held_out` are used to measure τ.
+        texts: prompts without pictures, for recipes whose stages need them.
+        answers: folder of the answers, shared by runs with the same target, data and answer settings; default: `out`.
+        about: identifies the target and the data, on which the answers depend besides the prompts and the recipe.
         accelerator: accelerate's, of this process.
-        room: bytes of traces kept in memory, of all lessons together, so that a sample is not read again.
+        room: bytes for cached traces of all lessons together, so that a sample is not read again.
     """
 
     def __init__(
@@ -112,36 +112,36 @@ class Distillation:
         if len(samples) <= recipe.held_out:
             raise ValueError(
                 f"{len(samples)} samples are too few: this recipe holds {recipe.held_out} out to measure τ, and learns "
-                f"from the others; give more, or hold fewer out, as with --set held_out={max(1, len(samples) // 3)}"
+                f"from the others; give more, or hold fewer out: --set held_out={max(1, len(samples) // 3)}"
             )
         if recipe.texts and not texts:
             raise ValueError(
-                "this recipe begins with text alone; give prompts without pictures (--text), or train without "
+                "this recipe has stages of text only; give prompts without pictures (--text), or train without them "
                 "(--text none)"
             )
         if recipe.vocabulary and (drafter.head.own or not hasattr(drafter.config, "proposes")):
             raise ValueError(
-                f"vocabulary={recipe.vocabulary} is for drafters of EAGLE's layer on the target's head; this "
-                f"{drafter.method!r} has another, so leave it out"
+                f"vocabulary={recipe.vocabulary} is for drafters with EAGLE's layer and the target's head; this "
+                f"{drafter.method!r} drafter is different, so leave it out"
             )
         prompted = [replace(s, prompt=f"{s.prompt} {recipe.suffix}") if recipe.suffix else s for s in samples]
         self.held_out, self.samples, self.texts = prompted[: recipe.held_out], prompted[recipe.held_out :], list(texts)
         self.optimizers = optimizers(drafter, recipe)
         self.network, *prepared = self.accelerator.prepare(drafter, *self.optimizers)
         self.optimizers = prepared
-        self.step, self.seconds = 0, 0.0  # and the processor's time that the steps took
-        self.curve: list[dict[str, float]] = []  # the loss and the held-out τ as they were measured on the way
+        self.step, self.seconds = 0, 0.0  # and the processor time of the steps
+        self.curve: list[dict[str, float]] = []  # measurements of the loss and the held-out τ
         out.mkdir(parents=True, exist_ok=True)
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
     def answers(self, samples: list[TrainingSample], name: str) -> list[list[int]]:
-        """The target's answers to all samples; kept as token ids in a file, so that they are written only once.
+        """The target's answers to all samples; stored as token ids in a file, so that they are generated only once.
 
-        A sample whose pictures cannot be read has none, and a warning says so.
+        A sample whose pictures cannot be read has an empty answer, and there is a warning.
 
         Raises:
-            UnreadableError: none can be read.
+            UnreadableError: no sample can be read.
         """
         process, processes = self.accelerator.process_index, self.accelerator.num_processes
         path = self.written / f"answers-{name}-{self._way(samples)}-{process}of{processes}.jsonl"
@@ -152,28 +152,28 @@ class Distillation:
             try:
                 done.update({int(k): v for k, v in json.loads(line).items()})
             except json.JSONDecodeError:
-                continue  # a torn last line: those answers are written again
+                continue  # an incomplete last line: its answers are generated again
         mine = sorted(range(process, len(samples), processes), key=lambda i: (samples[i].images, samples[i].prompt))
         groups = [mine[at : at + self.recipe.writing] for at in range(0, len(mine), self.recipe.writing)]
         todo = [left for group in groups if (left := [i for i in group if i not in done])]
         broken: dict[int, str] = {}
         with path.open("a") as file:
             if lines and todo:
-                file.write("\n")  # behind a torn line
+                file.write("\n")  # after an incomplete line
             for group in tqdm(todo, desc=f"answers ({name})", unit="batch", **bar(bool(todo))):
                 seed = self.recipe.seed * 100003 + group[0]
                 sampled = name != "held-out" and np.random.default_rng(seed).random() < self.recipe.sampled
                 torch.manual_seed(seed)
                 opened = _opened({i: samples[i] for i in group}, broken)
                 if opened:
-                    warmth = self.recipe.temperature if sampled else 0.0
-                    texts = self.teacher.answers(list(opened.values()), self.recipe.max_new_tokens, warmth)
+                    temperature = self.recipe.temperature if sampled else 0.0
+                    texts = self.teacher.answers(list(opened.values()), self.recipe.max_new_tokens, temperature)
                     new = dict(zip(opened, texts, strict=True))
                     done.update(new)
                     file.write(json.dumps(new) + "\n")
                     file.flush()
         counts = torch.tensor([len(broken), len(mine)], device=self.accelerator.device)
-        unread, count = self.accelerator.reduce(counts, "sum").tolist()  # of all processes: they stop together or go on
+        unread, count = self.accelerator.reduce(counts, "sum").tolist()  # of all processes, so that all stop together
         why = f"{unread} of {count} samples ({name}) cannot be read"
         why += f"; the first: {broken[min(broken)]}" if broken else ""
         if unread and unread == count:
@@ -183,18 +183,18 @@ class Distillation:
         return [done.get(i, []) for i in range(len(samples))]
 
     def _way(self, samples: list[TrainingSample]) -> str:
-        """A short name for all that the answers depend on."""
+        """A hash of everything that the answers depend on."""
         r = self.recipe
         how = [self.about, r.seed, r.temperature, r.sampled, r.max_new_tokens, r.writing, [s.prompt for s in samples]]
         return hashlib.sha256(json.dumps(how).encode()).hexdigest()[:10]
 
     def lesson(self, samples: list[TrainingSample], name: str) -> Lesson:
-        """Samples with answers of the target that are long enough, and as many of their traces as there is room for."""
+        """The samples with long enough answers of the target, and as many of their traces as there is room for."""
         answers = self.answers(samples, name)
         usable = [(s, a) for s, a in zip(samples, answers, strict=True) if len(a) > self.recipe.unroll + 1]
         if not usable:
             raise ValueError(
-                "the target's answers are all too short to learn from; raise max_new_tokens or change the data"
+                "all answers of the target are too short to learn from; raise max_new_tokens or change the data"
             )
         found = Lesson(self.teacher, [s for s, _ in usable], [a for _, a in usable])
         with self.computing():
@@ -205,7 +205,7 @@ class Distillation:
 
     def run(self, save_every: float = 300.0, measure_every: int = 250) -> float:
         """Train to the recipe's end, from the last checkpoint if there is one; returns the held-out τ."""
-        held, shown = self.lesson(self.held_out, "held-out"), self.lesson(self.samples, "train")
+        held_out, shown = self.lesson(self.held_out, "held-out"), self.lesson(self.samples, "train")
         text = self.lesson(self.texts, "text") if self.recipe.texts else None
         if self.drafter.head.own:
             with self.computing():
@@ -216,14 +216,14 @@ class Distillation:
         wanted = self.accelerator.is_main_process
         steps = tqdm(total=self.recipe.steps, initial=self.step, desc="train", **bar(wanted))
         saved = time.monotonic()
-        tau = self.measure(held) if self.step else 1.0
+        tau = self.measure(held_out) if self.step else 1.0
         for trace in self._traces(shown, text):
             began = time.process_time()
             loss, agree = self.update(trace)
             self.seconds += time.process_time() - began
             self.step += 1
             if self.step % measure_every == 0 or self.step == self.recipe.steps:
-                tau = self.measure(held)
+                tau = self.measure(held_out)
                 self.curve.append({"step": self.step, "loss": loss, "held_out_tau": tau})
                 tqdm.write(f"step {self.step}: loss {loss:.3f}, held-out tau {tau:.2f} (chain of {self.recipe.unroll})")
             steps.set_postfix(loss=f"{loss:.3f}", tau=f"{expected_tokens(agree):.2f}", held_out_tau=f"{tau:.2f}")
@@ -237,7 +237,7 @@ class Distillation:
             with self.computing():
                 choice = gate.learn(self.drafter, self.teacher, traces, self.recipe)
             tqdm.write("the gate chooses " + ", ".join(f"{name} {share:.0%}" for name, share in choice.items()))
-            tau = self.measure(held)
+            tau = self.measure(held_out)
         return tau
 
     def _seen(self, answers: list[list[int]]) -> Tensor:
@@ -247,7 +247,7 @@ class Distillation:
         return self.accelerator.reduce(counts.to(self.accelerator.device), "sum")
 
     def _traces(self, shown: Lesson, text: Lesson | None) -> Iterator[Trace]:
-        """What the steps from `self.step` on learn from: batches of one kind, with pictures or, in some stages, not."""
+        """The batches of the steps from `self.step` on, each with pictures or, in some stages, of text only."""
         r, process, processes = self.recipe, self.accelerator.process_index, self.accelerator.num_processes
         lessons = [lesson for lesson in (shown, text) if lesson]
         orders = [batches(lesson.lengths, r.batch, r.seed, self.step, process, processes) for lesson in lessons]
@@ -259,13 +259,13 @@ class Distillation:
             yield trace
 
     def computing(self) -> torch.autocast:
-        """The precision that traces and the losses of steps are computed in."""
+        """Autocast for traces and losses, by the recipe's `bf16`."""
         return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.recipe.bf16)
 
     def update(self, trace: Trace) -> tuple[float, Tensor]:
         """One optimizer step on one batch."""
         recipe, frozen = self.recipe.at(self.step), self.recipe.stage(self.step)[0].frozen
-        torch.manual_seed(self.recipe.seed * 100003 + self.step)  # so that a resumed run draws alike
+        torch.manual_seed(self.recipe.seed * 100003 + self.step)  # so that a resumed run draws the same
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.recipe.rate(self.step)
@@ -288,13 +288,13 @@ class Distillation:
         return loss.item(), agree
 
     @torch.no_grad()
-    def measure(self, held: Lesson) -> float:
+    def measure(self, held_out: Lesson) -> float:
         """Held-out τ (see expected_tokens), over the answers of this process."""
         self.network.eval()
         plain = replace(self.recipe.at(self.step), rollouts=0, noise=0.0)
-        groups = lengths_sorted(held.lengths, self.recipe.batch)
+        groups = lengths_sorted(held_out.lengths, self.recipe.batch)
         with self.computing():
-            agree = [losses(self.drafter, self.network, self.teacher, held.trace(group), plain)[1] for group in groups]
+            agree = [losses(self.drafter, self.network, self.teacher, held_out.trace(g), plain)[1] for g in groups]
         return expected_tokens(torch.cat(agree, 1))
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ class Distillation:
         os.replace(part, self.checkpoint)
 
     def resume(self) -> None:
-        """Go on from the checkpoint in `out`.
+        """Resume from the checkpoint in `out`, if there is one.
 
         Raises:
             ValueError: the checkpoint belongs to another recipe, target or source of data.
@@ -328,8 +328,8 @@ class Distillation:
         if not self.checkpoint.exists():
             return
         state = torch.load(self.checkpoint, map_location=self.accelerator.device, weights_only=True)
-        usual, now = (json.loads(json.dumps(asdict(recipe))) for recipe in (Recipe(), self.recipe))
-        if usual | json.loads(state["recipe"]) != now:  # what it does not know yet had its usual value
+        defaults, now = (json.loads(json.dumps(asdict(recipe))) for recipe in (Recipe(), self.recipe))
+        if defaults | json.loads(state["recipe"]) != now:  # values newer than the checkpoint had their defaults
             raise ValueError(f"{self.checkpoint} was made with another recipe; choose another --out, or delete it")
         if state.get("about", self.about) != self.about:
             raise ValueError(

@@ -1,6 +1,6 @@
-"""The gate of SpecVLM: once its compressors stand, it learns which of them serves which question best.
+"""Training of SpecVLM's gate after its compressors: it learns which of them is best for which question.
 
-With the recipe's `gate_learns="along"` it learns in every step instead (`Gate.draw` in mmspec/drafters/specvlm.py).
+With the recipe's `gate_learns="along"` it is trained in every step instead (`Gate.draw` in mmspec/drafters/specvlm.py).
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from mmspec.train.trace import Teaches, Trace
 
 
 def learns_after(drafter: nn.Module, recipe: Recipe) -> bool:
-    """Whether a drafter has a gate that chooses, and it did not learn along with the rest."""
+    """Whether a drafter has a gate of the kind "select" that was not trained jointly."""
     chooses = isinstance(drafter, SpecVlmDrafter) and drafter.gate is not None and drafter.config.gate == SELECT
     return chooses and recipe.gate_learns == "after"
 
 
 def learn(drafter: SpecVlmDrafter, teacher: Teaches, traces: Iterable[Trace], recipe: Recipe) -> dict[str, float]:
-    """Fit the gate to what every branch costs on some samples, and nothing else.
+    """Train only the gate, on the cost of every branch for some samples.
 
     It minimises Σ_i π_i (L_i + c · n_i / N), where π is the softmax of its logits, L_i the drafter's loss through
     branch i, n_i how many of N visual rows that leaves, and c the recipe's `gate_cost`. Ours: SpecVLM (arXiv
-    2509.11815) has it learn along with the rest, and names neither its draws nor a cost. Here the mean over branches is
-    exact, and every branch has learnt before one is preferred.
+    2509.11815) trains the gate jointly, and specifies neither the sampling of branches nor a cost. Here the mean over
+    branches is exact, and every branch is trained before one is preferred.
 
     Args:
         traces: of one sample each.
 
     Returns:
-        The share of the samples that chooses each branch, most first.
+        The share of the samples that choose each branch, largest first.
     """
     drafter.eval()
     assert drafter.gate is not None
@@ -47,13 +47,13 @@ def learn(drafter: SpecVlmDrafter, teacher: Teaches, traces: Iterable[Trace], re
         fixed = copy.copy(drafter)  # the same weights
         fixed.config = replace(drafter.config, gate=name)
         branches.append(fixed)
-    asked, costs = [], []
+    encoded, costs = [], []
     with torch.no_grad():
         for trace in traces:
             prompt = trace.valid[:, :-1] & ~trace.answered[:, 1:]
-            asked.append(drafter.gate.question_of(trace.features[:, :-1], trace.visual[:, 1:], prompt))
+            encoded.append(drafter.gate.question_of(trace.features[:, :-1], trace.visual[:, 1:], prompt))
             costs.append(torch.stack([_cost(fixed, teacher, trace, plain) for fixed in branches]))
-    questions, table = torch.cat(asked), torch.stack(costs)  # [N, F], [N, branches]
+    questions, table = torch.cat(encoded), torch.stack(costs)  # [N, F], [N, branches]
     optimizer = torch.optim.AdamW(drafter.gate.parameters(), lr=1e-3, weight_decay=0.1)
     for _ in range(recipe.gate_steps):
         loss = (drafter.gate(questions).softmax(-1) * table).sum(-1).mean()
@@ -65,7 +65,7 @@ def learn(drafter: SpecVlmDrafter, teacher: Teaches, traces: Iterable[Trace], re
 
 
 def _cost(fixed: SpecVlmDrafter, teacher: Teaches, trace: Trace, recipe: Recipe) -> Tensor:
-    """The loss on one sample with one branch, and what its rows add to it."""
+    """The cost of one branch for one sample: its loss plus the cost of its visual rows."""
     loss = losses(fixed, fixed, teacher, trace, recipe)[0]
     seen, valid = trace.visual[:, 1:], trace.valid[:, :-1]
     positions = torch.arange(seen.shape[1], device=seen.device)[None]

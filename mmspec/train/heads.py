@@ -1,4 +1,4 @@
-"""Training heads for pictures: on windows that they have drafted themselves, towards what the target says there."""
+"""Training of heads for pictures, on windows that they drafted themselves, towards the target's distributions there."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from mmspec.train.distil import Distillation, bar
 from mmspec.train.trace import Teaches
 from mmspec.types import Draft, Prompt
 
-Note = tuple[int, int, View]  # number of the picture, tokens decided, and what was seen
-PARTS = 3  # of a run: before each, some of the pictures are drawn with the heads as they are by then
-ROUNDS = 32  # of a picture that are learnt from, about
-OWN = 0.15  # weight of positions whose guess the drafter takes from the target, over that of the others
+Note = tuple[int, int, View]  # index of the picture, number of decided tokens, and the heads' view
+PARTS = 3  # of a run: before each, some of the pictures are drawn with the current heads
+ROUNDS = 32  # average number of rounds of a picture that are used for training
+OWN = 0.15  # weight of positions whose guess is the target's own, relative to the others
 
 
 class Draws(Teaches, Protocol):
     def draw(
         self, samples: Sequence[TrainingSample], drafter: WindowRecorder, seeds: Sequence[int]
     ) -> tuple[list[list[int]], float]:
-        """A picture for each sample, by its seed, with this drafter: the tokens, and how many a forward gave."""
+        """A picture for each sample, by its seed, with this drafter: its tokens, and the tokens per forward."""
 
 
 @dataclass
 class WindowRecorder:
-    """Drafts as heads do, in their widest window, and notes what they saw.
+    """Drafts like the heads, in their widest window, and records their views.
 
     Attributes:
-        note: is told the picture's number, how many of its tokens were decided, and the rows of a View.
-        silent: they are untrained, so the guesses are the window's own.
+        note: called with the picture's index, the number of its decided tokens, and one row of the View.
+        silent: the heads are untrained, so their guesses are not used.
     """
 
     heads: HeadsDrafter
@@ -73,51 +73,51 @@ class WindowRecorder:
 
 @dataclass(frozen=True)
 class Rounds:
-    """What heads saw in N rounds, a row each, and what the target says of the tokens that they were to guess."""
+    """The heads' views of N rounds, one row each, and the target's features for the tokens that they had to guess."""
 
     views: View  # [N, …]
     picture: Tensor  # int64 [N]
     emitted: Tensor  # int64 [N]
-    said: Tensor  # [pictures, n, S·H], features in which the target's distribution of each token is
+    features: Tensor  # [pictures, n, S·H], features whose logits are the target's distribution of each token
 
     def save(self, path: Path) -> None:
         part = path.with_suffix(".part")
-        torch.save([*self.views, self.picture, self.emitted, self.said], part)
+        torch.save([*self.views, self.picture, self.emitted, self.features], part)
         os.replace(part, path)
 
     @classmethod
     def load(cls, path: Path) -> Rounds:
-        *views, picture, emitted, said = torch.load(path, weights_only=True)
-        return cls(View(*views), picture, emitted, said)
+        *views, picture, emitted, features = torch.load(path, weights_only=True)
+        return cls(View(*views), picture, emitted, features)
 
     def join(self, other: Rounds) -> Rounds:
-        """These, and those of other pictures."""
+        """These rounds and those of other pictures."""
         views = View(*(torch.cat(pair) for pair in zip(self.views, other.views, strict=True)))
-        picture = torch.cat([self.picture, other.picture + len(self.said)])
-        return Rounds(views, picture, torch.cat([self.emitted, other.emitted]), torch.cat([self.said, other.said]))
+        picture = torch.cat([self.picture, other.picture + len(self.features)])
+        emitted, features = (torch.cat([getattr(r, name) for r in (self, other)]) for name in ("emitted", "features"))
+        return Rounds(views, picture, emitted, features)
 
     def batch(self, rows: Tensor, device: torch.device) -> tuple[View, Tensor, Tensor]:
-        """Some rounds: their views, the target's features [b, C, S·H] at the C positions, and which there are."""
+        """Some rounds: their views, the target's features [b, C, S·H] at the C positions, and which positions exist."""
         view = View(*(t[rows].to(device) for t in self.views))
-        position = self.emitted[rows, None] + torch.arange(view.fed.shape[1])
-        there, position = position < self.said.shape[1], position.clamp(max=self.said.shape[1] - 1)
-        said = self.said[self.picture[rows, None], position]
-        return view._replace(features=view.features.float()), said.to(device).float(), there.to(device)
+        position, n = self.emitted[rows, None] + torch.arange(view.fed.shape[1]), self.features.shape[1]
+        features = self.features[self.picture[rows, None], position.clamp(max=n - 1)]
+        return view._replace(features=view.features.float()), features.to(device).float(), (position < n).to(device)
 
 
 class HeadsTraining(Distillation):
-    """One run of heads; resumed at the last of its parts that was finished. Takes one process.
+    """One training run of heads, in one process; it resumes after the last finished part.
 
     The loss is the total variation between the distributions, since a guess made with the target's own noise is right
-    about as often as they overlap, and a tenth of cross-entropy; most for guesses that are not the target's own.
+    about as often as they overlap, plus a tenth of the cross-entropy; guesses that are not the target's own weigh more.
     """
 
     teacher: Draws
 
     def run(self, save_every: float = 0.0, measure_every: int = 0) -> float:
-        """Train to the recipe's end; returns how many tokens of a held-out picture a forward gives."""
+        """Train to the recipe's end; returns the number of tokens per forward on held-out pictures."""
         self.resume()
-        each, path = -(-self.recipe.steps // PARTS), self.out / "rounds.pt"  # of the parts that are finished
+        each, path = -(-self.recipe.steps // PARTS), self.out / "rounds.pt"  # rounds of the finished parts
         rounds = Rounds.load(path) if self.step else None
         steps = tqdm(total=self.recipe.steps, initial=self.step, desc="train", **bar(True))
         while self.step < self.recipe.steps:
@@ -140,10 +140,10 @@ class HeadsTraining(Distillation):
         return self._drawn(self.held_out, PARTS)[1]
 
     def _drawn(self, samples: Sequence[TrainingSample], part: int) -> tuple[Rounds, float]:
-        """Pictures drawn with the heads as they are, what these saw, and how many tokens a forward gave."""
+        """Draw pictures with the current heads; returns the rounds, and the number of tokens per forward."""
         self.network.eval()
         random = torch.Generator().manual_seed(self.recipe.seed * 100003 + part)
-        kept, said, taus = list[Note](), list[Tensor](), list[float]()
+        kept, features, taus = list[Note](), list[Tensor](), list[float]()
         for first in range(0, len(samples), self.recipe.writing):
             group, seen = samples[first : first + self.recipe.writing], list[Note]()
 
@@ -153,14 +153,14 @@ class HeadsTraining(Distillation):
             seeds = [self.recipe.seed * 100003 + part * len(self.samples) + first + i for i in range(len(group))]
             answers, tau = self.teacher.draw(group, WindowRecorder(self.drafter, note, silent=part == 0), seeds)
             kept += [seen[i] for i in torch.randperm(len(seen), generator=random)[: ROUNDS * len(group)].tolist()]
-            said.append(self.teacher.trace(group, answers).final[:, -len(answers[0]) - 1 : -1].half().cpu())
+            features.append(self.teacher.trace(group, answers).final[:, -len(answers[0]) - 1 : -1].half().cpu())
             taus += [tau] * len(group)
         pictures, emitted, views = zip(*kept, strict=True)
         stacked = View(*map(torch.stack, zip(*views, strict=True)))
-        rounds = Rounds(stacked, torch.tensor(pictures), torch.tensor(emitted), torch.cat(said))
+        rounds = Rounds(stacked, torch.tensor(pictures), torch.tensor(emitted), torch.cat(features))
         return rounds, statistics.fmean(taus)
 
-    def learn(self, view: View, said: Tensor, there: Tensor) -> float:
+    def learn(self, view: View, features: Tensor, exists: Tensor) -> float:
         """One optimizer step on a batch of rounds; returns the loss."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -168,9 +168,9 @@ class HeadsTraining(Distillation):
         self.network.train()
         with self.computing():
             with torch.no_grad():
-                p = self.teacher.head(said).softmax(-1)
+                p = self.teacher.head(features).softmax(-1)
             log_q = self.teacher.head(self.network(*self.drafter.inputs(view, self.teacher.embed))).log_softmax(-1)
-        r, weight = self.recipe, there * torch.where(view.own, OWN, 1.0)
+        r, weight = self.recipe, exists * torch.where(view.own, OWN, 1.0)
         each = r.law_weight * (p - log_q.exp()).abs().sum(-1) / 2 - r.token_weight * (p * log_q).sum(-1)
         loss = (each * weight).sum() / weight.sum()
         self.accelerator.backward(loss)

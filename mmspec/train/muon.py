@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum steps made orthogonal (Jordan et al. 2024), with the rate scaled to the size of AdamW's steps.
+    """Orthogonalised momentum steps (Jordan et al. 2024), with the rate scaled to the size of AdamW's steps.
 
-    `torch.optim.Muon` with its Newton-Schulz iteration in float32 instead of bfloat16, in which a CPU without bfloat16
-    arithmetic is ten times slower. Kernels of convolutions count as matrices of one row per output channel.
+    `torch.optim.Muon` with its Newton-Schulz iteration in float32 instead of bfloat16, which is ten times slower on a
+    CPU without bfloat16 arithmetic. Kernels of convolutions are treated as matrices with one row per output channel.
     """
 
     def __init__(self, weights: list[nn.Parameter], lr: float, weight_decay: float, iterations: int = 5) -> None:
@@ -23,16 +23,16 @@ class Muon(torch.optim.Optimizer):
             for weight in (w for w in group["params"] if w.grad is not None):
                 if weight not in self.state:
                     self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-                held = self.state[weight]["momentum_buffer"]
-                held.lerp_(weight.grad, 1 - group["momentum"])
-                towards = weight.grad.lerp(held, group["momentum"]).flatten(1)
+                momentum = self.state[weight]["momentum_buffer"]
+                momentum.lerp_(weight.grad, 1 - group["momentum"])
+                update = weight.grad.lerp(momentum, group["momentum"]).flatten(1)
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
-                size = group["lr"] * 0.2 * max(towards.shape) ** 0.5
-                weight.sub_(_orthogonal(towards, self.iterations).view_as(weight), alpha=size)
+                size = group["lr"] * 0.2 * max(update.shape) ** 0.5
+                weight.sub_(_orthogonal(update, self.iterations).view_as(weight), alpha=size)
 
 
 def _orthogonal(matrix: Tensor, iterations: int) -> Tensor:
-    """About U Vᵀ of the singular value decomposition, by a quintic Newton-Schulz iteration."""
+    """Approximates U Vᵀ of the singular value decomposition by a quintic Newton-Schulz iteration."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.T if tall else matrix) / matrix.norm().clamp(min=1e-7)
     for _ in range(iterations):

@@ -1,4 +1,4 @@
-"""What a drafter is trained for: the losses of the published recipes, and the share of tokens that it foretells."""
+"""Training losses of drafters, as in the published recipes, and the share of tokens that they predict."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def law_distance(logits: Tensor, p: Tensor) -> Tensor:
 
 
 def list_mle(logits: Tensor, p: Tensor, ranked: int) -> Tensor:
-    """Minus the log-chance [rows] that q puts p's `ranked` likeliest tokens into p's order (ViSpec's code; Xia 2008).
+    """ListMLE [rows]: minus the log-probability that q ranks p's `ranked` top tokens like p (ViSpec's code; Xia 2008).
 
     That is −Σ_i (s_i − log Σ_{m ≥ i} exp s_m) over the logits s of these tokens.
     """
@@ -40,14 +40,14 @@ def list_mle(logits: Tensor, p: Tensor, ranked: int) -> Tensor:
 def losses(
     drafter: Learner, network: nn.Module, teacher: Teaches, trace: Trace, recipe: Recipe
 ) -> tuple[Tensor, Tensor]:
-    """The weighted loss of all unrolled steps and rollouts, and the chance that each step's token is the target's.
+    """The weighted loss of all unrolled steps and rollouts, and the agreement of each step's token with the target's.
 
     Row j pairs the embedding at j + 1 with the features at j and predicts the feature at j + 1, hence token j + 2. A
     row counts for a step if this token and those of the steps before are the target's own.
 
     Returns:
         The loss (a scalar), and agreement [steps, rows] over the rows that count for every step: whether the likeliest
-        tokens are the same (bool), or, if the recipe asks for `overlap`, Σ min(p, q).
+        tokens are the same (bool), or with the recipe's `overlap` Σ min(p, q).
     """
     T = trace.ids.shape[1] - 1
     assert recipe.unroll <= T, "a sequence shorter than the unrolled steps"
@@ -56,7 +56,7 @@ def losses(
         half = recipe.noise * 512 / trace.valid.sum(1)[:, None, None]
         features = features + (torch.rand_like(features) * 2 - 1) * half
 
-    # A rollout reads what was predicted everywhere; without one, only some rows need to be.
+    # A rollout reads the predictions at all rows; without rollouts only some rows are needed.
     rows = None if recipe.rollouts else F.pad(trace.answered[:, 2:], (0, 1))
     rows = rows if rows is None or not recipe.anchors else _anchors(rows, recipe.anchors, network.training)
     more = {}
@@ -78,43 +78,43 @@ def losses(
 
 
 def _anchors(rows: Tensor, count: int, drawn: bool) -> Tensor:
-    """At most `count` of the rows, bool [B, T], of each text: drawn, or else spread by the golden ratio."""
+    """At most `count` of each text's rows, bool [B, T]: drawn at random, or spread by the golden ratio."""
     spread = torch.arange(rows.shape[1], device=rows.device) * 0.618034 % 1
     score = torch.where(rows, torch.rand(rows.shape, device=rows.device) if drawn else spread, -1.0)
     return rows & (score >= score.topk(min(count, rows.shape[1]), -1).values[:, -1:])
 
 
 def _own(features: Tensor, predicted: Tensor) -> Tensor:
-    """What a second pass reads: at row j the prediction of row j − 1, where it makes one; else the target's feature."""
+    """The features of a rollout: at row j the prediction of row j − 1, if there is one; else the target's feature."""
     if features.shape != predicted.shape:
-        raise ValueError("rollouts need a drafter that reads what it predicts, the target's final feature alone")
+        raise ValueError("rollouts need a drafter that reads only the target's final feature, which it predicts")
     before = F.pad(predicted[:, :-1], (0, 0, 1, 0))
     return torch.where((before != 0).any(-1, keepdim=True), before, features)
 
 
 def _compared(
-    drafter: Learner, teacher: Teaches, trace: Trace, outputs: list[Tensor], recipe: Recipe, asked: Tensor | None = None
+    drafter: Learner, teacher: Teaches, trace: Trace, outputs: list[Tensor], recipe: Recipe, only: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Loss and agreement of the predictions of one pass, at the rows that were asked for."""
+    """Loss and agreement of the predictions of one pass, at all rows or `only` some, bool [B, T]."""
     wanted = trace.final[:, 1:]
     token_after = F.pad(trace.answered[:, 2:], (0, 1))
-    counts = [token_after if asked is None else asked]
+    counts = [token_after if only is None else only]
     for i in range(1, len(outputs)):
         counts.append(counts[-1] & F.pad(token_after[:, i:], (0, i)))
-    foretold = torch.stack([rows.roll(step, 1) for step, rows in enumerate(counts)]).any(0)  # wraps none that counts
+    needed = torch.stack([rows.roll(step, 1) for step, rows in enumerate(counts)]).any(0)  # no row that counts wraps
     with torch.no_grad():  # once for all steps: the head of a small target costs as much as a quarter of its layers
-        full = teacher.head(wanted[foretold]).float()
+        full = teacher.head(wanted[needed]).float()
         best, target = full.argmax(-1), drafter.head.to_draft(full)
-        # A draft vocabulary cannot say the target's token everywhere; there it learns nothing (EAGLE-3's code).
-        says = (drafter.head.to_target(target.argmax(-1)) == best).float()
+        # Nothing is learnt where the draft vocabulary does not contain the target's token (EAGLE-3's code).
+        contained = (drafter.head.to_target(target.argmax(-1)) == best).float()
         law, among = target.softmax(-1), drafter.head.to_draft(full.softmax(-1)) if recipe.overlap else None
-    place = foretold.flatten().cumsum(0).view_as(foretold) - 1
+    place = needed.flatten().cumsum(0).view_as(needed) - 1
     total, agree = wanted.new_zeros(()), []
     for step, (predicted, rows) in enumerate(zip(outputs, counts, strict=True)):
         z, at = predicted[rows], place.roll(-step, 1)[rows]
-        p, sayable = law[at], says[at]
-        before = trace.ids[:, 1:].roll(-step, 1)[rows]  # the token before the one that is foretold
-        logits = _foretold(drafter, teacher, z, before)
+        p, weight = law[at], contained[at]
+        before = trace.ids[:, 1:].roll(-step, 1)[rows]  # the token before the predicted one
+        logits = _logits(drafter, teacher, z, before)
         drafted = drafter.head.to_target(logits.argmax(-1))
         each = _weighted(logits, p, recipe)
         if recipe.feature_weight and z.shape[-1] == wanted.shape[-1]:
@@ -122,7 +122,7 @@ def _compared(
             each = each + recipe.feature_weight * F.smooth_l1_loss(z, h, reduction="none").mean(-1)
         if recipe.confidence_weight:
             each = each + recipe.confidence_weight * _doubt(drafter, z, before, p, logits)
-        total = total + recipe.step_decay**step * (each * sayable).sum() / sayable.sum().clamp(min=1)
+        total = total + recipe.step_decay**step * (each * weight).sum() / weight.sum().clamp(min=1)
         same = drafted == best[at]
         if among is not None:
             same = torch.minimum(among[at], logits.detach().softmax(-1)).sum(-1)
@@ -130,23 +130,23 @@ def _compared(
     return total, torch.stack(agree)
 
 
-def _foretold(drafter: Learner, teacher: Teaches, z: Tensor, before: Tensor) -> Tensor:
-    """Logits [rows, V_d]; of a drafter whose rows depend on the token before, behind the target's own."""
-    logits = drafter.logits(z, cast(Target, teacher)).float()  # of which it asks for the head alone
+def _logits(drafter: Learner, teacher: Teaches, z: Tensor, before: Tensor) -> Tensor:
+    """Logits [rows, V_d]; if they depend on the token before, it is the target's own."""
+    logits = drafter.logits(z, cast(Target, teacher)).float()  # uses only the head of the target
     if not (isinstance(drafter, BlockDrafter) and drafter.config.sequential):
         return logits
     return drafter.after(logits[:, None], z[:, None], before[:, None])[0][:, 0]
 
 
 def _doubt(drafter: Learner, z: Tensor, before: Tensor, p: Tensor, logits: Tensor) -> Tensor:
-    """Cross-entropy [rows] of the confidence head with how likely a draft is to stand, Σ min(p, q) (DSpark)."""
-    stands = torch.minimum(p, logits.detach().softmax(-1)).sum(-1).clamp(0, 1)
+    """Cross-entropy [rows] of the confidence head with the acceptance probability, Σ min(p, q) (DSpark)."""
+    chance = torch.minimum(p, logits.detach().softmax(-1)).sum(-1).clamp(0, 1)
     assert isinstance(drafter, BlockDrafter), "it has a confidence head"
-    return F.binary_cross_entropy(drafter.trust(z, before).float(), stands, reduction="none")
+    return F.binary_cross_entropy(drafter.trust(z, before).float(), chance, reduction="none")
 
 
 def _weighted(logits: Tensor, p: Tensor, recipe: Recipe) -> Tensor:
-    """The losses on distributions [rows]."""
+    """The weighted sum of the losses on distributions [rows]."""
     each = logits.new_zeros(len(logits))
     if recipe.token_weight:
         each = each + recipe.token_weight * cross_entropy(logits, p)
@@ -158,5 +158,5 @@ def _weighted(logits: Tensor, p: Tensor, recipe: Recipe) -> Tensor:
 
 
 def expected_tokens(agree: Tensor) -> float:
-    """τ of a greedy or drawn chain as deep as the unroll, bonus included: 1 + Σ_d P(the first d tokens stand)."""
+    """τ of a greedy or drawn chain of `unroll` tokens, bonus included: 1 + Σ_d P(the first d tokens are accepted)."""
     return 1.0 + agree.float().cumprod(0).mean(1).sum().item() if agree.numel() else 1.0

@@ -1,4 +1,4 @@
-"""What a target saw and thought along its own texts, and lessons that remember it."""
+"""Traces: the target's embeddings and hidden states along its own texts, and lessons, which cache them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from mmspec.train.data import TrainingSample, lengths_sorted
 
 @dataclass(frozen=True)
 class Trace:
-    """What the target saw and thought along one batch of sequences; S streams side by side. Texts are padded on the
-    right, prompts of pictures on the left, pictures on the right."""
+    """The target's embeddings and hidden states along one batch of sequences; S streams are concatenated. Texts are
+    padded on the right; for image generation, prompts are padded on the left and pictures on the right."""
 
     ids: Tensor  # [B, T]
     embeds: Tensor  # [B, T, S·H], visual features in their places
-    features: Tensor  # [B, T, S·F], what the drafter reads
-    final: Tensor  # [B, T, S·H], final hidden states, what the target's head reads
+    features: Tensor  # [B, T, S·F], those that the drafter reads
+    final: Tensor  # [B, T, S·H], final hidden states, the input of the target's head
     valid: Tensor  # bool [B, T]
-    answered: Tensor  # bool [B, T], the target's own tokens
+    answered: Tensor  # bool [B, T], tokens that the target generated
     visual: Tensor  # int64 [B, T], k ≥ 1 at the tokens of the row's k-th image or video frame, 0 at all others
-    positions: Tensor  # [B, T, A], the target's own position ids, on A axes; of what draws a count
-    start: int = 0  # the drafter's rotary position of row 0; on a grid, behind P rows of prompt, 1 − P
+    positions: Tensor  # [B, T, A], the target's position ids on A axes; 0, 1, … for image generation
+    start: int = 0  # the drafter's rotary position of row 0; on a grid after P rows of prompt, 1 − P
 
     def rows(self) -> list[Trace]:
-        """Every row by itself, without the padding behind it."""
+        """The trace of each row, without padding at its end."""
         lines = []
         for b, valid in enumerate(self.valid):
             length = int(valid.nonzero()[-1]) + 1
@@ -40,7 +40,7 @@ class Trace:
 
     @classmethod
     def of(cls, rows: Sequence[Trace]) -> Trace:
-        """Rows as one batch, padded on the right."""
+        """One trace of several rows, padded on the right."""
         padded = {name: pad_sequence([getattr(row, name)[0] for row in rows], batch_first=True) for name in _TENSORS}
         return cls(**padded, start=rows[0].start)
 
@@ -67,29 +67,29 @@ class Teaches(Protocol):
 
 @dataclass
 class Lesson:
-    """Samples of one kind with the target's answers; traces read ahead come from memory, others from the teacher."""
+    """Samples of one kind with the target's answers; their traces are cached or computed by the teacher."""
 
     teacher: Teaches
     samples: Sequence[TrainingSample]
     answers: Sequence[list[int]]
-    held: dict[int, Trace] = field(default_factory=dict)  # by the sample's place
+    cache: dict[int, Trace] = field(default_factory=dict)  # by the sample's index
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
-        """By what makes samples long: pictures first, then tokens."""
+        """The length of each sample: number of pictures, then of answer tokens."""
         return [(sample.images, len(answer)) for sample, answer in zip(self.samples, self.answers, strict=True)]
 
     def read(self, batch: int, room: int) -> int:
-        """Trace the samples, a batch at a time, as long as there is room; returns the bytes that are left of it."""
+        """Cache the samples' traces, batch by batch, while there is room; returns the remaining bytes."""
         for group in lengths_sorted(self.lengths, batch):
             if room <= 0:
                 break
-            self.held.update(zip(group, self.trace(group).rows(), strict=True))
-            room -= sum(self.held[i].bytes for i in group)
+            self.cache.update(zip(group, self.trace(group).rows(), strict=True))
+            room -= sum(self.cache[i].bytes for i in group)
         return room
 
-    def trace(self, places: Sequence[int]) -> Trace:
-        """The trace of the samples at some places, as one batch."""
-        if all(i in self.held for i in places):
-            return Trace.of([self.held[i] for i in places])
-        return self.teacher.trace([self.samples[i] for i in places], [self.answers[i] for i in places])
+    def trace(self, indices: Sequence[int]) -> Trace:
+        """The trace of some samples as one batch."""
+        if all(i in self.cache for i in indices):
+            return Trace.of([self.cache[i] for i in indices])
+        return self.teacher.trace([self.samples[i] for i in indices], [self.answers[i] for i in indices])

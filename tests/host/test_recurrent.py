@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import mmspec
-from mmspec.compile import held as trusted
+from mmspec.compile import capture_cache
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.drafters.plain import Plain
 from mmspec.kernels import reference_recurrent as ops
@@ -227,13 +227,13 @@ def test_a_captured_forward_reads_and_leaves_the_same_state(name: str, chained: 
     full = made.generate(model, inputs)
     with mmspec.enable(model, right_at_first(inputs, full, chained), compile=True) as handle:
         assert torch.equal(made.generate(model, inputs), full)
-        held = captures.of(model)._held
+        held = captures.of(model)._captures
     assert handle.stats.tokens_per_target_call > 2 and held and all(held.values())
 
 
 @pytest.mark.full
 def test_by_the_compiler_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trusted, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(capture_cache, "_OF", WeakKeyDictionary())
     monkeypatch.setattr(
         "mmspec.pipelines.target.captured_prompt.MOST", 0
     )  # prompts are captured in test_compiled_prompt
@@ -255,7 +255,7 @@ def test_a_capture_that_would_leave_another_state_is_not_used(capturing: None, m
     full = tiny_vlms.generate(model, inputs, max_new_tokens=6)
     with mmspec.enable(model, Plain(), compile=True), pytest.warns(UserWarning, match="away from the uncompiled"):
         assert torch.equal(tiny_vlms.generate(model, inputs, max_new_tokens=6), full)
-    assert not any(captures.of(model)._held.values())
+    assert not any(captures.of(model)._captures.values())
 
 
 def test_a_state_that_nobody_knows_is_refused_by_name() -> None:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import pytest
 from torch import Tensor
 
-from mmspec.compile import capture, held
+from mmspec.compile import capture, capture_cache
 from mmspec.pipelines.target import captures
 
 
@@ -24,7 +24,7 @@ def pieces(
     """Forwards are captured and their pieces run as the `compiler` leaves them; prompts are not captured, which
     test_compiled_prompt does. With `drafts_alone` the target's forwards are not captured either."""
     monkeypatch.setattr(capture, "inductor", compiler)
-    monkeypatch.setattr(held, "_OF", WeakKeyDictionary())
+    monkeypatch.setattr(capture_cache, "_OF", WeakKeyDictionary())
     monkeypatch.setattr("mmspec.pipelines.target.captured_prompt.MOST", 0)
     if drafts_alone:
         monkeypatch.setattr(captures.Forward, "read", lambda self, target, *told: target.read(*told))

@@ -497,7 +497,7 @@ def test_a_torn_line_is_written_again(questions: Path, tmp_path: Path) -> None:
 def test_what_is_remembered_is_what_was_seen(questions: Path, tmp_path: Path) -> None:
     run = _run(tmp_path, questions, room=2**30)
     lesson = run.lesson(run.samples, "train")
-    assert sorted(lesson.held) == list(range(len(lesson.samples)))
+    assert sorted(lesson.cache) == list(range(len(lesson.samples)))
     places = [0, 1, 2]
     kept = lesson.trace(places)
     fresh = run.teacher.trace([lesson.samples[i] for i in places], [lesson.answers[i] for i in places])
@@ -507,8 +507,8 @@ def test_what_is_remembered_is_what_was_seen(questions: Path, tmp_path: Path) ->
         real = fresh.valid
         torch.testing.assert_close(getattr(kept, name)[real], getattr(fresh, name)[real], rtol=1e-4, atol=1e-4)
     small = _run(tmp_path, questions, room=1)
-    assert 0 < len(small.lesson(run.samples, "train").held) < len(lesson.held)
-    assert not small.lesson(run.held_out, "held-out").held  # there is one room for all lessons
+    assert 0 < len(small.lesson(run.samples, "train").cache) < len(lesson.cache)
+    assert not small.lesson(run.held_out, "held-out").cache  # there is one room for all lessons
 
 
 def test_a_draft_vocabulary_is_the_answers_most_frequent_tokens(questions: Path, tmp_path: Path) -> None:
