@@ -1,1 +1,1 @@
-"""Reading and writing drafters: one key map per published layout, strict both ways, safetensors out."""
+"""Reading and writing drafter checkpoints: one key map per published layout, strict checks, safetensors out."""

@@ -1,4 +1,4 @@
-"""Block drafters in files: DFlash, DSpark and DFlash2, as z-lab, DeepSpec, SpecForge and speculators write them."""
+"""Checkpoint layouts of block drafters (DFlash, DSpark, DFlash2): of z-lab, DeepSpec, SpecForge and speculators."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _NEEDS: Needs = {
     "projector_type": ((None, "dflash"), "Domino's correction head"),
     "attention_mode": ((None, "gqa", "mha"), "another attention than grouped heads"),
     "attention_modes": ((None,), "another attention than grouped heads"),
-    "is_neox_style": ((None, True), "positions that turn neighbouring dimensions"),
-    "shift_label": ((None, False), "rows that foretell one token further"),
+    "is_neox_style": ((None, True), "rotary positions on neighbouring dimensions"),
+    "shift_label": ((None, False), "rows that predict one token further"),
 }
 _CODEBOOK, _W1 = "candidate_selector.predecessor_codebook", "markov_head.markov_w1.weight"
 _KINDS = ("dflash", "dspark", "dflash2")
@@ -27,7 +27,7 @@ _CLASSES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2
 
 
 def _denoiser(q: str = "q_norm", fc: str = "fc", norm: str = "hidden_norm") -> Keys:
-    """A block drafter, in the names of Qwen3; {n} stands for the number of a layer."""
+    """The tensors of a block drafter with Qwen3's names; {n} is the number of a layer."""
     at, head, choice = "layers.{n}", "markov_head", "candidate_selector"
     mixed = [f"{at}.{x}_conv.{y}" for x in ("attention", "mlp") for y in ("base_kernel", "kernel_projection.weight")]
     attention = {key.replace("block", at): theirs for key, theirs in llama.block(at).items()}
@@ -58,7 +58,7 @@ _PARTS = frozenset(
 
 
 def _nested(files: Published) -> Settings:
-    """The settings with those of `dflash_config` laid open."""
+    """The settings with those of `dflash_config` merged into the top level."""
     return {**files.flat, **part(files.flat, "dflash_config")}
 
 
@@ -71,76 +71,76 @@ Causal = Callable[[Json, list[bool]], list[bool]]  # of the settings, and which 
 
 def _read(
     layout: Layout, files: Published, listed: str = "target_layer_ids", ahead: int = 1, extra: int = 0,
-    causal: Causal = lambda said, sliding: sliding,
+    causal: Causal = lambda flat, sliding: sliding,
 ) -> Settings:  # fmt: skip
     """The values of a BlockConfig.
 
     Args:
         listed: name of the list of layers that are read.
-        ahead: of how many layers further the input is meant: the others count the layers whose output is read.
-        extra: by how much more than its window a layer sees.
-        causal: of each layer, or of all, whether a row of the block sees no later ones.
+        ahead: offset of the list: 1 if it counts layers whose output is read, 0 if it counts inputs.
+        extra: added to the windows.
+        causal: for each layer, or for all, whether attention within the block is causal.
 
     Raises:
-        ValueError: a setting that is missing or makes no sense.
+        ValueError: a setting that is missing or invalid.
     """
     if files.flat.get("vocab_size") is None and "t2d" not in files.shapes:
         files = replace(files, flat={**files.flat, "vocab_size": files.target("vocab")})
-    said, values = _nested(files), llama.read(layout, files)
-    H, shapes, features = values["hidden"], files.shapes, said.get(listed)
+    flat, values = _nested(files), llama.read(layout, files)
+    H, shapes, features = values["hidden"], files.shapes, flat.get(listed)
     if not is_list(features, 1):
         raise ValueError(f"{listed} in config.json must list up to {MANY} whole numbers ≥ 0; it is {briefly(features)}")
     wide, layers = shapes[layout.fc][1], _whole(files.flat, "num_hidden_layers")
     if wide % len(features):
-        raise ValueError(f"fc.weight reads {wide} columns, which are no {len(features)} features of one width")
+        raise ValueError(f"fc.weight reads {wide} columns, which are not {len(features)} features of one width")
     own_head = "head.weight" in layout.optional and layout.present(files, "head.weight")
-    made = {
+    settings = {
         **values,
         "layers": layers,
         "features": tuple(i + ahead for i in features),
         "target_hidden": 0 if wide == len(features) * H else wide // len(features),
-        "block": _whole(said, "block_size", 16),
-        "mask_token": _whole(said, "mask_token_id", least=0),
+        "block": _whole(flat, "block_size", 16),
+        "mask_token": _whole(flat, "mask_token_id", least=0),
         "bias": "layers.0.self_attn.q_proj.bias" in shapes,
-        "logit_scale": said.get("output_multiplier") or 1.0,
-        "softcap": said.get("final_logit_softcapping") or NO_CAP,
+        "logit_scale": flat.get("output_multiplier") or 1.0,
+        "softcap": flat.get("final_logit_softcapping") or NO_CAP,
         "draft_vocab": shapes["lm_head.weight"][0] if own_head else 0,
-        **_heads(said, files, H),
-        **_windows(said, layers, extra, causal),
+        **_heads(flat, files, H),
+        **_windows(flat, layers, extra, causal),
         **rotary.read(files.flat, False),
     }
-    kind = said.get("speculators_model_type") or ("dspark" if made["markov_rank"] else "dflash")
-    anchored = said.get("sample_from_anchor")
-    return {**made, "anchored": kind == "dspark" if anchored is None else bool(anchored)}
+    kind = flat.get("speculators_model_type") or ("dspark" if settings["markov_rank"] else "dflash")
+    anchored = flat.get("sample_from_anchor")
+    return {**settings, "anchored": kind == "dspark" if anchored is None else bool(anchored)}
 
 
-def _whole(said: Json, key: str, usual: int | None = None, least: int = 1) -> int:
-    value = said.get(key, usual)
+def _whole(flat: Json, key: str, usual: int | None = None, least: int = 1) -> int:
+    value = flat.get(key, usual)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST:
         raise ValueError(f"config.json must give {key}, a whole number from {least} on; it gives {briefly(value)}")
     return value
 
 
-def _heads(said: Json, files: Published, hidden: int) -> Settings:
-    """Of the heads and the convolution; where a file lacks their tensors config.json says what is missing."""
+def _heads(flat: Json, files: Published, hidden: int) -> Settings:
+    """The settings of the heads and the convolution; if a file lacks their tensors, config.json has the values."""
     shapes = files.shapes
     conf, kernel = shapes.get("confidence_head.proj.weight"), shapes.get("layers.0.attention_conv.base_kernel")
-    rank = shapes[_W1][-1] if _W1 in shapes else said.get("markov_rank") or 0
-    taps = kernel[1] if kernel is not None and len(kernel) == 3 else said.get("conv_kernel_size") or 0
+    rank = shapes[_W1][-1] if _W1 in shapes else flat.get("markov_rank") or 0
+    taps = kernel[1] if kernel is not None and len(kernel) == 3 else flat.get("conv_kernel_size") or 0
     projection = shapes.get("layers.0.attention_conv.kernel_projection.weight", (0,))[0]
-    group = hidden * 2 * taps // projection if projection else said.get("conv_group_size") or 1
+    group = hidden * 2 * taps // projection if projection else flat.get("conv_group_size") or 1
     return {
-        "markov_rank": rank, "markov": said.get("markov_head_type") or "vanilla", "taps": taps, "group": group,
-        "confidence": conf is not None or bool(said.get("enable_confidence_head") and "markov_rank" in said),
-        "confidence_markov": conf[-1] > hidden if conf is not None else bool(said.get("confidence_head_with_markov")),
-        "selector_rank": shapes[_CODEBOOK][-1] if _CODEBOOK in shapes else said.get("selector_rank") or 0,
-        "selector_top": said.get("selector_top_k") or 16,
+        "markov_rank": rank, "markov": flat.get("markov_head_type") or "vanilla", "taps": taps, "group": group,
+        "confidence": conf is not None or bool(flat.get("enable_confidence_head") and "markov_rank" in flat),
+        "confidence_markov": conf[-1] > hidden if conf is not None else bool(flat.get("confidence_head_with_markov")),
+        "selector_rank": shapes[_CODEBOOK][-1] if _CODEBOOK in shapes else flat.get("selector_rank") or 0,
+        "selector_top": flat.get("selector_top_k") or 16,
     }  # fmt: skip
 
 
-def _windows(said: Json, layers: int, extra: int, causal: Causal) -> Settings:
-    """How far each layer sees, and whether rows of a block see those after them."""
-    kinds, window = said.get("layer_types"), said.get("sliding_window")
+def _windows(flat: Json, layers: int, extra: int, causal: Causal) -> Settings:
+    """The window of each layer, and whether its attention within a block is causal."""
+    kinds, window = flat.get("layer_types"), flat.get("sliding_window")
     sliding = [kind == SLIDING for kind in kinds] if isinstance(kinds, list) else [False] * layers
     windows: tuple[int, ...] = (0,)
     if any(sliding):
@@ -150,36 +150,36 @@ def _windows(said: Json, layers: int, extra: int, causal: Causal) -> Settings:
                 f"{briefly(window)}; expected one for each of {layers}, and a window of at least 1"
             )
         windows = tuple((window + extra) * one for one in sliding)
-    rows = causal(said, sliding)
+    rows = causal(flat, sliding)
     return {"windows": windows, "causal": tuple(map(int, rows)) if any(rows) else (0,)}
 
 
-def _as_said(said: Json, sliding: list[bool]) -> list[bool]:
-    """Of HunyuanOCR only where layers have windows."""
-    whole = said.get("is_causal")
+def _is_causal(flat: Json, sliding: list[bool]) -> list[bool]:
+    """`is_causal` of HunyuanOCR, which has an effect only on layers with windows."""
+    whole = flat.get("is_causal")
     return sliding if whole is None or not any(sliding) else [bool(whole)] * len(sliding)
 
 
-def _or_true(said: Json, sliding: list[bool]) -> list[bool]:
-    """Where no layer has a window, only `true` makes them causal."""
-    return _as_said(said, sliding) if any(sliding) else [said.get("is_causal") is True]
+def _or_true(flat: Json, sliding: list[bool]) -> list[bool]:
+    """As `_is_causal`; if no layer has a window, only `is_causal: true` makes them causal."""
+    return _is_causal(flat, sliding) if any(sliding) else [flat.get("is_causal") is True]
 
 
 def _read_speculators(layout: Layout, files: Published) -> Settings:
-    """speculators counts the layers whose input is read; its windows begin at the anchor."""
+    """In speculators, features are counted by the layers' inputs, and windows begin at the anchor."""
 
-    def causal(said: Json, sliding: list[bool]) -> list[bool]:
-        return [one and not said.get("sliding_window_non_causal", False) for one in sliding]
+    def causal(flat: Json, sliding: list[bool]) -> list[bool]:
+        return [one and not flat.get("sliding_window_non_causal", False) for one in sliding]
 
     values = _read(layout, files, "aux_hidden_state_layer_ids", 0, causal=causal)
     return {**values, "from_anchor": any(values["windows"])}
 
 
-# -- and back ----------------------------------------------------------------------------------------------------------
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def _layer(c: BlockConfig) -> Settings:
-    """What a Qwen3-like config.json says of the layers."""
+    """The settings of the layers in a Qwen3-like config.json."""
     windows = _per_layer(c.windows, c.layers)
     return {
         **llama.write(c, "qwen3"), "attention_bias": c.bias, "sliding_window": max(windows) or None,
@@ -188,7 +188,7 @@ def _layer(c: BlockConfig) -> Settings:
 
 
 def _own(c: BlockConfig) -> Settings:
-    """What it says of block drafters alone."""
+    """The settings that only block drafters have."""
     own: Settings = {"mask_token_id": c.mask_token}
     if c.markov_rank:
         own |= {"markov_rank": c.markov_rank, "markov_head_type": c.markov}
@@ -204,8 +204,8 @@ def _own(c: BlockConfig) -> Settings:
     return own
 
 
-def _per_layer(said: tuple[int, ...], layers: int) -> tuple[int, ...]:
-    return said if len(said) == layers else said * layers
+def _per_layer(values: tuple[int, ...], layers: int) -> tuple[int, ...]:
+    return values if len(values) == layers else values * layers
 
 
 def _kind(c: BlockConfig) -> str:
@@ -255,7 +255,7 @@ LAYOUTS = {
     ),
     "muse-glimmer": Layout(
         "Muse-Glimmer's assistant, a DFlash drafter, as transformers has it", has("encoder.fc."),
-        partial(_read, extra=1, causal=lambda said, sliding: [False] * len(sliding)),  # distances as long as the window
+        partial(_read, extra=1, causal=lambda flat, sliding: [False] * len(sliding)),  # distances as long as the window
         _write_muse, _needs, method="block", fc="encoder.fc.weight", keys=_MUSE, dropped=(),
         fixed={
             **_PLAIN,
@@ -269,7 +269,7 @@ LAYOUTS = {
     "hunyuan-dflash": Layout(
         "DFlash, as HunyuanOCR brings it",
         lambda config, keys: "hidden_norm.weight" in keys and any(k.endswith(".query_layernorm.weight") for k in keys),
-        partial(_read, causal=_as_said), _write, _needs, method="block", keys=_denoiser("query_layernorm"),
+        partial(_read, causal=_is_causal), _write, _needs, method="block", keys=_denoiser("query_layernorm"),
         optional=_PARTS, dropped=("embed_tokens.weight", "lm_head.weight"),
         fixed={"rope_first": True, "bare_embeds": False, "from_anchor": False}, one_axis=True,
     ),

@@ -1,4 +1,4 @@
-"""README.md beside a drafter's files, the card that the hub shows."""
+"""The model card of a drafter: the README.md that the hub shows."""
 
 from __future__ import annotations
 

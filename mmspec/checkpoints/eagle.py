@@ -1,4 +1,4 @@
-"""EAGLE-1 and -2 in files: as SafeAILab, NVIDIA's NeMo AutoModel, and FLASH's trainer write them."""
+"""Checkpoint layouts of EAGLE-1 and -2: those of SafeAILab, NVIDIA's NeMo AutoModel, and FLASH's trainer."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mmspec.drafters.eagle import EagleConfig
 from mmspec.types import FINAL
 
 PLAIN: Keys = {"fc.weight": ("fc.weight",), "fc.bias": ("fc.bias",), **llama.block("layers.0")}
-# EAGLE's layer 0 has no input norm, but those of others with the same names may have one.
+# EAGLE's layer 0 has no input norm, but other drafters with the same names may have one.
 NORMED: Keys = {**PLAIN, "input_norm.weight": ("layers.0.input_layernorm.weight",)}
 NEMO: Keys = {**NORMED, "out_norm.weight": ("norm.weight",)}
 BIASES = frozenset({"fc.bias", "block.qkv.bias"})
 NORMS = frozenset({"input_norm.weight", "out_norm.weight"})
 FINAL_ONLY = {"features": (FINAL,), "parallel_norm": False, "norm_residual": False, "embed_norm": False, "rope": "1d"}
 BARE = {**FINAL_ONLY, "out_norm": False, "head_dim": 0}
-_SWITCHES = {  # setting: the tensor whose presence says it, in the layouts that may lack that one
+_SWITCHES = {  # flag: the tensor whose presence sets it, in layouts where that tensor is optional
     "fc_bias": "fc.bias",
     "qkv_bias": "block.qkv.bias",
     "input_norm": "input_norm.weight",
@@ -26,17 +26,17 @@ _SWITCHES = {  # setting: the tensor whose presence says it, in the layouts that
     "norm_before_fc": "fused_norm.weight",
     "parallel": "mask_hidden",
 }
-_LATER: Needs = {  # what came with EAGLE-3 or after it
+_LATER: Needs = {  # settings that EAGLE-3 or later versions added
     "num_hidden_layers": ((None, 1), "more than one decoder layer"),
     "norm_before_fc": ((None, False), "a norm of the target's features before fc"),
     "fc_norm": ((None, False), "a norm of each of the target's features before fc"),
     "norm_output": ((None, False), "output features that are normed before they are fed back"),
 }
-_LATER_KEYS = {  # a part of a key: what it means
+_LATER_KEYS = {  # part of a key: its meaning
     "layers.1.": "more than one decoder layer",
     "fc_norm.": "a norm of each of the target's features before fc",
 }
-_QWEN_KEYS = {  # which block drafters have
+_QWEN_KEYS = {  # keys that block drafters have
     "q_norm.weight": "norms of the queries and keys",
     "o_proj.bias": "a bias of the attention's output projection",
 }
@@ -44,12 +44,12 @@ _LANTERN = ("caption_dim", "input_type")  # in config.json
 
 
 def switches(layout: Layout, files: Published) -> dict[str, bool]:
-    """What the presence of tensors says that the layout may lack."""
+    """The flags that follow from the presence of optional tensors."""
     return {key: layout.present(files, ours) for key, ours in _SWITCHES.items() if ours in layout.optional}
 
 
 def read(layout: Layout, files: Published) -> Settings:
-    """The settings of a layer that continues the target's final feature."""
+    """The settings of a drafter that reads the target's final feature."""
     values = {**switches(layout, files), **llama.read(layout, files), **rotary.read(files.flat, False)}
     wide = files.shapes[layout.fc][1] - values["hidden"]
     return {**values, "target_hidden": 0 if wide == values["hidden"] else max(wide, 0)}
@@ -64,7 +64,7 @@ def write(c: EagleConfig) -> Settings:
 
 
 def nemo(architecture: str, c: EagleConfig) -> Settings:
-    """As NeMo writes it."""
+    """config.json as NeMo writes it."""
     return {
         "architectures": [architecture], **layer(c), "draft_num_hidden_layers": 1,
         "fc_bias": c.fc_bias, "qkv_bias": c.qkv_bias,
@@ -91,7 +91,7 @@ def _needs(layout: Layout, files: Published) -> list[str]:
     if lantern:
         reasons.append(
             f"the network of LANTERN's drafters for LlamaGen ({', '.join(lantern)}): positions by row and column in "
-            "interleaved pairs, and its own embeddings, one and the same before the picture"
+            "interleaved pairs, and its own embeddings, with a single one before the picture"
         )
     return reasons
 
@@ -105,5 +105,5 @@ BY_AUTHORS = Layout(
     "EAGLE-1 and -2, as SafeAILab writes them; the drafters that FLASH trains",
     lambda config, keys: "fc.weight" in keys and has("layers.0.")(config, keys), read, write, _needs, keys=NORMED,
     optional=BIASES | {"input_norm.weight"}, fixed=BARE,
-    usual={"depth": 6, "width": 8, "size": 63},  # the authors' tree, where a file names none
+    usual={"depth": 6, "width": 8, "size": 63},  # the authors' tree, if a file names none
 )  # fmt: skip

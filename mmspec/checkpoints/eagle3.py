@@ -1,4 +1,4 @@
-"""EAGLE-3 in files, P-EAGLE and EAGLE-3.1 among them: as SafeAILab, SpecForge and vLLM's speculators write them."""
+"""Checkpoint layouts of EAGLE-3, P-EAGLE and EAGLE-3.1: those of SafeAILab, SpecForge and vLLM's speculators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmspec.checkpoints.layout import Keys, Layout, Published, has, verified
 from mmspec.checkpoints.values import MANY, is_list, part
 from mmspec.drafters.eagle import EagleConfig
 
-_MOST_FEATURES = 8  # that a drafter with a norm for each reads
+_MOST_FEATURES = 8  # largest number of features, if each has its own norm
 _EAGLE3: Keys = {
     "fc.weight": ("fc.weight",),
     "embed_norm.weight": ("midlayer.input_layernorm.weight",),
@@ -18,7 +18,7 @@ _EAGLE3: Keys = {
     **llama.block("midlayer"),
     "out_norm.weight": ("norm.weight",),
     "head.weight": ("lm_head.weight",),
-    "head.ids": ("d2t",),  # as an offset: target id = row + d2t[row]
+    "head.ids": ("d2t",),  # stored as offsets: target id = row + d2t[row]
     **{f"fc_norm.{i}.weight": (f"fc_norm.{i}.weight",) for i in range(_MOST_FEATURES)},  # EAGLE-3.1
     "fused_norm.weight": ("input_norm.weight",),  # as for gpt-oss
 }
@@ -39,7 +39,7 @@ _LISTED = "eagle_aux_hidden_state_layer_ids"
 def _read(layout: Layout, files: Published) -> Settings:
     flat = files.flat
     values = {**eagle.switches(layout, files), **llama.read(layout, files), **rotary.read(flat, True)}
-    for name in ("fc_norm", "norm_before_fc"):  # a tensor that config.json tells of and the file lacks is missing
+    for name in ("fc_norm", "norm_before_fc"):  # so that a tensor which only config.json mentions counts as missing
         values[name] = values.get(name) or bool(flat.get(name))
     values |= {"layers": llama.layers(flat), "norm_output": bool(flat.get("norm_output"))}
     values["draft_vocab"] = (*files.shapes["lm_head.weight"], 0)[0]
@@ -54,23 +54,23 @@ def _read(layout: Layout, files: Published) -> Settings:
 
 
 def _listed(config: Json) -> tuple[int, ...]:
-    """Layers whose input is read. Published in the wild count in two ways: see sgl-project/sglang#25454."""
+    """The layers whose input is read. Published files count them in two ways, see sgl-project/sglang#25454."""
     listed, nested = config.get(_LISTED), part(config, "eagle_config").get(_LISTED)
-    for said in filter(None, (listed, nested)):
-        if not is_list(said):
+    for value in filter(None, (listed, nested)):
+        if not is_list(value):
             raise ValueError(
-                f"{_LISTED} in config.json must list up to {MANY} whole numbers ≥ 0; it is {briefly(said)}"
+                f"{_LISTED} in config.json must list up to {MANY} whole numbers ≥ 0; it is {briefly(value)}"
             )
     if not listed and nested:
-        listed = [i + 1 for i in nested] if nested[0] == 1 else nested  # 1 first: layers whose output is read
+        listed = [i + 1 for i in nested] if nested[0] == 1 else nested  # a list that begins with 1 counts outputs
     return tuple(listed or ())
 
 
 def _default(layers: int | None) -> tuple[int, ...]:
     if layers is None:
         raise ValueError(
-            "the file does not say which layers of the target it reads, and that depends on how many the target has; "
-            "pass target=, the model or its name or folder (`mmspec convert`: --target)"
+            "the file does not list the layers of the target that it reads, and the default depends on the target's "
+            "number of layers; pass target=, the model or its name or folder (`mmspec convert`: --target)"
         )
     if layers < 4:
         raise ValueError(
@@ -90,7 +90,7 @@ def _needs(layout: Layout, files: Published) -> list[str]:
 
 
 def _later(c: EagleConfig) -> Settings:
-    """What came after EAGLE-3, where a drafter has it."""
+    """The flags that were added after EAGLE-3, if they are set."""
     names = ("fc_norm", "norm_before_fc", "norm_output")
     return {name: True for name in names if getattr(c, name)}
 

@@ -1,4 +1,4 @@
-"""What a published layout of drafters is: how its files show it, what their tensors are called, what they say."""
+"""The description of a checkpoint layout: how to recognise it, its tensor names, how to read and write its config."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from mmspec.checkpoints.files import Json, Settings
 from mmspec.drafters.trained import TrainedConfig
 
 Keys = Mapping[str, tuple[str, ...]]  # our tensor: theirs, stacked along the first axis in this order
-Seen = Callable[[Json, Collection[str]], bool]  # of config.json and the tensors' names
+Seen = Callable[[Json, Collection[str]], bool]  # recognises a layout by config.json and the tensors' names
 _IN_FILES = {"head.weight": "lm_head.weight", "head.ids": "draft_ids"}  # our tensors: their names in our own files
 
 
 @dataclass(frozen=True)
 class Published:
-    """What a drafter's files hold.
+    """The content of a drafter's files.
 
     Attributes:
-        config: config.json as it is.
-        flat: the same, with the objects that hold a layer's settings laid open.
+        config: the content of config.json.
+        flat: the same, with the nested settings of a layer merged into the top level.
         shapes: of the tensors.
-        target: gives the number of decoder "layers" of the target, or of tokens in its "vocab"; None where nobody
-            knows. Asked only if needed.
+        target: returns the target's number of decoder "layers", or of tokens in its "vocab"; None if unknown. Called
+            only if needed.
     """
 
     config: Json
@@ -34,24 +34,24 @@ class Published:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way of writing a drafter down.
+    """One file format of drafters.
 
     Attributes:
-        about: one line for people.
+        about: a description in one line.
         seen: whether config.json and the tensors' names are of this layout.
-        read: the settings that its files give, but for `fixed` and `usual`; with Published whose tensors are all there.
-        write: its config.json, of a drafter's config.
-        needs: every reason for which our network cannot be that of such files.
-        method: of the drafters that it holds; "": of any.
+        read: the settings from its files, except `fixed` and `usual`; called after all tensors were found.
+        write: its config.json, from a drafter's config.
+        needs: all features of such files that mmspec's network does not support.
+        method: of its drafters; "": any.
         layer: prefix of the decoder layer's tensors.
-        fc: what reads the target's features.
-        keys: our tensor: theirs. What is not listed has our own name in files.
+        fc: the weight that reads the target's features.
+        keys: our tensor: theirs. Tensors that are not listed have our name in files.
         optional: our tensors that a file may lack.
-        dropped: their tensors that are passed over: copies of the target's, or derived from others.
-        fixed: settings that the layout can be written with no other value of.
-        usual: settings that no file tells, as the authors' code has them.
-        own_head: whether it brings an output head; None: either.
-        one_axis: positions are counted in one dimension, even where config.json asks for M-RoPE.
+        dropped: their tensors that are ignored: copies of the target's, or derived from others.
+        fixed: settings that have only this value in the layout.
+        usual: settings that files do not contain, with the defaults of the authors' code.
+        own_head: whether drafters have their own output head; None: either.
+        one_axis: positions have one dimension, even if config.json asks for M-RoPE.
     """
 
     about: str
@@ -71,7 +71,7 @@ class Layout:
     one_axis: bool = False
 
     def over(self, layers: int) -> Layout:
-        """The same for a drafter of so many layers: {n} in a name is the number of each, {m} of each but the first."""
+        """The layout for this many layers: {n} in a name becomes the number of each, {m} of each but the first."""
 
         def numbered(name: str) -> list[tuple[str, str]]:
             mark = next((mark for mark in ("{n}", "{m}") if mark in name), "")
@@ -97,12 +97,12 @@ class Layout:
 
 
 def has(start: str) -> Seen:
-    """Published with a tensor whose name begins so."""
+    """Recognises files with a tensor whose name begins with `start`."""
     return lambda config, keys: any(key.startswith(start) for key in keys)
 
 
 def made_by(name: str) -> Seen:
-    """Published whose config.json lists this architecture."""
+    """Recognises files whose config.json lists this architecture."""
 
     def seen(config: Json, keys: Collection[str]) -> bool:
         listed = config.get("architectures")
@@ -112,7 +112,7 @@ def made_by(name: str) -> Seen:
 
 
 def verified(c: TrainedConfig, algorithm: str, tokens: int) -> Settings:
-    """What speculators' config.json says of how a drafter is to be used."""
+    """The part of speculators' config.json that describes how to use a drafter."""
     greedy = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     verifier: Settings = {"name_or_path": c.target or None, "architectures": []}
     return {

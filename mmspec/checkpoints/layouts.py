@@ -1,4 +1,4 @@
-"""All layouts of drafters in one table: which one a file has, and our own."""
+"""The table of all checkpoint layouts, mmspec's own among them, and the detection of a file's layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OURS = Layout(
     dropped=(),
     own_head=None,
 )
-LAYOUTS: dict[str, Layout] = {  # the first that is seen is it
+LAYOUTS: dict[str, Layout] = {  # in the order of detection: the first match is used
     "mmspec": OURS,
     **block.LAYOUTS,
     **eagle3.LAYOUTS,
@@ -33,18 +33,18 @@ LAYOUTS: dict[str, Layout] = {  # the first that is seen is it
 
 
 def _marked(config: Json) -> str | None:
-    """The layout that our own writer recorded in config.json."""
+    """The layout that mmspec's writer recorded in config.json."""
     marker = config.get("mmspec")
     if not isinstance(marker, Mapping):
         return None
     layout = marker.get("layout", "mmspec")
     if not isinstance(layout, str):
-        raise ValueError(f"mmspec.layout in config.json is {briefly(layout)}; it is one of {', '.join(LAYOUTS)}")
+        raise ValueError(f"mmspec.layout in config.json must be one of {', '.join(LAYOUTS)}; it is {briefly(layout)}")
     return layout
 
 
 def layout_named(name: str) -> Layout:
-    """The table of a layout.
+    """The layout with this name.
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.
@@ -55,15 +55,15 @@ def layout_named(name: str) -> Layout:
 
 
 def detect(config: Json, keys: Collection[str]) -> str:
-    """Which layout a file has. MSD's tensors have EAGLE's names and shapes: there config.json decides, and a caller who
-    knows better names the layout.
+    """The layout of a file. MSD's tensors have EAGLE's names and shapes: there config.json decides, which the caller
+    can override by naming the layout.
 
     Args:
-        config: config.json as it is.
+        config: the content of config.json.
         keys: the names of the tensors.
 
     Raises:
-        ValueError: none that is known.
+        ValueError: no known layout matches.
     """
     marked = _marked(config)
     for name, layout in LAYOUTS.items():

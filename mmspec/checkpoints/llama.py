@@ -1,4 +1,4 @@
-"""What the published layouts share: a decoder layer in Llama's names, and a config.json like Llama's."""
+"""Shared by the published layouts: a decoder layer with Llama's tensor names, and a config.json like Llama's."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from mmspec.checkpoints.values import LARGEST, MANY, checked, is_count, part
 from mmspec.drafters.blocks import ROPE_KINDS
 from mmspec.drafters.trained import TrainedConfig
 
-NO_LIMIT = 131072  # max_position_embeddings: rotary tables are made as needed, so that only the target sets a limit
+NO_LIMIT = 131072  # max_position_embeddings: rotary tables are computed as needed, so only the target has a limit
 SLIDING = "sliding_attention"
-Needs = dict[str, tuple[tuple[object, ...], str]]  # setting: (values that our network computes, what any other means)
+Needs = dict[str, tuple[tuple[object, ...], str]]  # setting: (values that mmspec supports, meaning of other values)
 _NEEDS: Needs = {
     "hidden_act": ((None, "silu"), "another activation than silu"),
-    "embed_requires_grad": ((None, False), "embeddings of its own, which drift from the target's"),
+    "embed_requires_grad": ((None, False), "its own embeddings, which differ from the target's"),
 }
 
 
 def block(at: str) -> Keys:
-    """The decoder layer's tensors, behind a prefix."""
+    """The decoder layer's tensors, with a prefix."""
     return {
         **{f"block.qkv.{part}": tuple(f"{at}.self_attn.{x}_proj.{part}" for x in "qkv") for part in ("weight", "bias")},
         "block.out.weight": (f"{at}.self_attn.o_proj.weight",),
@@ -32,10 +32,10 @@ def block(at: str) -> Keys:
 
 
 def layers(flat: Json) -> int:
-    """How many layers config.json gives its drafter.
+    """The number of layers in config.json.
 
     Raises:
-        ValueError: a number that no drafter has.
+        ValueError: an invalid number.
     """
     count = flat.get("num_hidden_layers")
     if count is not None and not (is_count(count) and count <= MANY):
@@ -45,26 +45,26 @@ def layers(flat: Json) -> int:
     return count or 1
 
 
-def needed(said: Json, wanted: Needs) -> list[str]:
-    """Which settings ask for more than our network computes."""
-    return [f"{why} ({k} = {said[k]!r})" for k, (fine, why) in wanted.items() if said.get(k) not in fine]
+def needed(flat: Json, needs: Needs) -> list[str]:
+    """The settings that mmspec's network does not support."""
+    return [f"{why} ({k} = {flat[k]!r})" for k, (supported, why) in needs.items() if flat.get(k) not in supported]
 
 
 def needs(files: Published, kinds: tuple[str, ...]) -> list[str]:
-    """The reasons that any layout has; `kinds`: the methods of speculators that it holds."""
+    """Unsupported features in any layout; `kinds`: the methods of speculators that the layout has."""
     kind, quantised = files.config.get("speculators_model_type"), "_proj.weight_scale"
-    known = f"the method {kind!r} of speculators (this layout has {', '.join(kinds)})"
-    reasons = [*([] if kind in (None, *kinds) else [known]), *needed(files.flat, _NEEDS)]
+    other = f"the method {kind!r} of speculators (this layout has {', '.join(kinds)})"
+    reasons = [*([] if kind in (None, *kinds) else [other]), *needed(files.flat, _NEEDS)]
     reasons += [f"quantised weights ({quantised}*)"] if any(quantised in key for key in files.shapes) else []
     rope = rotary.kind_of(rotary.scaling(files.flat))
     return reasons if rope in ROPE_KINDS else [*reasons, f"rotary positions scaled by {rope!r}"]
 
 
 def read(layout: Layout, files: Published) -> Settings:
-    """The settings that a Llama-like config.json and the decoder layer's tensors give, but for rotary scaling.
+    """The settings from a Llama-like config.json and the decoder layer's tensors, without rotary scaling.
 
     Raises:
-        ValueError: shapes that no such layer has.
+        ValueError: shapes that do not fit such a layer.
     """
     flat, shapes, layer, fc = files.flat, files.shapes, layout.layer, layout.fc
     matrices = [fc, *(f"{layer}.{x}_proj.weight" for x in ("self_attn.q", "self_attn.k", "mlp.gate"))]
@@ -83,7 +83,7 @@ def read(layout: Layout, files: Published) -> Settings:
     if q != heads * head_dim or k % head_dim or heads % max(1, k // head_dim):
         raise ValueError(
             f"{layer}.self_attn.q_proj.weight has {q} rows and k_proj.weight {k}; with num_attention_heads {heads} and "
-            f"head_dim {head_dim} expected {heads * head_dim} and a part of that in whole heads"
+            f"head_dim {head_dim} expected {heads * head_dim}, and for k_proj whole heads whose number divides {heads}"
         )
     hidden = shapes[fc][0]
     theta = flat.get("rope_theta") or part(flat, "rope_parameters").get("rope_theta")

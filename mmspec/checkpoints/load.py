@@ -1,4 +1,4 @@
-"""Reading a drafter in any known layout, strictly, from a folder, a file or the hub."""
+"""Reading a drafter in any known layout from a folder, a file or the hub, with strict checks."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ def load_drafter(
     name_or_path: str | Path, *, target: Sizes | None = None, revision: str | None = None, allow_pickle: bool = False,
     layout: str | None = None,
 ) -> FeatureDrafter:  # fmt: skip
-    """A drafter from a folder, a file or the hub: see `pipelines.host.loading`, which knows the sizes of any target.
+    """A drafter from a folder, a file or the hub: see `pipelines.host.loading`, which finds the sizes of any target.
 
     Args:
-        target: the TargetInfo of what it drafts for, or what gives a number of it: "layers" of its decoder or "vocab".
+        target: the TargetInfo of its target, or a function that returns the target's "layers" or "vocab".
     """
     path = files.locate(name_or_path, revision)
     try:
         config = files.read_config(path)
         tensors = files.read_tensors(path, allow_pickle)
-        made = drafter_of(config, tensors, target=target, layout=layout)
+        drafter = drafter_of(config, tensors, target=target, layout=layout)
     except ValueError as error:
         raise ValueError(f"{name_or_path}: {error}") from error
-    return made
+    return drafter
 
 
 def drafter_of(
     config: Settings, tensors: dict[str, Tensor], *, target: Sizes | None = None, layout: str | None = None
 ) -> FeatureDrafter:
-    """The same from what a file holds, or a module of somebody else: its config, and its tensors by name.
+    """The same from the content of files, or from a third-party module: its config, and its tensors by name.
 
     Raises:
         ValueError: as `load_drafter`.
@@ -56,12 +56,12 @@ def drafter_of(
             settings.refuse(name, contents)
             table = table.over(llama.layers(contents.flat))
             weights.check_keys(table, tensors)
-        made = drafter_class(settings.method_of(name, config))
-        drafter = weights.build(table, tensors, made, settings.read(name, contents, made.Config))
+        cls = drafter_class(settings.method_of(name, config))
+        drafter = weights.build(table, tensors, cls, settings.read(name, contents, cls.Config))
     except (TypeError, ArithmeticError, AttributeError, LookupError, RuntimeError, MemoryError) as error:
-        # what a setting or a tensor that nobody thought of does to the arithmetic of shapes
+        # unexpected settings or tensors that break the arithmetic of shapes
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise ValueError(f"config.json and the tensors make no drafter ({reason}); fetch them again") from error
+        raise ValueError(f"config.json and the tensors do not make a drafter ({reason}); fetch them again") from error
     return drafter.eval().requires_grad_(False)
 
 

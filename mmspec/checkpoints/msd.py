@@ -1,4 +1,4 @@
-"""MSD in files: as its authors write it for LLaVA and Qwen2-VL, and as NVIDIA's NeMo AutoModel does."""
+"""MSD's checkpoint layouts: its authors' for LLaVA and Qwen2-VL, and that of NVIDIA's NeMo AutoModel."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from mmspec.drafters.msd import MsdConfig
 
 
 def _seen(config: Json, keys: Collection[str]) -> bool:
-    """The tensors are EAGLE's, but config.json is that of the target: LLaVA's with its mm_* fields, or Qwen2-VL's."""
+    """The tensors have EAGLE's names, but config.json is the target's: LLaVA's with its mm_* fields, or Qwen2-VL's."""
     kind, authors = config.get("model_type"), any(field.startswith("mm_") for field in config)
     normed = "layers.0.input_layernorm.weight" in keys  # MSD's layer for Qwen2-VL is Qwen2's; EAGLE's has no such norm
     return "fc.weight" in keys and ((kind == "qwen2_vl" and normed) or (kind == "llava" and authors))
 
 
 def _write(c: MsdConfig) -> Settings:
-    """The model type chooses the authors' layer: Qwen2-VL's has biases and an input norm, LLaVA's has neither."""
+    """The authors' code chooses the layer by model type: Qwen2-VL's has biases and an input norm, LLaVA's neither."""
     if c.input_norm is not c.qkv_bias:
         raise ValueError("the layout 'msd' has input_norm and qkv_bias both or neither. Use layout 'mmspec'")
     if not c.input_norm:
         return {**eagle.write(c), "architectures": ["LlavaLlamaForCausalLM"], "model_type": "llava"}
     half = (c.head_dim or c.hidden // c.heads) // 2
     sections = [half // 4, (half - half // 4) // 2, half - half // 4 - (half - half // 4) // 2]
-    scaling = {"type": "mrope", "mrope_section": sections}  # which turn alike: all three positions are the same
+    scaling = {"type": "mrope", "mrope_section": sections}  # without effect, since all three positions are equal
     qwen = {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "rope_scaling": scaling}
     return {**eagle.write(c), **qwen}
 
@@ -40,7 +40,7 @@ LAYOUTS = {
     "msd": Layout(
         "MSD, as its authors write it for LLaVA and Qwen2-VL", _seen, eagle.read, _write, eagle.needs,
         method="msd", keys=NORMED, optional=BIASES | {"input_norm.weight"}, fixed=BARE,
-        usual={"depth": 6, "width": 10, "size": 59},  # the loader's own, where it does not measure
+        usual={"depth": 6, "width": 10, "size": 59},  # the defaults of the authors' loader
         one_axis=True,
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rotary positions in config.json, in the words of transformers: `rope_theta` beside `rope_scaling`, or all in one."""
+"""Rotary positions in config.json, in the format of transformers: `rope_theta` and `rope_scaling`, or combined."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from reprlib import repr as briefly
 from mmspec.checkpoints.files import Json, Settings
 from mmspec.drafters.blocks import ROPE_KINDS, Rope
 
-_SAID = {"rope_factor": "factor", "rope_trained": "original_max_position_embeddings"}
+_KEYS = {"rope_factor": "factor", "rope_trained": "original_max_position_embeddings"}
 _BOUNDS = {"llama3": ("low_freq_factor", "high_freq_factor", 1.0, 4.0), "yarn": ("beta_slow", "beta_fast", 1.0, 32.0)}
 
 
 def scaling(flat: Json) -> Json:
-    """The object that says how positions are scaled, empty where there is none.
+    """The object with the scaling of positions, empty if there is none.
 
     Raises:
-        ValueError: it is no object.
+        ValueError: it is not an object.
     """
     for key in ("rope_scaling", "rope_parameters"):
         part = flat.get(key)
@@ -28,47 +28,47 @@ def scaling(flat: Json) -> Json:
     return {}
 
 
-def kind_of(said: Json) -> object:
-    """How frequencies are scaled; M-RoPE, which only says what they turn with, scales nothing."""
-    kind = said.get("rope_type") or said.get("type") or "default"
+def kind_of(rope: Json) -> object:
+    """The kind of frequency scaling; M-RoPE only assigns frequencies to axes, and is "default"."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
     return "default" if kind == "mrope" else kind
 
 
 def read(flat: Json, axes: bool) -> Settings:
-    """Values of a Rope but its theta, of a config.json laid open.
+    """The values of a Rope, except its theta, from a flat config.json.
 
     Args:
-        axes: whether the network counts on three axes where config.json has M-RoPE sections.
+        axes: whether the network uses three axes if config.json has M-RoPE sections.
     """
-    said = scaling(flat)
-    kind = kind_of(said)
+    rope = scaling(flat)
+    kind = kind_of(rope)
     values: Settings = {"rope_kind": kind} if kind in ROPE_KINDS and kind != "default" else {}
-    share = said.get("partial_rotary_factor", flat.get("partial_rotary_factor"))
+    share = rope.get("partial_rotary_factor", flat.get("partial_rotary_factor"))
     if share not in (None, 1):
         values["rope_share"] = share
-    if axes and "mrope_section" in said:
-        values["mrope"] = said["mrope_section"]
+    if axes and "mrope_section" in rope:
+        values["mrope"] = rope["mrope_section"]
         if isinstance(values["mrope"], list):
             values["mrope"] = tuple(values["mrope"])
-        values["mrope_interleaved"] = bool(said.get("mrope_interleaved"))
+        values["mrope_interleaved"] = bool(rope.get("mrope_interleaved"))
     if not values.get("rope_kind"):
         return values
-    values |= {ours: said[theirs] for ours, theirs in _SAID.items() if said.get(theirs) is not None}
+    values |= {ours: rope[theirs] for ours, theirs in _KEYS.items() if rope.get(theirs) is not None}
     if kind in _BOUNDS:
-        low, high, *usual = _BOUNDS[kind]
-        values |= {"rope_low": said.get(low) or usual[0], "rope_high": said.get(high) or usual[1]}
+        low, high, *defaults = _BOUNDS[kind]
+        values |= {"rope_low": rope.get(low) or defaults[0], "rope_high": rope.get(high) or defaults[1]}
         values.setdefault("rope_trained", flat.get("max_position_embeddings") or 0)
     if kind == "yarn":
-        values |= {"rope_gain": _gain(said), "rope_truncate": bool(said.get("truncate", True))}
+        values |= {"rope_gain": _gain(rope), "rope_truncate": bool(rope.get("truncate", True))}
     return values
 
 
-def _gain(said: Json) -> float:
-    """YaRN's factor of cosine and sine, as transformers makes it where the file says none."""
-    factor, given = said.get("factor", 1.0), said.get("attention_factor")
+def _gain(rope: Json) -> float:
+    """YaRN's factor of cosine and sine, computed as in transformers if the file has none."""
+    factor, given = rope.get("factor", 1.0), rope.get("attention_factor")
     if given is not None or not isinstance(factor, int | float):
         return given or 1.0
-    scales = [said.get(name) for name in ("mscale", "mscale_all_dim")]
+    scales = [rope.get(name) for name in ("mscale", "mscale_all_dim")]
 
     def gain(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -82,20 +82,20 @@ def describe(c: Rope) -> Settings:
     """`rope_theta`, `rope_scaling` and `partial_rotary_factor` of a drafter's config.
 
     Raises:
-        ValueError: positions on a grid, which only our own layout has a place for.
+        ValueError: positions on a grid, which only mmspec's own layout supports.
     """
     if c.rope != "1d":
-        raise ValueError("positions on a grid have no place in this layout. Use layout 'mmspec'")
-    said: Settings = {}
+        raise ValueError("this layout cannot store positions on a grid. Use layout 'mmspec'")
+    rope: Settings = {}
     if c.rope_kind != "default":
-        said = {"rope_type": c.rope_kind, "factor": c.rope_factor}
+        rope = {"rope_type": c.rope_kind, "factor": c.rope_factor}
         if c.rope_kind in _BOUNDS:
             low, high, *_ = _BOUNDS[c.rope_kind]
-            said |= {low: c.rope_low, high: c.rope_high, "original_max_position_embeddings": c.rope_trained}
+            rope |= {low: c.rope_low, high: c.rope_high, "original_max_position_embeddings": c.rope_trained}
         if c.rope_kind == "yarn":
-            said |= {"attention_factor": c.rope_gain, "truncate": c.rope_truncate}
+            rope |= {"attention_factor": c.rope_gain, "truncate": c.rope_truncate}
     if c.mrope:
-        said = {"rope_type": "default", **said, "mrope_section": list(c.mrope)}
-        said |= {"mrope_interleaved": True} if c.mrope_interleaved else {}
+        rope = {"rope_type": "default", **rope, "mrope_section": list(c.mrope)}
+        rope |= {"mrope_interleaved": True} if c.mrope_interleaved else {}
     part = {"partial_rotary_factor": c.rope_share} if c.rope_share != 1 else {}
-    return {"rope_theta": c.rope_theta, "rope_scaling": said or None, **part}
+    return {"rope_theta": c.rope_theta, "rope_scaling": rope or None, **part}

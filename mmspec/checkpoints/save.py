@@ -1,4 +1,4 @@
-"""Writing a drafter in a layout: safetensors only, each file replaced in one step, a card beside them."""
+"""Writing a drafter in a layout: safetensors, config.json and a model card, each file replaced atomically."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def save_drafter(drafter: TrainedDrafter, folder: str | Path, layout: str = "mms
 
     Args:
         drafter: one with weights.
-        folder: made if need be; the files are replaced one by one, each in one step.
+        folder: created if needed; the files are replaced one by one, each atomically.
         layout: one of `layouts.LAYOUTS`.
 
     Raises:
@@ -37,12 +37,12 @@ def save_drafter(drafter: TrainedDrafter, folder: str | Path, layout: str = "mms
     table = layout_named(layout)
     if not hasattr(drafter, "state_dict"):
         raise TypeError(f"only a drafter with weights can be saved; a {type(drafter).__name__} has none")
-    said = settings.describe(layout, drafter.method, drafter.config)
-    config = json.dumps(said, indent=2) + "\n"
+    described = settings.describe(layout, drafter.method, drafter.config)
+    config = json.dumps(described, indent=2) + "\n"
     tensors = weights.split(table.over(getattr(drafter.config, "layers", 1)), drafter)
     if table.keys:
         assert isinstance(drafter.config, TrainedConfig)
-        _check(layout, said, {key: tuple(tensor.shape) for key, tensor in tensors.items()}, drafter.config)
+        _check(layout, described, {key: tuple(tensor.shape) for key, tensor in tensors.items()}, drafter.config)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
@@ -56,24 +56,24 @@ def push_drafter(
     drafter: TrainedDrafter, repo_id: str, *, layout: str = "mmspec", private: bool | None = None,
     revision: str | None = None, token: str | None = None, message: str = "Upload drafter",
 ) -> str:  # fmt: skip
-    """Upload a drafter to the hub; an existing card is left alone.
+    """Upload a drafter to the hub; an existing model card is not changed.
 
     Args:
         drafter: one with weights.
-        repo_id: owner/name; made if need be.
+        repo_id: owner/name; created if needed.
         layout: one of `layouts.LAYOUTS`.
-        private: of a repository that is made now.
+        private: whether a new repository is private.
         revision: branch to write to; None: the main one.
-        token: of the hub; None: the one that you logged in with.
-        message: of the commit.
+        token: hub token; None: the one that you logged in with.
+        message: commit message.
 
     Returns:
-        The repository's address.
+        The repository's URL.
 
     Raises:
         ValueError: an unknown layout, or one that cannot hold this drafter.
         TypeError: a drafter without weights.
-        huggingface_hub.errors.HfHubHTTPError: the hub refused.
+        huggingface_hub.errors.HfHubHTTPError: the hub returned an error.
     """
     from huggingface_hub import HfApi
 
@@ -89,18 +89,18 @@ def push_drafter(
     return str(address)
 
 
-def _check(name: str, said: Settings, shapes: dict[str, tuple[int, ...]], config: TrainedConfig) -> None:
-    """Refuse a layout that would lose a setting: what it writes has to be read as it was.
+def _check(name: str, written: Settings, shapes: dict[str, tuple[int, ...]], config: TrainedConfig) -> None:
+    """Check that the layout loses no setting: reading the written config must give the same config.
 
     Raises:
-        ValueError: with what would be lost.
+        ValueError: lists the settings that would be lost.
     """
-    known = {"vocab": config.vocab}
+    sizes = {"vocab": config.vocab}
     try:
-        config_read = settings.read(name, Published(said, settings.opened(said), shapes, known.get), type(config))
+        config_read = settings.read(name, Published(written, settings.opened(written), shapes, sizes.get), type(config))
     except ValueError as error:
         raise ValueError(f"the layout {name!r} cannot hold this drafter: {error}. Use layout 'mmspec'") from error
-    plain = {"head_dim": (0, config.hidden // config.heads), "target_hidden": (0, config.hidden)}  # 0: this very one
+    plain = {"head_dim": (0, config.hidden // config.heads), "target_hidden": (0, config.hidden)}  # 0 is the default
     lost, back = [], config_read.to_dict()
     for key, value in config.to_dict().items():
         read = back[key]
@@ -113,10 +113,10 @@ def _check(name: str, said: Settings, shapes: dict[str, tuple[int, ...]], config
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside the file, then put it in its place, so that nobody ever reads half of it."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Replace a file atomically, so that nobody reads an incomplete one."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write(beside)
-        os.replace(beside, path)
+        write(part)
+        os.replace(part, path)
     finally:
-        beside.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Values of a config.json that anybody may have written: of which kind they are, and within which bounds."""
+"""Validation of values from an untrusted config.json: their types and bounds."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mmspec.drafters.shape import USUAL
 from mmspec.drafters.trained import FileConfig
 from mmspec.types import FINAL
 
-LARGEST, MANY = 2**24, 64  # of any number in config.json; entries of a list there
-ENTRIES = {"proposes": LARGEST}  # of lists that may be longer: as many as there are tokens
-MOST = {"tokens": 128}  # of what is done one after the other
-_KINDS = {bool: "true or false", float: "a number above 0", str: "a text"}
+LARGEST, MANY = 2**24, 64  # limits on any number in config.json, and on the length of a list
+ENTRIES = {"proposes": LARGEST}  # limits on longer lists, such as one entry per token
+MOST = {"tokens": 128}  # smaller limits on numbers
+_KINDS = {bool: "true or false", float: "a number above 0", str: "a string"}
 Made = TypeVar("Made", bound=FileConfig)
 
 
 def made(kind: type[Made], values: Json) -> Made:
-    """A config of such values.
+    """A config of class `kind` with these values.
 
     Raises:
-        ValueError: values that are missing, of another kind than its own, or out of bounds.
+        ValueError: values that are missing, of the wrong type, or out of bounds.
     """
     needed = [name for name, usual in kind.usual().items() if usual is MISSING]
     wrong = [f"{name} = {briefly(values.get(name))}" for name in needed if not is_count(values.get(name))]
@@ -38,10 +38,10 @@ def made(kind: type[Made], values: Json) -> Made:
 
 
 def checked(kind: type[FileConfig], values: Json) -> Settings:
-    """The values, if they are of the kinds and within the bounds of a config's; a shape checks its own.
+    """The values, after a check of their types and bounds; those of a Shape are checked by that class.
 
     Raises:
-        ValueError: what is wrong, and what is expected.
+        ValueError: lists the wrong values and what is expected.
     """
     shaped = option_names(USUAL)
     usual = {name: 0 if one is MISSING else one for name, one in kind.usual().items() if name not in shaped}
@@ -56,7 +56,7 @@ def checked(kind: type[FileConfig], values: Json) -> Settings:
 
 
 def part(config: Json, key: str) -> Json:
-    """An object inside config.json, empty where it is absent."""
+    """An object inside config.json, empty if it is missing."""
     inner = config.get(key)
     if inner is not None and not isinstance(inner, Mapping):
         raise ValueError(f"{key} in config.json must be an object; it is {briefly(inner)}")
@@ -68,21 +68,21 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 def is_list(value: object, least: int = 0) -> TypeGuard[list[int]]:
-    """Whether it is a list of numbers of layers, at least so many."""
+    """Whether `value` is a list of at least `least` layer numbers."""
     if not isinstance(value, list) or not least <= len(value) <= MANY:
         return False
     return all(_like(one, 0) and one >= 0 for one in value)
 
 
 def _expected(name: str, value: object, usual: object) -> str:
-    """What should stand in the place of a value that may not; empty: it may."""
+    """A description of the allowed values if `value` is not one of them; empty if it is."""
     if isinstance(usual, tuple):
         least, some = (FINAL, "1 to") if name == "features" else (0, "at most")  # a layer's number, or FINAL
         kind, most = (*usual, 0)[0], ENTRIES.get(name, MANY)
         listed = value if isinstance(value, list | tuple) and (name == "features") <= len(value) <= most else None
         if listed is not None and all(_like(one, kind) and (type(one) is not int or one >= least) for one in listed):
             return ""
-        return f"a list of {some} {most} " + (f"whole numbers from {least}" if type(kind) is int else "texts")
+        return f"a list of {some} {most} " + (f"whole numbers from {least}" if type(kind) is int else "strings")
     most = MOST.get(name, LARGEST)
     if _like(value, usual) and not (type(value) is int and type(usual) is int and not 0 <= value <= most):
         return ""

@@ -1,4 +1,4 @@
-"""ViSpec in files: as its authors, and as NVIDIA's NeMo AutoModel write it."""
+"""ViSpec's checkpoint layouts: its authors' and that of NVIDIA's NeMo AutoModel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WHOLE = {"summaries": True, "global_vector": True, "head_dim": 0}  # without ab
 
 
 def _adaptor(at: str, queries: str) -> Keys:
-    """The vision adaptor, and the layer that mixes its last vector in."""
+    """The tensors of the vision adaptor, and of the layer that adds its last vector."""
     return {
         **{f"img_fc.{part}": (f"img_fc.{part}",) for part in ("weight", "bias")},
         "adaptor.q": (f"{at}.{queries}",),
@@ -36,7 +36,7 @@ LAYOUTS = {
         "ViSpec, as its authors write it", has("imadpt."), _read, eagle.write, eagle.needs, method="vispec",
         keys={**PLAIN, **_adaptor("imadpt", "q")}, optional=_VISION_BIASES,
         fixed={**BARE, **_WHOLE, "input_norm": False},
-        usual={"media": "merge", "depth": 4, "width": 8, "size": 30},  # what the authors measured with
+        usual={"media": "merge", "depth": 4, "width": 8, "size": 30},  # the authors' settings in their measurements
     ),
     "nemo-vispec": Layout(
         "ViSpec, as NVIDIA's NeMo AutoModel writes it", has("img_adaptor."), _read, _nemo, eagle.needs,

@@ -1,4 +1,4 @@
-"""Tensors of a layout to a drafter and back: keys and shapes are checked strictly, then projections fused or split."""
+"""Conversion between a layout's tensors and a drafter: strict checks of keys and shapes; projections fused or split."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ from mmspec.drafters.heads import HeadsDrafter
 from mmspec.drafters.trained import FileConfig, TrainedConfig
 
 TrainedDrafter = FeatureDrafter | BlockDrafter | HeadsDrafter
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # in which a drafter can run
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes in which a drafter can run
 
 
-def check_keys(layout: Layout, came: Collection[str], ours: Collection[str] | None = None) -> None:
-    """Refuse missing and extra tensors.
+def check_keys(layout: Layout, found: Collection[str], ours: Collection[str] | None = None) -> None:
+    """Check for missing and extra tensors.
 
     Args:
-        layout: the layout they are in.
-        came: names in the file.
-        ours: our tensors that must be there; None: those the layout never lacks, the optional ones being allowed if
-            none of their parts is missing.
+        layout: the file's layout.
+        found: names in the file.
+        ours: our tensors that must be there; None: those that are not optional; an optional one must be complete.
 
     Raises:
         ValueError: with both lists.
     """
     allowed = set(layout.keys if ours is None else ours)
-    lacks = {name for name in layout.optional if not any(theirs in came for theirs in layout.theirs(name))}
+    lacks = {name for name in layout.optional if not any(theirs in found for theirs in layout.theirs(name))}
     wanted = allowed - lacks if ours is None else allowed
     needed = {theirs for name in wanted for theirs in layout.theirs(name)}
-    known = {theirs for name in allowed for theirs in layout.theirs(name)}
-    missing = sorted(needed - set(came))
-    extra = sorted(key for key in set(came) - known if not layout.drops(key))
+    names = {theirs for name in allowed for theirs in layout.theirs(name)}
+    missing = sorted(needed - set(found))
+    extra = sorted(key for key in set(found) - names if not layout.drops(key))
     if missing or extra:
         raise ValueError(
             f"the tensors do not fit ({layout.about}): missing: {', '.join(missing) or 'none'}; "
@@ -45,10 +44,10 @@ def check_keys(layout: Layout, came: Collection[str], ours: Collection[str] | No
 
 
 def build(layout: Layout, tensors: dict[str, Tensor], cls: type[FeatureDrafter], config: EagleConfig) -> FeatureDrafter:
-    """A drafter of this class with these tensors, in the types they have; nothing is copied that need not be fused.
+    """A drafter of this class with these tensors, in their dtypes; only tensors that are fused are copied.
 
     Raises:
-        ValueError: a missing or extra tensor, a wrong shape, an own embedding, or token ids outside the vocabulary.
+        ValueError: a missing or extra tensor, a wrong shape, its own embedding, or token ids outside the vocabulary.
     """
     with torch.device("meta"):
         drafter: FeatureDrafter = cls(config)
@@ -67,26 +66,26 @@ def build(layout: Layout, tensors: dict[str, Tensor], cls: type[FeatureDrafter],
     return drafter
 
 
-def _zeros(layout: Layout, came: Mapping[str, Tensor], config: EagleConfig) -> dict[str, Tensor]:
-    """What a file may lack because it would hold nothing but zeros."""
+def _zeros(layout: Layout, found: Mapping[str, Tensor], config: EagleConfig) -> dict[str, Tensor]:
+    """Tensors that a file may omit because they are all zeros."""
     zeros = {}
     if "head.ids" in layout.optional and config.draft_vocab == config.vocab:  # the head has every row, in order
         zeros["d2t"] = torch.zeros(config.vocab, dtype=torch.long)
     if _one_bias_switch(layout, config):
-        zeros["img_fc.bias"] = torch.zeros(config.hidden, dtype=came["img_fc.weight"].dtype)
+        zeros["img_fc.bias"] = torch.zeros(config.hidden, dtype=found["img_fc.weight"].dtype)
     return zeros
 
 
 def _one_bias_switch(layout: Layout, config: FileConfig) -> bool:
-    """Whether ViSpec's `img_fc` has no bias in a layout because `fc` has none; ours always has one."""
+    """Whether ViSpec's `img_fc` has no bias in this layout because `fc` has none; mmspec's always has one."""
     return "img_fc.bias" in layout.optional and not getattr(config, "fc_bias", True)
 
 
 def split(layout: Layout, drafter: TrainedDrafter) -> dict[str, Tensor]:
-    """The drafter's tensors in a layout, contiguous and on the CPU; token ids as offsets where it has them so.
+    """The drafter's tensors in a layout, contiguous and on the CPU; token ids as offsets if the layout has `d2t`.
 
     Raises:
-        ValueError: the layout has no place for one of them.
+        ValueError: the layout cannot represent one of them.
     """
     tensors: dict[str, Tensor] = {}
     config = drafter.config
@@ -106,7 +105,7 @@ def split(layout: Layout, drafter: TrainedDrafter) -> dict[str, Tensor]:
 
 
 def _rows(c: TrainedConfig, ours: str) -> list[int]:
-    """Rows of each part of one of our fused tensors."""
+    """The number of rows of each part of one of our fused tensors."""
     width = c.head_dim or c.hidden // c.heads
     return {
         "kv": [c.heads * width, c.heads * width],
@@ -116,34 +115,34 @@ def _rows(c: TrainedConfig, ours: str) -> list[int]:
 
 
 def _check_shapes(
-    layout: Layout, came: Mapping[str, Tensor], expected: Mapping[str, Tensor], config: EagleConfig
+    layout: Layout, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], config: EagleConfig
 ) -> None:
     wrong = []
     for ours, whole in expected.items():
         theirs = layout.theirs(ours)
         parts = [(n, *whole.shape[1:]) for n in _rows(config, ours)] if len(theirs) > 1 else [tuple(whole.shape)]
         for key, shape in zip(theirs, parts, strict=True):
-            if tuple(came[key].shape) != shape:
-                wrong.append(f"{key} is {list(came[key].shape)}, expected {list(shape)}")
-            elif came[key].is_floating_point() != whole.is_floating_point():
+            if tuple(found[key].shape) != shape:
+                wrong.append(f"{key} is {list(found[key].shape)}, expected {list(shape)}")
+            elif found[key].is_floating_point() != whole.is_floating_point():
                 kind = "floats" if whole.is_floating_point() else "int64"
-                wrong.append(f"{key} holds {came[key].dtype}, expected {kind}")
-            elif whole.is_floating_point() and came[key].dtype not in FLOATS:
+                wrong.append(f"{key} holds {found[key].dtype}, expected {kind}")
+            elif whole.is_floating_point() and found[key].dtype not in FLOATS:
                 wrong.append(
-                    f"{key} holds {came[key].dtype}, expected float32, bfloat16 or float16: write it in one of these"
+                    f"{key} holds {found[key].dtype}, expected float32, bfloat16 or float16: write it in one of these"
                 )
     if wrong:
         raise ValueError(f"wrong shapes or types: {'; '.join(wrong)}")
 
 
 def _check_embedding(layout: Layout, tensors: Mapping[str, Tensor], config: EagleConfig) -> None:
-    """A drafter reads its target's embedding; a copy in the file is dropped, one of another width is no copy."""
+    """A drafter reads its target's embedding: a copy in the file is dropped, one of another width is an error."""
     embedding = tensors.get("embed_tokens.weight") if layout.keys else None
     width = getattr(config, "target_hidden", 0) or config.hidden
     if embedding is not None and tuple(embedding.shape[1:]) != (width,):
         raise ValueError(
-            f"embed_tokens.weight is {list(embedding.shape)}, expected {[config.vocab, width]}: this drafter has an "
-            "embedding of its own, narrower than its target's; mmspec's network reads the target's, so it is refused"
+            f"embed_tokens.weight is {list(embedding.shape)}, expected {[config.vocab, width]}: this drafter has "
+            "its own embedding, of another width than its target's; mmspec supports only drafters with the target's"
         )
 
 

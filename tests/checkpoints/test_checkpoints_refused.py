@@ -60,10 +60,10 @@ ROWS = torch.zeros(V_D, dtype=torch.long)
         (eagle3, {}, {"d2t": ROWS, "t2d": torch.zeros(V, dtype=torch.bool)}, "d2t and t2d disagree"),
         (eagle3, {}, {"d2t": ROWS[:3]}, r"d2t is \[3\], expected \[20\]"),
         (eagle3, {}, {"d2t": torch.zeros(V_D)}, "d2t holds torch.float32, expected int64"),
-        (eagle3, {}, {"embed_tokens.weight": torch.zeros(V, 16)}, "an embedding of its own"),
+        (eagle3, {}, {"embed_tokens.weight": torch.zeros(V, 16)}, "its own embedding"),
         (speculators, {"norm_before_fc": True}, {}, r"missing: input_norm\.weight"),
         (speculators, {"fc_norm": True}, {}, r"missing: fc_norm\.0\.weight, fc_norm\.1\.weight, fc_norm\.2\.weight"),
-        (speculators, {"embed_requires_grad": True}, {}, "embeddings of its own"),
+        (speculators, {"embed_requires_grad": True}, {}, "its own embeddings"),
         (speculators, {"speculators_model_type": "mlp"}, {}, "the method 'mlp' of speculators"),
         (speculators, {"speculators_model_type": "peagle"}, {}, "missing: mask_hidden|mask_token"),
         (speculators, flat(num_hidden_layers=2), {}, r"missing: layers\.1\.input_layernorm"),
@@ -74,7 +74,7 @@ ROWS = torch.zeros(V_D, dtype=torch.long)
         (speculators, {"transformer_layer_config": [1]}, {}, "_layer_config in config.json must be an object"),
         (speculators, flat(num_attention_heads="4"), {}, "must give num_attention_heads"),
         (speculators, {}, {"layers.0.self_attn.q_norm.weight": torch.ones(D)}, "norms of the queries and keys"),
-        *((eagle, {name: True}, {}, "mmspec's network has not that") for name in (
+        *((eagle, {name: True}, {}, "mmspec's network does not support that") for name in (
             "norm_before_fc", "fc_norm", "norm_output")),
         (eagle, {"caption_dim": 2048, "input_type": "t2i"}, {},
          r"LANTERN's drafters for LlamaGen .*by row and column in interleaved pairs"),
@@ -156,12 +156,12 @@ def test_nothing_there(tmp_path):
     for name in (tmp_path / "nowhere", "nowhere", "./no/where"):
         with pytest.raises(FileNotFoundError, match="there is no folder or file"):
             load(name)
-    with pytest.raises(FileNotFoundError, match="'no/where' is neither a folder here nor could it be fetched"):
+    with pytest.raises(FileNotFoundError, match="'no/where' is not a local folder, and could not be downloaded"):
         load("no/where", revision="v1")
 
 
 DEEP = "[" * 100_000
-TOO_DEEP = r"config.json is nested too deep to be read"
+TOO_DEEP = r"config.json is nested too deeply"
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_odd_names_of_layouts_methods_and_shards(tmp_path, odd):
             load(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / files.INDEX).write_text(json.dumps({"weight_map": {"a": odd, "b": "x.safetensors"}}))
-    with pytest.raises(ValueError, match="must name files of the same folder, as texts"):
+    with pytest.raises(ValueError, match="must name files of the same folder, as strings"):
         load(tmp_path)
 
 
@@ -303,7 +303,7 @@ def test_odd_architectures_and_layer_types(tmp_path, odd):
 def test_a_config_nested_too_deep_of_heads(tmp_path):
     """`enable` asks first whether a folder holds heads of the target's own classes."""
     (tmp_path / "config.json").write_text('{"a": ' + DEEP)
-    with pytest.raises(ValueError, match="nested too deep"):
+    with pytest.raises(ValueError, match="nested too deeply"):
         mtp_files.saved(tmp_path)
 
 
