@@ -1,4 +1,4 @@
-"""Attention of a draft's nodes to [cached prefix | nodes]: parts of the prefix side by side, then their sum."""
+"""Attention of a draft's nodes to [cached prefix | nodes]: parts of the prefix in parallel, then their sum."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _fold(
     q, K, V, slot, loaded, seen, m, z, acc, factor, stride_k, stride_v, d, e, D, E,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One block of slots into the running softmax; slots that nobody sees are not even read."""
+    """Add one block of slots to the running softmax; slots that no query sees are not read."""
     slot = slot.to(tl.int64)
     k = tl.load(K + slot[:, None] * stride_k + d[None, :], mask=loaded[:, None] & (d < D)[None, :], other=0.0)
     v = tl.load(V + slot[:, None] * stride_v + e[None, :], mask=loaded[:, None] & (e < E)[None, :], other=0.0)
@@ -47,7 +47,7 @@ def _attend(
     HAS_OPEN: tl.constexpr, HAS_FIRST: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one kv head's queries, all its query heads below each other, against one part of the prefix."""
+    """One tile of one kv head's queries (all its query heads stacked) against one part of the prefix."""
     part, b, g = tl.program_id(1), (tl.program_id(2) // groups).to(tl.int64), tl.program_id(2) % groups
     share = heads // groups
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -102,7 +102,7 @@ def _reduce(
     ACC, STAT, OUT, splits, heads, n, lines, E, o_b, o_h, o_n,
     PARTS: tl.constexpr, LINES: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The parts of some queries' softmax into one."""
+    """Merge the parts of some queries' softmax."""
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     part, e = tl.arange(0, PARTS).to(tl.int64)[None, :], tl.arange(0, BLOCK_E)
     there = (line < lines)[:, None] & (part < splits)
@@ -138,7 +138,7 @@ def tree_attention(
     """See `reference.tree_attention`; scores and sums in float32, products in the inputs' dtype.
 
     Args:
-        splits: parts of the prefix; None: enough to fill the device. The result's memory is [B, n, heads, E].
+        splits: parts of the prefix; None: enough to fill the device. The result's memory layout is [B, n, heads, E].
     """
     dim = sizes(
         "tree_attention",
@@ -159,9 +159,9 @@ def tree_attention(
     rows = heads // groups * n
     wide = {"BLOCK_D": max(16, triton.next_power_of_2(D)), "BLOCK_E": max(16, triton.next_power_of_2(E))}
     size = max(wide.values()) * q.element_size()  # bytes of a row
-    most = 32 if q.dtype == torch.float32 or size > 256 else 64  # so that it compiles soon
+    most = 32 if q.dtype == torch.float32 or size > 256 else 64  # so that it compiles quickly
     block_m = max(16, min(most, triton.next_power_of_2(rows)))
-    block_n = max(16, min(most, 2**14 // size))  # twice so much of keys and of values, and the queries, in 99 KiB
+    block_n = max(16, min(most, 2**14 // size))  # two blocks each of keys and values, and the queries, in 99 KiB
     tiles = triton.cdiv(rows, block_m)
     splits = splits or splits_for(q, tiles * B * groups, T, 4 * block_n)
     partial = torch.empty(splits, B, heads, n, E + 2, dtype=torch.float32, device=q.device) if splits > 1 else None
@@ -188,7 +188,7 @@ def tree_attention(
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A pointer that is never followed where there is no tensor."""
+    """The tensor, or if it is None another one whose pointer is never used."""
     if tensor is None:
         return other
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

@@ -1,4 +1,4 @@
-"""What every kernel asks of its arguments before it trusts their pointers."""
+"""Checks of the arguments of Triton kernels, which use their pointers, and helpers for launches."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
-PARTS = 64  # that anything is cut into at most
-INTERPRETED: bool = triton.knobs.runtime.interpret  # as it was when the kernels were defined
+PARTS = 64  # limit on the parts that a loop is split into
+INTERPRETED: bool = triton.knobs.runtime.interpret  # its value when the kernels were defined
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INDEX = (torch.int64,)
 BOOL = (torch.bool,)
@@ -19,16 +19,16 @@ Argument = tuple[Tensor | None, str, tuple[torch.dtype, ...]]
 
 
 def sizes(op: str, **arguments: Argument) -> dict[str, int]:
-    """The length of every named dimension, once all arguments agree on it; None arguments are passed over.
+    """The length of every named dimension, after checking that all arguments agree; None arguments are skipped.
 
     Args:
-        op: who asks, for the message.
-        arguments: the tensor, its dimensions as one name each ("B N V"), and the dtypes allowed.
+        op: name of the operation, for the message.
+        arguments: the tensor, the names of its dimensions ("B N V"), and the allowed dtypes.
 
     Raises:
         TypeError: not a tensor, or a dtype that is not allowed.
-        ValueError: wrong number of dimensions, a length that an earlier argument has otherwise, another device, or a
-            last dimension whose entries do not lie side by side.
+        ValueError: wrong number of dimensions, a length that differs from an earlier argument's, another device, or a
+            last dimension that is not contiguous.
     """
     numbers: dict[str, int] = {}
     came_from: dict[str, str] = {}
@@ -61,7 +61,7 @@ def sizes(op: str, **arguments: Argument) -> dict[str, int]:
 
 
 def at_home(tensor: Tensor) -> AbstractContextManager:
-    """Launch on the tensor's own device, whatever the current one is; an error where no kernel can run."""
+    """Make the tensor's device the current one for a launch; raises a RuntimeError if kernels cannot run there."""
     if tensor.is_cuda:
         return torch.cuda.device(tensor.device)
     if not INTERPRETED:
@@ -73,19 +73,19 @@ def at_home(tensor: Tensor) -> AbstractContextManager:
 
 
 def processors(tensor: Tensor) -> int:
-    """How many programs run at once, at least."""
+    """The number of processors of the device: at least so many programs run at once."""
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 2
 
 
 def splits_for(tensor: Tensor, programs: int, length: int, least: int) -> int:
-    """Parts to cut a loop of `length` into, none shorter than `least`, so that two programs meet every processor."""
+    """Number of parts to split a loop of `length` into, none shorter than `least`, for two programs per processor."""
     wanted = -(-2 * processors(tensor) // max(1, programs))
     return max(1, min(wanted, -(-length // least), PARTS))
 
 
 def room_for(parts: int) -> int:
-    """Of a tile that holds so many parts of a line, the constant length: one of two, so that few kernels are compiled.
+    """The constant length of a tile with this many parts of a line: one of two, so that few kernels are compiled.
 
-    There are many parts only where there are few lines, so the longer one meets small tiles alone.
+    There are many parts only if there are few lines, so the longer one is used only with small tiles.
     """
     return 16 if parts <= 16 else PARTS

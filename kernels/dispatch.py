@@ -1,4 +1,4 @@
-"""One place that chooses: Triton on CUDA if it is there, the definitions elsewhere; or what MMSPEC_KERNELS says."""
+"""Chooses between Triton kernels (on CUDA, if Triton is installed) and the PyTorch definitions; see MMSPEC_KERNELS."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from mmspec.kernels import reference
 
 VARIABLE = "MMSPEC_KERNELS"
-TREE_NODES = 256  # of the trees that the kernel verifies: its [16, nodes] tiles must fit into registers
-RECURRENT_NODES = 64  # of the trees that a recurrent layer's kernel reads: likewise its [nodes, nodes] tiles
-KERNELS = {  # operation: the module beside its definition in `reference`
+TREE_NODES = 256  # limit of the verification kernel, whose [16, nodes] tiles must fit into registers
+RECURRENT_NODES = 64  # limit of the recurrent layers' kernel, likewise for its [nodes, nodes] tiles
+KERNELS = {  # operation: the module with its Triton kernel; the definition is in `reference`
     "uniform": "noise",
     "tree_attention": "attention",
     "compact_rows": "rows",
@@ -31,26 +31,26 @@ KERNELS = {  # operation: the module beside its definition in `reference`
 
 
 @lru_cache(maxsize=64)
-def chosen(operation: str, device: str, wish: str) -> Callable[..., Any]:
-    """The function that runs an operation on a kind of device.
+def chosen(operation: str, device: str, setting: str) -> Callable[..., Any]:
+    """The function that runs an operation on a type of device; `setting` is the value of MMSPEC_KERNELS.
 
     Raises:
-        ValueError: a wish that is neither `reference` nor `triton`.
-        ImportError: the wish for `triton`, where it cannot be imported.
+        ValueError: an unknown setting.
+        ImportError: the setting is `triton`, which cannot be imported.
     """
-    if wish not in ("", "auto", "reference", "triton"):
-        raise ValueError(f"{VARIABLE}={wish!r} is not known; choose reference or triton, or leave it unset")
-    if wish == "triton" or (device == "cuda" and wish != "reference" and _installed()):
-        where: Any = importlib.import_module(f"mmspec.kernels.{KERNELS[operation]}")
+    if setting not in ("", "auto", "reference", "triton"):
+        raise ValueError(f"{VARIABLE}={setting!r} is not known; choose reference or triton, or leave it unset")
+    if setting == "triton" or (device == "cuda" and setting != "reference" and _installed()):
+        module: Any = importlib.import_module(f"mmspec.kernels.{KERNELS[operation]}")
     else:
-        where = reference
-    function: Callable[..., Any] = getattr(where, operation)
+        module = reference
+    function: Callable[..., Any] = getattr(module, operation)
     return function
 
 
 @lru_cache(maxsize=1)
 def _installed() -> bool:
-    """Whether Triton can be imported; says so once where it cannot, as with torch for Windows."""
+    """Whether Triton can be imported; warns once if not, as with torch for Windows."""
     try:
         importlib.import_module("triton")
     except ImportError as error:
@@ -66,21 +66,21 @@ def _on(tensor: Any) -> str:
 
 
 def _operation(name: str, fits: Callable[..., bool] | None = None) -> Callable[..., Any]:
-    """The operation by the function chosen for it; by its definition where it does not fit a kernel nobody forces."""
+    """A wrapper that calls the chosen function; the definition if the arguments do not fit a kernel, unless forced."""
     definition = getattr(reference, name)
 
     @wraps(definition)
     def run(first: Any, *rest: Any, **named: Any) -> Any:
-        wish = os.environ.get(VARIABLE, "")
-        if fits is not None and wish in ("", "auto") and not fits(first, *rest, **named):
-            wish = "reference"
-        return chosen(name, _on(first), wish)(first, *rest, **named)
+        setting = os.environ.get(VARIABLE, "")
+        if fits is not None and setting in ("", "auto") and not fits(first, *rest, **named):
+            setting = "reference"
+        return chosen(name, _on(first), setting)(first, *rest, **named)
 
     return run
 
 
 def defined(operation: str, tensor: Tensor) -> bool:
-    """Whether an operation runs as it is defined, and by no kernel, where this tensor lies."""
+    """Whether an operation runs by its definition, not by a kernel, on this tensor's device."""
     return chosen(operation, tensor.device.type, os.environ.get(VARIABLE, "")) is getattr(reference, operation)
 
 

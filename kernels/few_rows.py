@@ -1,8 +1,8 @@
-"""Products of a few rows with weights as `nn.Linear` keeps them, on an x86 CPU: few_rows.cpp, compiled when first used.
+"""Products of a few rows with weights in the layout of `nn.Linear` on x86 CPUs: few_rows.cpp, compiled on first use.
 
-torch's products take about twice as long for two rows as for one, and on some CPUs three times what memory allows for
-one. Here the threads share a weight, which is read once and not copied. `F.linear` is the definition; sums differ in
-their last digits. What a row gives does not depend on the rows beside it.
+torch's products take about twice as long for two rows as for one, and on some CPUs three times as long as the memory
+bandwidth allows for one. Here the threads share a weight, which is read once and not copied. `F.linear` is the
+definition; sums differ in their last digits. The result of a row does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-ROWS = 64  # at most; torch's products of more rows are as fast
+ROWS = 64  # upper limit; torch's products of more rows are as fast
 ALONE = 1 << 16  # multiplications up to which a second thread costs more than it saves
 VARIABLE = "MMSPEC_KERNELS"  # "reference" keeps torch's products
 SOURCE = Path(__file__).with_name("few_rows.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp")
-_NEAR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # how far a product may be from torch's, as a share of the largest
-_PATIENCE = 120.0  # seconds for the compiler
+_NEAR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # allowed relative difference from torch's product
+_PATIENCE = 120.0  # time limit of the compiler in seconds
 
 
 class Products(NamedTuple):
@@ -59,23 +59,23 @@ class Products(NamedTuple):
 
 
 def available(dtype: torch.dtype) -> bool:
-    """Whether there is a product of this dtype; asked for the first time it may compile for some seconds."""
+    """Whether there is a product of this dtype; the first call may compile for some seconds."""
     return dtype in _products()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` of x [..., K] with a contiguous weight [N, K] of the same dtype; nothing can learn from it."""
+    """`F.linear` of x [..., K] with a contiguous weight [N, K] of the same dtype; without autograd."""
     return _products()[x.dtype].linear(x, weight, bias)
 
 
 def products(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """x [M, K] times each of some contiguous weights [N, K], transposed: [M, N] each."""
+    """x [M, K] times the transpose of each contiguous weight [N, K]: [M, N] each."""
     return _products()[x.dtype].all_of(x.contiguous(), weights)
 
 
 @lru_cache(maxsize=1)
 def _products() -> dict[torch.dtype, Products]:
-    """By dtype, if they give what torch's give."""
+    """The compiled products by dtype, if they agree with torch's."""
     library, found = built()[0], {}
     for dtype in _NEAR if library is not None else ():
         name = str(dtype).removeprefix("torch.")
@@ -97,7 +97,7 @@ def _right(mine: Products, dtype: torch.dtype) -> bool:
 
 @lru_cache(maxsize=1)
 def built() -> tuple[ctypes.CDLL | None, str]:
-    """The compiled library, or None and why there is none."""
+    """The compiled library, or None and the reason why there is none."""
     if os.environ.get(VARIABLE) == "reference":
         return None, f"{VARIABLE}=reference"
     if platform.machine().lower() not in ("x86_64", "amd64"):
@@ -124,7 +124,7 @@ def _cache() -> Path:
 
 
 def _fingerprint(compiler: list[str]) -> str:
-    """Of all that the library depends on: the source, how it is compiled, and the CPU."""
+    """A hash of the source, the compiler with its flags, and the CPU."""
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.is_file() else [platform.processor()]
     flags = next((line for line in lines if line.startswith("flags")), lines[0])
@@ -133,9 +133,9 @@ def _fingerprint(compiler: list[str]) -> str:
 
 
 def _compile(compiler: list[str], file: Path) -> None:
-    """Without an OpenMP of its own: the threads are those of the library that torch has loaded."""
+    """Compile without linking OpenMP: the threads are those of the library that torch has loaded."""
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         made = [str(Path(folder) / name) for name in ("few_rows.o", "few_rows.so")]
         for words in ([*FLAGS, "-c", str(SOURCE), "-o", made[0]], ["-shared", made[0], "-o", made[1]]):
             subprocess.run([*compiler, *words], capture_output=True, check=True, timeout=_PATIENCE)
-        os.replace(made[1], file)  # others may compile it, too
+        os.replace(made[1], file)  # atomic, since other processes may compile it, too

@@ -1,4 +1,4 @@
-"""The log-ratio of a whole denoising path: guidance, posterior mean, learned variance and the sum in one kernel."""
+"""The log-ratio of whole denoising paths: guidance, posterior mean, learned variance and the sum in one kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _path_ratio(
     s_r, s_k, n_r, n_k, l_r, l_k, o_r, o_k, z_r, z_k, table_k,
     GUIDED: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One path; sums in float32, step by step and channel by channel side by side, and added up once at the end."""
+    """One path; float32 sums, kept per step of a tile and per channel, and added up once at the end."""
     r = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDE)[None, :]
     weight = 1.0

@@ -15,7 +15,7 @@ GUMBEL = tl.constexpr(reference.GUMBEL)
 
 @triton.jit
 def hashed(seed, counter):
-    """`reference_noise._hash`, as uint64: unsigned, so that a right shift brings in zeros."""
+    """`reference_noise._hash` as uint64: unsigned, so that a right shift is logical."""
     x = seed.to(tl.uint64) + (counter.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -30,7 +30,7 @@ def unit(bits):
 
 @triton.jit
 def gumbel_cell(seed, position):
-    """The seed of one position's Gumbel noise: counter v of it belongs to token v."""
+    """The seed of one position's Gumbel noise; its counter v is for token v."""
     return hashed(hashed(seed, tl.full([], -1 - GUMBEL, tl.int64)), position)
 
 

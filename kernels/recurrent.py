@@ -1,4 +1,4 @@
-"""A draft's tree through a recurrent layer: each program answers one head's nodes for some columns of its state."""
+"""A recurrent layer on a draft's tree: each program computes one head's nodes for some columns of its state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _tree(
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, s_b, s_h, s_d, s_e, a_b, a_n,
     DELTA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Columns of what one head's nodes read and write: the system is solved from the root down, in registers."""
+    """Some columns of one head's reads and writes; the system is solved from the root down, in registers."""
     line = tl.program_id(0).to(tl.int64)
     b, h = line // heads, line % heads
     i, j, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -53,8 +53,8 @@ def _tree(
 def recurrent_tree(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, G: Tensor, state: Tensor, ancestors: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.recurrent_tree`; one decay for all channels, all in float32. The state may lie
-    transposed in memory."""
+    """See `reference.recurrent_tree`; one decay for all channels, everything in float32. The state may be transposed
+    in memory."""
     turned = state.shape[-1] > 1 and state.stride(-1) != 1
     dim = sizes(
         "recurrent_tree",

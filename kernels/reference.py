@@ -1,4 +1,4 @@
-"""The definitions: every piece of arithmetic that decides what is kept or drawn, in plain PyTorch, under one name."""
+"""The definitions in plain PyTorch of all arithmetic that decides which tokens are accepted or drawn, in one module."""
 
 from mmspec.kernels.reference_noise import (
     COINS,

@@ -1,4 +1,4 @@
-"""Definitions: noise that is counted, not drawn, and draws by it."""
+"""Definitions: counter-based noise, and draws with it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-WITHOUT_FLOAT64 = frozenset({"mps"})  # kinds of devices
+WITHOUT_FLOAT64 = frozenset({"mps"})  # types of devices
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
-# A row's streams of noise. Each draft token must be independent of the coins that will test it.
-COINS, GUMBEL, FRESH, COUPLE = range(4)  # tests of drafts; seed-exact draws; new drafts; drafts carried over
-NOTHING = -1  # the token drawn from a distribution that is none: its logits hold NaN or +inf, or all are −inf
+# A row's streams of noise. Each draft token must be independent of the uniform numbers that test it.
+COINS, GUMBEL, FRESH, COUPLE = range(4)  # tests of drafts; seed-exact draws; new drafts; redrawn guesses
+NOTHING = -1  # the token drawn from an invalid distribution: its logits hold NaN or +inf, or all are −inf
 Noise = tuple[Tensor, Tensor]  # seed and counter (or position), both int64
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """The float in which is decided what is kept and drawn: float64, or float32 where the device (MPS) has no other."""
+    """The dtype for acceptance and draws: float64, or float32 on devices without it (MPS)."""
     return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
@@ -27,17 +27,17 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 
 def _hash(seed: Tensor, counter: Tensor) -> Tensor:
-    """SplitMix64: the counter-th number, int64, of the generator that starts at `seed`."""
+    """SplitMix64: the counter-th number, int64, of the generator with this seed."""
     traced = torch.compiler.is_compiling() or get_proxy_mode() is not None
     return _uncompiled(seed, counter) if traced else _mixed(seed, counter)
 
 
 @torch.library.custom_op("mmspec::splitmix", mutates_args=())
 def _uncompiled(seed: Tensor, counter: Tensor) -> Tensor:
-    """`_hash` where a compiler reads along.
+    """`_hash` as an opaque operation for compilers.
 
-    The products wrap around at 64 bits. torch's C++ back end writes those of a loop's own index as products of signed
-    numbers, which must not overflow in C++: with 32 tokens or more, g++ takes the loop to be endless.
+    Its products wrap around at 64 bits. torch's C++ back end writes products of a loop index as signed arithmetic,
+    whose overflow is undefined in C++: with 32 tokens or more, g++ compiles the loop as endless.
     """
     return _mixed(seed, counter)
 
@@ -57,8 +57,8 @@ def _mixed(seed: Tensor, counter: Tensor) -> Tensor:
 def uniform(seed: Tensor, counter: Tensor) -> Tensor:
     """Counter-based noise: the SplitMix64 hash of (seed, counter) as a number in [0, 1).
 
-    The same pair gives the same number on every device and in every batch, so a row's noise depends on nothing but
-    its own seed and its own position.
+    The same pair gives the same number on every device and in every batch, so a row's noise depends only on its own
+    seed and position.
 
     Args:
         seed: int64, any shape that broadcasts with `counter`.
@@ -80,7 +80,7 @@ def stream(seed: Tensor, tag: int) -> Tensor:
 def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
     """Gumbel noise of every token at absolute positions, from the row's GUMBEL stream; finite.
 
-    argmax(log p + gumbel) is a draw from p, and the same draw whatever else is computed beside it.
+    argmax(log p + gumbel) is a draw from p, which does not depend on the rest of the batch.
 
     Args:
         seed: int64 [B].
@@ -95,16 +95,16 @@ def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
     dtype = widest(position.device)
     if dtype == torch.float64:
         return uniform(cell, counter).clamp_(min=2.0**-54).log_().neg_().log_().neg_()
-    rest = (2**53 - _shift(_hash(cell, counter), 11)).to(dtype) * 2.0**-53  # 1 − u: fine where the noise is large
+    rest = (2**53 - _shift(_hash(cell, counter), 11)).to(dtype) * 2.0**-53  # 1 − u: precise for large noise
     return rest.clamp_(max=below_one(dtype)).neg_().log1p_().neg_().log_().neg_()
 
 
 def quantile(u: Tensor) -> Tensor:
-    """The standard normal numbers, float32, that lie at u of `uniform` in their order; finite."""
+    """The standard normal quantiles, float32, at u of `uniform`; finite."""
     if u.dtype == torch.float64:
         exact: Tensor = torch.special.ndtri(u.clamp(min=2.0**-54))
         return exact.float()
-    return torch.erfinv(2 * u - 1 + 2.0**-24) * 2**0.5  # middles of the 2²⁴ cells, and MPS has no ndtri
+    return torch.erfinv(2 * u - 1 + 2.0**-24) * 2**0.5  # at the middles of the 2²⁴ cells; MPS has no ndtri
 
 
 def categorical(weights: Tensor, u: Tensor) -> Tensor:
@@ -122,12 +122,12 @@ def categorical(weights: Tensor, u: Tensor) -> Tensor:
     index = torch.searchsorted(cumulated, threshold, right=True)[..., 0]
     last = weights.shape[-1] - 1 - (weights > 0).flip(-1).to(torch.uint8).argmax(-1)
     total = cumulated[..., -1]
-    index = torch.minimum(index, last)  # rounding may carry u * total up to the total itself
+    index = torch.minimum(index, last)  # by rounding, u * total may equal the total
     return torch.where((total > 0) & total.isfinite(), index, NOTHING)
 
 
 def remaining(u: Tensor, taken: Tensor) -> Tensor:
-    """A uniform number u ≥ taken, stretched to [0, 1) again: it is as good as new for the draw after a refusal."""
+    """A uniform number u ≥ taken, rescaled to [0, 1): after a rejection it is uniform again, for the next draw."""
     return ((u - taken) / (1 - taken)).clamp(0, below_one(u.dtype))
 
 

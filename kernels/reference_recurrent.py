@@ -1,10 +1,10 @@
-"""Definitions for layers that keep a recurrent state: every node of a draft's tree read at once, one node committed.
+"""Definitions for layers with a recurrent state: all nodes of a draft's tree in one forward, and the commit of a path.
 
-A layer's state is a matrix S [K, V]; a node decays it by e^g, writes k⊗u into it and reads q from what it then holds.
-On a tree node i sees the writes of its ancestors j alone, each decayed by e^(G_i − G_j), where G is the decay summed
-along the node's path. So one triangular matrix stands for the tree, no state is kept per node, and the state after any
-node is a weighted sum of what was written on the way to it. For a chain this is the chunked form of the gated delta
-rule (Yang et al. 2024, arXiv 2412.06464, §3.3) and of state space duality (Dao and Gu 2024, arXiv 2405.21060, §6).
+A layer's state is a matrix S [K, V]; a node decays it by e^g, adds k⊗u to it and reads the result with q. On a tree
+node i sees only the writes of its ancestors j, each decayed by e^(G_i − G_j), where G is the decay summed along the
+node's path. So one triangular matrix represents the tree, no state is stored per node, and the state after any node is
+a weighted sum of the writes on its path. For a chain this is the chunked form of the gated delta rule (Yang et al.
+2024, arXiv 2412.06464, §3.3) and of state space duality (Dao and Gu 2024, arXiv 2405.21060, §6).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def path_decay(g: Tensor, ancestors: Tensor) -> Tensor:
     """G [B, H, n, …], the decay summed from the root to each node.
 
     Args:
-        g: log decay of each node, [B, H, n], or [B, H, n, K] where every channel of the keys has its own.
-        ancestors: bool [B, n, n], a node counts among its own.
+        g: log decay of each node, [B, H, n], or [B, H, n, K] if every channel of the keys has its own.
+        ancestors: bool [B, n, n], a node is its own ancestor.
     """
     if g.shape[2] == 1:
         return g
@@ -32,10 +32,10 @@ def _faded(x: Tensor, G: Tensor) -> Tensor:
 
 
 def _reads(queries: Tensor, k: Tensor, G: Tensor, ancestors: Tensor) -> Tensor:
-    """Σ_d a_id · k_jd · e^(G_i − G_j), [B, H, T, n, n], zero where j is no ancestor of i.
+    """Σ_d a_id · k_jd · e^(G_i − G_j), [B, H, T, n, n], zero if j is not an ancestor of i.
 
     Args:
-        queries: T of each node, [B, H, T, n, K].
+        queries: a, T for each node, [B, H, T, n, K].
     """
     if k.shape[2] == 1:
         return (queries * k[:, :, None]).sum(-1, keepdim=True)
@@ -49,18 +49,18 @@ def _reads(queries: Tensor, k: Tensor, G: Tensor, ancestors: Tensor) -> Tensor:
 def recurrent_tree(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, G: Tensor, state: Tensor, ancestors: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What each node reads, o [B, H, n, V], and what it writes, u [B, H, n, V].
+    """The read o [B, H, n, V] and the write u [B, H, n, V] of each node.
 
-    Under the delta rule u_i = β_i (v_i − what the state before node i answers to k_i), one triangular system for all
-    nodes; without a `beta` a node writes its v. A single node, as in a plain step, needs no system.
+    Under the delta rule u_i = β_i (v_i − S_iᵀ k_i) with the state S_i before node i: one triangular system for all
+    nodes; without `beta` a node writes its v. A single node, as in a plain step, needs no system.
 
     Args:
         q, k: [B, H, n, K].
         v: [B, H, n, V].
         beta: [B, H, n], or None.
-        G: as `path_decay` gives it.
+        G: the result of `path_decay`.
         state: [B, H, K, V], before the root; it is read once.
-        ancestors: bool [B, n, n]; a parent stands before its children.
+        ancestors: bool [B, n, n]; parents come before their children.
     """
     queries = q[:, :, None] if beta is None else torch.stack([q, k], 2)
     twice = G if beta is None else torch.cat([G, G], 2)
@@ -70,7 +70,7 @@ def recurrent_tree(
         u = v
     else:
         u = (v - before[:, :, 1]) * beta[..., None]
-        if k.shape[2] > 1:  # transposed, a solver that works by columns copies nothing
+        if k.shape[2] > 1:  # transposed, since the solver works by columns and then copies nothing
             system = (reads[:, :, 1] * beta[..., None]).transpose(-1, -2)
             solved = torch.linalg.solve_triangular(
                 system, u.transpose(-1, -2), upper=True, left=False, unitriangular=True
@@ -80,13 +80,13 @@ def recurrent_tree(
 
 
 def recurrent_fold(state: Tensor, k: Tensor, u: Tensor, G: Tensor, path: Tensor, last: Tensor) -> None:
-    """Make `state` [B, H, K, V], in place, what it is once a path has been taken: what it held, and what the path's
-    nodes wrote, faded until its end.
+    """Update `state` [B, H, K, V] in place to the end of an accepted path: decay it, and add the decayed writes of the
+    path's nodes.
 
     Args:
-        k, u: what the nodes wrote, [B, H, n, K] and [B, H, n, V].
-        G: as `path_decay` gives it.
-        path: bool [B, n], the nodes that were taken; where there are none, the state stays.
+        k, u: the writes of the nodes, [B, H, n, K] and [B, H, n, V].
+        G: the result of `path_decay`.
+        path: bool [B, n], the accepted nodes; a row without any keeps its state.
         last: int64 [B], the last of them.
     """
     wide = [1] * (G.dim() - 2)
@@ -98,8 +98,8 @@ def recurrent_fold(state: Tensor, k: Tensor, u: Tensor, G: Tensor, path: Tensor,
 
 
 def conv_windows(parents: Tensor, depth: Tensor, width: int) -> Tensor:
-    """Where the last `width` inputs of each node stand, oldest first, int64 [B, n, width]: an index into the `width`
-    inputs before the root, followed by those of the n nodes.
+    """Indices of the last `width` inputs of each node, oldest first, int64 [B, n, width], into the `width` inputs
+    before the root followed by those of the n nodes.
 
     Args:
         parents, depth: [B, n], of the tree.
@@ -120,10 +120,10 @@ def tree_conv(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, win
         state: the last W ≥ k inputs before the root, [B, C, W].
         weight: [C, k].
         bias: [C], or None.
-        windows: as `conv_windows` gives it for W.
+        windows: the result of `conv_windows` for W.
     """
     (B, C, n), k = x.shape, weight.shape[-1]
-    inputs = torch.cat([state.to(x.dtype).transpose(1, 2), x.transpose(1, 2)], 1)  # rows of C, which are picked whole
+    inputs = torch.cat([state.to(x.dtype).transpose(1, 2), x.transpose(1, 2)], 1)  # rows of C, which are gathered whole
     first = torch.arange(B, device=x.device)[:, None, None] * inputs.shape[1]
     picked = inputs.flatten(0, 1).index_select(0, (windows[..., -k:] + first).flatten()).view(B, n, k, C)
     out = (picked.to(weight.dtype) * weight.transpose(0, 1)).sum(2)
@@ -131,22 +131,22 @@ def tree_conv(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, win
 
 
 def kept_inputs(kept: Tensor, count: Tensor, width: int) -> Tensor:
-    """Where the last `width` inputs stand once a path has been taken, int64 [B, width], counted as `conv_windows` does.
+    """Indices of the last `width` inputs after an accepted path, int64 [B, width], as in `conv_windows`.
 
     Args:
-        kept: [B, m], the path's nodes in order; entries from `count` on mean nothing.
+        kept: [B, m], the path's nodes in order; entries from `count` on are not used.
         count: int64 [B].
     """
-    place = count[:, None] + torch.arange(-width, 0, device=kept.device)  # on the path; below 0 before the root
+    place = count[:, None] + torch.arange(-width, 0, device=kept.device)  # on the path; negative before the root
     return width + torch.where(place >= 0, kept.gather(1, place.clamp(min=0)), place)
 
 
 def conv_fold(x: Tensor, state: Tensor, kept: Tensor) -> Tensor:
-    """The last W inputs [B, C, W] once a path has been taken.
+    """The last W inputs [B, C, W] after an accepted path.
 
     Args:
         x: inputs of the nodes, [B, C, n].
         state: the W inputs before the root.
-        kept: as `kept_inputs` gives it for W.
+        kept: the result of `kept_inputs` for W.
     """
     return torch.cat([state, x.to(state.dtype)], 2).gather(2, kept[:, None].expand(-1, x.shape[1], -1))

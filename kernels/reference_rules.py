@@ -1,4 +1,4 @@
-"""Definitions: the chance to accept a draft, strictly and relaxed, and the residual distribution."""
+"""Definitions: the chance to accept a draft token, exact and relaxed, and the residual distribution."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from mmspec.kernels.reference_noise import widest
 
 
 def exact_ratio(p_x: Tensor, q_x: Tensor) -> Tensor:
-    """Chance to keep x under rejection sampling: min(1, p(x)/q(x)), 0 where p(x) = 0 (Leviathan et al. 2023, §2.3)."""
+    """Chance to accept x in speculative sampling: min(1, p(x)/q(x)), 0 if p(x) = 0 (Leviathan et al. 2023, §2.3)."""
     return torch.where(p_x > 0, (p_x / q_x).clamp(max=1.0), 0.0)
 
 
 def positive_residual(p: Tensor, q: Tensor) -> Tensor:
-    """Weights of (p − q)+, the distribution once a draft was refused; falls back to p where rounding leaves nothing."""
+    """Weights of (p − q)+, the residual after a rejection; p where it is zero by rounding."""
     rest = (p - q).clamp_(min=0)
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
 
 def emptied_residual(p: Tensor, q: Tensor, around: Tensor, borrows: Tensor, certain: Tensor) -> Tensor:
-    """(p − q)+ once tokens around a refused x were taken out of p, or out of q (Jang et al. 2024, as released).
+    """(p − q)+ after tokens around a rejected x were removed from p, or from q (Jang et al. 2024, as released).
 
     Args:
         p, q: [..., V].
-        around: int64 [..., M], the tokens that are taken out.
-        borrows: bool [...], where they are.
-        certain: bool [...], x was not drawn at random: they leave p, else q.
+        around: int64 [..., M], the tokens to remove.
+        borrows: bool [...], whether they are removed.
+        certain: bool [...], whether x was not drawn at random: they are then removed from p, otherwise from q.
 
     Returns:
-        [..., V]; p where nothing would be left.
+        [..., V]; p where it would be zero.
     """
     gone = torch.zeros_like(p, dtype=torch.bool).scatter_(-1, around, True) & borrows[..., None]
     of_p = gone & certain[..., None]
@@ -51,7 +51,7 @@ def typical_bound(p: Tensor, epsilon: float, delta: float) -> Tensor:
 def nearest(codebook: Tensor, k: int, chunk: int = 2048) -> Tensor:
     """The k codes nearest to each code, nearest first, itself left out: int32 [V, k] from a codebook [V, c].
 
-    Distances are between normalised codes, which is all that a model with an L2-normalised codebook ever sees.
+    Distances are between normalised codes, since a model with an L2-normalised codebook uses nothing else.
     """
     codes = torch.nn.functional.normalize(codebook.float(), dim=-1)
     parts = []
@@ -65,8 +65,8 @@ def nearest(codebook: Tensor, k: int, chunk: int = 2048) -> Tensor:
 def partition(codebook: Tensor, radius: float | None = None, cells: int | None = None) -> Tensor:
     """Cells of near codes, int64 [V]: farthest-point centres (Gonzalez 1985), each code with its nearest one.
 
-    Centres are added until every code lies within `radius` of its own, or until there are `cells` of them, so two
-    codes of a cell are at most 2·radius apart. Distances are between normalised codes.
+    Centres are added until every code is within `radius` of its centre, or until there are `cells` of them, so with
+    `radius` two codes of a cell are at most 2·radius apart. Distances are between normalised codes.
     """
     codes = torch.nn.functional.normalize(codebook.detach().cpu().double(), dim=-1)
     cell, distance = torch.zeros(len(codes), dtype=torch.long), (codes - codes[0]).norm(dim=-1)
@@ -80,7 +80,7 @@ def partition(codebook: Tensor, radius: float | None = None, cells: int | None =
 
 
 def borrowed(masses: Tensor, bound: Tensor | float) -> Tensor:
-    """The largest prefix sum within the bound: what x may borrow of its neighbours (Jang et al. 2024, §4).
+    """The largest prefix sum within the bound: the mass that x borrows from its neighbours (Jang et al. 2024, §4).
 
     Args:
         masses: [..., k], p of the neighbours, nearest first.
@@ -98,8 +98,8 @@ def rank_window(p: Tensor, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """The `size` tokens around x [...] in the order of p [..., V]: x, ⌊size/2⌋ less likely ones, the rest more likely.
 
     Returns:
-        Token ids [..., size], and bool of the same shape: false where the window hangs over an end of the order, and
-        for tokens that p excludes, which have no order.
+        Token ids [..., size], and bool of the same shape: false where the window extends past an end of the order, and
+        for tokens of probability 0, which have no rank.
     """
     x, ids = x[..., None], torch.arange(p.shape[-1], device=p.device)
     p_x = p.gather(-1, x)
@@ -119,9 +119,9 @@ def cell_sums(weights: Tensor, cell: Tensor) -> Tensor:
 
 
 def cell_residual(p: Tensor, q: Tensor, cell: Tensor) -> Tensor:
-    """Weights after a refusal at cell level: a cell by (p(C) − q(C))+, then a token of it by p; p if nothing is left.
+    """Weights after a rejection at cell level: a cell by (p(C) − q(C))+, then its token by p; p if all are zero.
 
-    q counts only where p does, so that cells are cut down to what p can draw.
+    q counts only where p > 0, so that cells are restricted to tokens that p can draw.
     """
     p_cell, q_cell = cell_sums(p, cell), cell_sums(torch.where(p > 0, q, 0.0), cell)
     rest = torch.where(p > 0, p * (p_cell - q_cell).clamp(min=0) / p_cell, 0.0)
@@ -129,7 +129,7 @@ def cell_residual(p: Tensor, q: Tensor, cell: Tensor) -> Tensor:
 
 
 def token_mass(logits: Tensor, log_z: Tensor, nodes: Tensor, tokens: Tensor) -> Tensor:
-    """Probability, as `widest`, of tokens [B, K] or [B, K, M] after nodes [B, K]; 0 for a negative token."""
+    """Probability, of dtype `widest`, of tokens [B, K] or [B, K, M] after nodes [B, K]; 0 for a negative token."""
     rows = torch.arange(len(nodes), device=nodes.device)[:, None]
     if tokens.dim() > nodes.dim():
         rows, nodes = rows[..., None], nodes[..., None]
@@ -147,7 +147,7 @@ def lantern_accept(
     delta: float | None = None,
     lam: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The chance to keep x [B, K], strictly and with the mass that x may borrow of its neighbours (`borrowed`).
+    """The chance to accept x [B, K], exact and with the mass that x borrows from its neighbours (`borrowed`).
 
     Args:
         logits: [B, N, V] of p, with their logsumexp `log_z` [B, N].
@@ -155,7 +155,7 @@ def lantern_accept(
         x: int64 [B, K], negative where nothing was drafted.
         q_x: float64 (float32 on MPS) [B, K], its probability in the draft's distribution.
         near: int32 [V, k], the nearest codes of each, nearest first.
-        delta, lam: bound of what is borrowed: delta, or (lam − 1)·p(x); exactly one of them.
+        delta, lam: the bound of the borrowed mass: delta, or (lam − 1)·p(x); exactly one of them.
 
     Returns:
         [B, K] twice, like q_x.
@@ -187,8 +187,8 @@ def gaussian_path(
     """log P/Q of whole denoising paths: log-densities of the draft's own steps under the target's kernels, summed.
 
     Step k goes from states[:, k] to states[:, k + 1]; the draft drew it with `noise` and standard deviation
-    temperature·exp(log_std_q). The target's kernel there has the mean and the learned-range variance that DDPM makes of
-    the network's output: ε and v, the first guided where there are two outputs, the second always of `out`.
+    temperature·exp(log_std_q). The target's kernel there has DDPM's mean and learned-range variance from the network's
+    output ε and v; ε is guided if there are two outputs, v is always that of `out`.
 
     Args:
         states: [R, K + 1, C], the path that the draft took, noise first.

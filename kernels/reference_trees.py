@@ -1,4 +1,4 @@
-"""Definitions: trees of drafts attended to, verified at all nodes at once, and their cache entries moved down."""
+"""Definitions for draft trees: attention, verification at all nodes at once, and moving of accepted cache entries."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mmspec.kernels.reference_rules import positive_residual, token_mass
 
 
 def compact_rows(buffers: Sequence[Tensor], source: Tensor, start: Tensor, count: Tensor | None = None) -> None:
-    """Move kept cache entries down, in place: slot start + j of a row takes what was in slot source[:, j].
+    """Move kept cache entries down, in place: slot start + j of a row gets the content of slot source[:, j].
 
     Args:
         buffers: each [B, heads, slots, width], changed in place.
         source: int64 [B, K], slots to keep, in any order.
         start: int64 [B], the first slot to write in each row.
-        count: int64 [B], move only so many in each row; None: all K.
+        count: int64 [B], number of entries to move in each row; None: all K.
     """
     rows = torch.arange(len(source), device=source.device)[:, None]
     entry = torch.arange(source.shape[1], device=source.device)
@@ -32,7 +32,7 @@ def compact_rows(buffers: Sequence[Tensor], source: Tensor, start: Tensor, count
 
 
 def bit_rows(visible: Tensor) -> Tensor:
-    """Bool [..., N] as 64 bits a word, int64 [..., ⌈N/64⌉]: bit k of word w is entry 64·w + k."""
+    """Pack bool [..., N] into words of 64 bits, int64 [..., ⌈N/64⌉]: bit k of word w is entry 64·w + k."""
     words = -(-visible.shape[-1] // 64)
     spread = torch.nn.functional.pad(visible, (0, 64 * words - visible.shape[-1])).unflatten(-1, (words, 64))
     packed: Tensor = (spread.long() << torch.arange(64, device=visible.device)).sum(-1)
@@ -51,8 +51,8 @@ def tree_attention(
 ) -> Tensor:
     """Attention of draft nodes to [their row's cached prefix | the nodes that they may see].
 
-    Row b holds a prefix in slots 0 … lengths[b] − 1, and node k in slot lengths[b] + k. What lies in slots that no
-    query of the row sees does not matter, not even NaN. A query that sees nothing gives 0.
+    Row b has its prefix in slots 0 … lengths[b] − 1, and node k in slot lengths[b] + k. Slots that no query of the row
+    sees may contain anything, even NaN. A query that sees nothing gives 0.
 
     Args:
         q: [B, heads, n, D].
@@ -60,8 +60,8 @@ def tree_attention(
         values: [B, kv_heads, T, E].
         lengths: int64 [B].
         bits: int64 [B, n, W], which nodes each query sees (see `bit_rows`).
-        open_slots: bool [B, L], false at prefix slots that hold padding; slots past L are all real.
-        first: int64 [B, n], the first prefix slot that a query sees, as a sliding window has it; None: 0.
+        open_slots: bool [B, L], false at prefix slots that hold padding; no slot past L is padding.
+        first: int64 [B, n], the first prefix slot that a query sees, for sliding windows; None: 0.
         scale: of the scores; None: 1/√D.
 
     Returns:
@@ -89,10 +89,10 @@ def tree_attention(
 
 
 class Verified(NamedTuple):
-    """The path that point-mass drafts leave standing, and what comes after it."""
+    """The accepted path of a point-mass draft, and the token after it."""
 
     accepted: Tensor  # [B, N] bool
-    count: Tensor  # type: ignore[assignment]  # [B], nodes that stand; hides tuple.count
+    count: Tensor  # type: ignore[assignment]  # [B], accepted nodes; hides tuple.count
     last: Tensor  # [B], the deepest of them
     token: Tensor  # [B], the next token
     log_z: Tensor  # float32 [B, N], logsumexp of each node's logits
@@ -107,7 +107,7 @@ def draw(logits: Tensor, noise: Noise | None = None) -> Tensor:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """argmax over the last axis, the first of equal ones; on a CPU torch's `max` is faster than its `argmax`."""
+    """argmax over the last axis, the first of equal ones; on a CPU torch's `max` is faster than `argmax`."""
     return logits.max(-1).indices
 
 
@@ -124,16 +124,16 @@ def verify_point_mass(
     ancestors: Tensor | None = None,
     noise: Tensor | Noise | None = None,
 ) -> Verified:
-    """Draw a token after every node and descend while it is a child; the path and the next token have the
-    distribution p.
+    """Draw a token after every node and descend while a child has it; path and next token have the distribution p.
 
     Args:
         logits: [B, N, V], log-weights of p after each node.
-        tokens: int64 [B, N], negative where nothing is proposed; of siblings with one token only the first can stand.
-        parents: int64 [B, N], parents before their children, the root its own.
-        ancestors: bool [B, N, N], a node counts among its own; None: the draft is a chain.
-        noise: None, the likeliest token; (seed [B], position [B, N]), Gumbel noise; numbers [B, N] as of `uniform`, the
-            inverse CDF in the order "children first, then the vocabulary".
+        tokens: int64 [B, N], negative if nothing is proposed; of siblings with the same token only the first can be
+            accepted.
+        parents: int64 [B, N], parents before their children; the root is its own parent.
+        ancestors: bool [B, N, N], a node is its own ancestor; None: the draft is a chain.
+        noise: None: the likeliest token; (seed [B], position [B, N]): Gumbel noise; uniform numbers [B, N]: inverse
+            CDF in the order "children first, then the vocabulary".
     """
     log_z = logits.float().logsumexp(-1)
     if not isinstance(noise, Tensor):
@@ -142,7 +142,7 @@ def verify_point_mass(
     mass = token_mass(logits, log_z, parents, tokens) * ~repeated
     low, u = sibling_mass(mass, siblings), noise.gather(1, parents)
     match = (low <= u) & (u < low + mass)
-    if ancestors is not None:  # of siblings whose slices overlap by a rounding the first is accepted
+    if ancestors is not None:  # if slices of siblings overlap by rounding, the first is accepted
         match &= ~(siblings & match[:, None]).any(-1)
     accepted, count, last = standing(match, ancestors)
     refused = torch.where(parents == last[:, None], tokens, -1)
@@ -156,12 +156,12 @@ def verify_point_mass(
 def follow(
     drawn: Tensor, tokens: Tensor, parents: Tensor, ancestors: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Descend from the root while the token drawn at a node [B, N] is one of its children; as `verify_point_mass`.
+    """Descend from the root while a child has the token drawn at its parent [B, N]; see `verify_point_mass`.
 
     Returns:
-        Which nodes stand, how many, the deepest of them, and the token drawn there.
+        The mask of accepted nodes, their number, the deepest of them, and the token drawn there.
     """
-    if tokens.shape[1] == 1:  # plain decoding: the root is accepted, and nothing is to be looked at
+    if tokens.shape[1] == 1:  # plain decoding: only the root, which is accepted
         one = torch.ones_like(drawn[:, 0])
         return one[:, None].bool(), one, one - 1, drawn[:, 0]
     match = drawn.gather(1, parents) == tokens
@@ -172,7 +172,7 @@ def follow(
 
 
 def standing(match: Tensor, ancestors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Nodes whose whole line of ancestors matched, one path since the root always does; how many, and the deepest."""
+    """Nodes that matched with all their ancestors (a path; the root always matches), their number, and the deepest."""
     match[:, 0] = True
     accepted = match.cumprod(1).bool() if ancestors is None else (match[:, None, :] | ~ancestors).all(-1)
     count = accepted.sum(-1)
@@ -184,7 +184,7 @@ def standing(match: Tensor, ancestors: Tensor | None) -> tuple[Tensor, Tensor, T
 def _family(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
     """Earlier siblings of each node, bool [B, N, N]; and whether it repeats the token of one of them, bool [B, N]."""
     siblings = (parents[:, :, None] == parents[:, None, :]).tril(-1)
-    siblings[:, :, 0] = False  # the root is nobody's
+    siblings[:, :, 0] = False  # the root is no sibling
     return siblings, (siblings & (tokens[:, :, None] == tokens[:, None, :])).any(-1)
 
 
@@ -193,7 +193,7 @@ def sibling_mass(mass: Tensor, siblings: Tensor) -> Tensor:
 
     Args:
         mass: [B, N], the probability of each node's token at its parent.
-        siblings: bool [B, N, N], entry (n, k) true where k is an earlier sibling of n.
+        siblings: bool [B, N, N], entry (n, k) is true if k is an earlier sibling of n.
 
     Returns:
         [B, N].
@@ -208,17 +208,17 @@ def residual_sample(
     refused: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """A draw from what p has left over once drafts were refused: (p − q)+, or p without them; p if that is nothing.
+    """A draw from the residual of p after rejections: (p − q)+, or p without the rejected tokens; p if that is zero.
 
     Args:
         p: logits [B, V].
-        u: float64 (float32 on MPS) [B] in [0, 1), or (seed, counter), int64 [B] each, that `uniform` makes them of.
-        q: logits [B, V] of the distribution that the refused draft was drawn from.
-        refused: int64 [B, K], tokens that were refused, negative for none; instead of q.
-        rows: bool [B], where false nothing was refused and the draw is from p; None: everywhere true.
+        u: float64 (float32 on MPS) [B] in [0, 1), or the arguments (seed, counter) of `uniform`, int64 [B] each.
+        q: logits [B, V] of the distribution that the rejected draft was drawn from.
+        refused: int64 [B, K], the rejected tokens, negative for none; instead of q.
+        rows: bool [B], false if nothing was rejected and the draw is from p; None: all true.
 
     Returns:
-        int64 [B], by inverse CDF in float64 (float32 on MPS); NOTHING where p holds NaN or +inf, or all is −inf.
+        int64 [B], by inverse CDF in float64 (float32 on MPS); NOTHING if p holds NaN or +inf, or only −inf.
     """
     wide = widest(p.device)
     weights = p.to(wide).softmax(-1)

@@ -1,4 +1,4 @@
-"""What relaxed rules look at beside x: its nearest codes, and the tokens around it in the order of p."""
+"""Kernels of relaxed rules: the mass of the nearest codes of x, and the tokens around x in the order of p."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _ordered(x):
 
 @triton.jit
 def _sides(X, start, x, own, V, BLOCK: tl.constexpr):
-    """Tokens of a block, their keys in the order by (logit, id), and which of them stand below x there, and above."""
+    """Tokens of a block, their keys in the order by (logit, id), and which are below and above x in that order."""
     v = start + tl.arange(0, BLOCK)
     value = tl.load(X + v, mask=v < V, other=-float("inf")).to(tl.float32)
     value = tl.where(own > -float("inf"), value, -float("inf"))
@@ -94,10 +94,10 @@ def _sides(X, start, x, own, V, BLOCK: tl.constexpr):
 
 @triton.jit
 def _ends(X, x, own, V, less, more, BLOCK: tl.constexpr):
-    """Keys of both ends of the window, by 8 bits in each of four passes, and how many equal ones to skip or take."""
+    """Keys at both ends of the window, 8 bits in each of four passes, and how many equal keys to skip or take."""
     bins = tl.arange(0, 256)
-    low, high = tl.full([], 0, tl.uint32), tl.full([], 0, tl.uint32)  # bits of the ends that are known
-    want_low, want_high = tl.zeros([], tl.int32) + less, tl.zeros([], tl.int32) + more  # still to be found there
+    low, high = tl.full([], 0, tl.uint32), tl.full([], 0, tl.uint32)  # known bits of the ends
+    want_low, want_high = tl.zeros([], tl.int32) + less, tl.zeros([], tl.int32) + more  # remaining number
     ties = tl.full([], 0, tl.int32)
     for step in range(0, 4):
         shift = 24 - 8 * step
@@ -125,7 +125,7 @@ def _window(
     X, NODES, TOKENS, IDS, FOUND, K, V, less, more, x_b, x_n, nodes_b, tokens_b,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One drafted token: the `less` tokens right below it and the `more` right above; of equal ones the nearest ids."""
+    """One drafted token: the `less` tokens directly below it and the `more` above; nearest ids among equal ones."""
     b, i = (tl.program_id(0) // K).to(tl.int64), (tl.program_id(0) % K).to(tl.int64)
     node, x = tl.load(NODES + b * nodes_b + i), tl.maximum(tl.load(TOKENS + b * tokens_b + i), 0).to(tl.int32)
     X += b * x_b + node * x_n
@@ -153,9 +153,9 @@ def _window(
 
 
 def logit_window(logits: Tensor, nodes: Tensor, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """See `reference.logit_window`; nothing is sorted. Of equal logits, those nearest to x in number come first.
+    """See `reference.logit_window`; without sorting. Of equal logits, those with ids nearest to x come first.
 
-    Where nothing is found the id is x.
+    Entries without a token have the id x.
     """
     dim = sizes("logit_window", logits=(logits, "B N V", FLOATS), nodes=(nodes, "B K", INDEX), x=(x, "B K", INDEX))
     V = dim["V"]

@@ -1,4 +1,4 @@
-"""What p has left over, normalised and drawn from: normalisers, part sums of the weights, a look into one part."""
+"""Sampling from the residual of p: normalisers, then partial sums of the weights, then the token within one part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOTHING = tl.constexpr(_NOTHING)
 
 
 def scanned(logits: Tensor, lines: int, vocab: int, block: int) -> tuple[int, int]:
-    """Length of the parts that lines of logits are cut into, a multiple of the block, and how many there are."""
+    """Length of the parts that lines of logits are split into, a multiple of the block, and their number."""
     block = min(block, triton.next_power_of_2(vocab))
     parts = splits_for(logits, lines, vocab, block)
     chunk = triton.cdiv(triton.cdiv(vocab, parts), block) * block
@@ -54,7 +54,7 @@ def _weights(
     P, Q, REFUSED, b, v, V, start, K, log_p, log_q, refused_b, subtract, BLOCK: tl.constexpr,
     HAS_Q: tl.constexpr, HAS_REFUSED: tl.constexpr,
 ):  # fmt: skip
-    """p of tokens [BLOCK], float64, and what is left of it."""
+    """p of tokens [BLOCK], float64, and its residual."""
     p = tl.exp(tl.load(P + v, mask=v < V, other=-float("inf")).to(tl.float64) - log_p)
     left = p
     if HAS_Q:
@@ -75,7 +75,7 @@ def _weigh(
     HAS_Q: tl.constexpr, HAS_NODE: tl.constexpr, HAS_REFUSED: tl.constexpr, HAS_ROWS: tl.constexpr,
     PARTS_P: tl.constexpr, PARTS_Q: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum of what is left, and of p, over one part of a row."""
+    """The sums of the residual and of p over one part of a row."""
     b, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     node = tl.full([], 0, tl.int64)
     if HAS_NODE:
@@ -117,7 +117,7 @@ def _pick(
         subtract = tl.load(ROWS + b) != 0
     i = tl.arange(0, PARTS)
     left = tl.load(LEFT + b * parts + i, mask=i < parts, other=0.0)
-    some = tl.sum(left, 0) > 0  # otherwise rounding has left nothing: draw from p
+    some = tl.sum(left, 0) > 0  # otherwise the residual is zero by rounding: draw from p
     whole = tl.load(WHOLE + b * parts + i, mask=i < parts, other=0.0)
     lawful = tl.sum(whole, 0) > 0  # 1 but for rounding, or NaN
     left = tl.where(some, left, whole)
@@ -157,7 +157,7 @@ def pick(
     stat_q: tuple[Tensor, Tensor] | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """A draw from what is left of p [B, V], or of p [B, N, V] at node [B]; statistics as the scans leave them."""
+    """A draw from the residual of p [B, V], or of p [B, N, V] at node [B]; the statistics come from the scans."""
     B, V = len(p), p.shape[-1]
     block = min(_BLOCK, triton.next_power_of_2(V))
     chunk, parts = scanned(p, B, V, block)

@@ -1,4 +1,4 @@
-"""Accepted cache entries of all layers and rows moved down in one launch, through a table of pointers."""
+"""Moves the accepted cache entries of all layers and rows down in one launch, by a table of pointers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from mmspec.kernels.checks import INDEX, at_home, sizes
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
-_COLUMNS = tl.constexpr(6)  # address, heads, width, and strides of row, head and slot; all but the first in words
+_COLUMNS = tl.constexpr(6)  # address, heads, width, and strides of row, head and slot; the last four in words
 
 
 @triton.jit(do_not_specialize=["K"])
@@ -45,7 +45,7 @@ def _compact(
 
 @lru_cache(maxsize=32)
 def _table(entries: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """The pointers on the device; they stay the same until a buffer grows."""
+    """The table on the device; it stays the same until a buffer grows."""
     return torch.tensor(entries, dtype=torch.int64).to(device)
 
 
@@ -54,7 +54,7 @@ def compact_rows(buffers: Sequence[Tensor], source: Tensor, start: Tensor, count
     if not buffers or not source.numel():
         return
     first = buffers[0]
-    for name, buffer in enumerate(buffers):  # a short look at each, since this runs in every round
+    for name, buffer in enumerate(buffers):  # a quick check first, since this runs in every round
         if buffer is first or (buffer.dtype, buffer.device, len(buffer), buffer.stride(-1)) != (
             first.dtype, first.device, len(source), 1,
         ):  # fmt: skip
@@ -72,7 +72,7 @@ def compact_rows(buffers: Sequence[Tensor], source: Tensor, start: Tensor, count
     )
     heads, width = (max(e[i] for e in entries) for i in (1, 2))
     K = source.shape[1]
-    block_k = max(16, triton.next_power_of_2(K))  # a path has another length in every round
+    block_k = max(16, triton.next_power_of_2(K))  # since the length of the path changes from round to round
     block_d = max(1, min(triton.next_power_of_2(width), 4096 // block_k))
     with at_home(first):
         _compact[(len(buffers), len(source), heads * triton.cdiv(width, block_d))](
@@ -82,6 +82,6 @@ def compact_rows(buffers: Sequence[Tensor], source: Tensor, start: Tensor, count
 
 
 def _bytes(t: Tensor) -> tuple[int, ...]:
-    """What a word must divide: address, length of a slot, strides of row, head and slot."""
+    """Bytes that the word size must divide: address, length of a slot, strides of row, head and slot."""
     size = t.element_size()
     return t.data_ptr(), t.shape[3] * size, *(s * size for s in t.stride()[:3])

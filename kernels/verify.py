@@ -1,4 +1,4 @@
-"""Point-mass drafts judged in one pass over the logits: what each node draws, its softmax statistics, the path."""
+"""Verification of point-mass drafts in one pass over the logits: each node's draw, its softmax statistics, the path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmspec.kernels.reference import Noise, Verified
 from mmspec.kernels.residual import NOTHING as NO_TOKEN
 from mmspec.kernels.residual import pick, scanned
 
-LIKELIEST, GUMBEL, NOTHING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what is drawn at every node
+LIKELIEST, GUMBEL, NOTHING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # kind of draw at every node
 _BLOCK = 4096
 
 
@@ -29,7 +29,7 @@ def _scan(
     X += b * x_b + n * x_n
     m, z = tl.full([], -float("inf"), tl.float32), tl.full([], 0.0, tl.float32)
     best = tl.full([], -float("inf"), tl.float64)
-    token = tl.zeros([], tl.int32) + part * chunk  # what argmax says where nothing is likely
+    token = tl.zeros([], tl.int32) + part * chunk  # the result of argmax if all are −inf
     if DRAW == GUMBEL:
         token += NO_TOKEN - token  # nothing can be drawn there
         cell = gumbel_cell(tl.load(SEED + b), tl.load(POSITION + b * position_b + n))
@@ -50,7 +50,7 @@ def _scan(
             token = tl.where(high > best, found, token)
             best = tl.maximum(best, high)
     if DRAW == GUMBEL:
-        broken = (z != z) | (m == float("inf"))  # one such part wins over all others
+        broken = (z != z) | (m == float("inf"))  # one such part decides the whole line
         best = tl.where(broken, float("inf"), best)
         token = tl.where(broken, NO_TOKEN, token)
     at = line * parts + part
@@ -75,7 +75,7 @@ def _log_z(M, L, line, mask, parts, PARTS: tl.constexpr):
 
 @triton.jit
 def _drawn(BEST, TOKEN, line, mask, parts, PARTS: tl.constexpr):
-    """The token with the highest score [K] of whole lines; of equal ones the first."""
+    """The token with the highest score [K] of whole lines; the first of equal ones."""
     part = tl.arange(0, PARTS)[None, :]
     inside = mask[:, None] & (part < parts)
     best = tl.load(BEST + line[:, None] * parts + part, mask=inside, other=-float("inf"))
@@ -97,7 +97,7 @@ def _siblings(
     X, TOKENS, PARENTS, M, L, b, k, token, parent, N, parts, x_b, x_n, tokens_b, parents_b,
     INVERSE: tl.constexpr, NODES: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of nodes k [NODES]: whether an earlier sibling has the same token, and the mass of all earlier siblings."""
+    """For nodes k [NODES]: whether an earlier sibling has the same token, and the mass of all earlier siblings."""
     repeated = tl.zeros([NODES], tl.int32)
     low = tl.zeros([NODES], tl.float64)
     for start in range(0, N, ROWS):  # a few at a time
@@ -108,7 +108,7 @@ def _siblings(
         twice = sibling & (other[:, None] == token[None, :])
         repeated = tl.maximum(repeated, tl.max(twice.to(tl.int32), 0))
         if INVERSE:
-            # j itself counts only if no still earlier sibling has its token
+            # j counts only if no sibling before it has its token
             again = (same[:, None] == parent[None, :]) & (other[:, None] == token[None, :])
             again = tl.max((again & (k[None, :] < j[:, None]) & (k > 0)[None, :]).to(tl.int32), 1)
             mass = _mass(X, M, L, b, tl.maximum(same, 0), other, (j < N) & (again == 0), N, parts, x_b, x_n, PARTS)
@@ -124,7 +124,7 @@ def _path(
     INVERSE: tl.constexpr, CHAIN: tl.constexpr,
     NODES: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One row's draft: which nodes match, the path of those that stand, and what is drawn after it."""
+    """One row's draft: which nodes match, the accepted path, and the token drawn after it."""
     b = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, NODES).to(tl.int64)
     inside = k < N
@@ -181,7 +181,7 @@ def _tokens(BEST, TOKEN, OUT, lines, parts, PARTS: tl.constexpr, BLOCK: tl.const
 
 
 class _Scanned:
-    """What `_scan` finds: [B, N, parts] each."""
+    """The results of `_scan`, [B, N, parts] each."""
 
     def __init__(self, logits: Tensor, noise: Noise | None, drawing: tl.constexpr) -> None:
         B, N, V = logits.shape

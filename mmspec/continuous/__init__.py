@@ -1,1 +1,1 @@
-"""Continuous tokens: what MAR's own loop in pipelines/mar draws, weighs and redraws."""
+"""Continuous tokens: drawing denoising paths, their acceptance and residual, for MAR's own loop in pipelines/mar."""

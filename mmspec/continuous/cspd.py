@@ -1,4 +1,4 @@
-"""The rule of continuous speculative decoding as it was published: draft and target share their noise; approximate."""
+"""The published, approximate acceptance rule of continuous speculative decoding (CSpD), with shared noise."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from mmspec.continuous.denoising import Chain, Path
 
 WIDTH = 42.0  # the published code widens the last step's Gaussians by this much in its test
-ROUNDS = 100  # of proposals for a refused token
+ROUNDS = 100  # of proposals for a rejected token
 
 
 @dataclass(frozen=True)
 class End:
-    """How paths ended: the last step's Gaussian, and the spread of all steps before it.
+    """The end of some paths: the last step's Gaussian, and the standard deviations of all steps before it.
 
     Attributes:
         mean, log_std: [R, C], of the last step; the standard deviation includes the temperature.
@@ -31,7 +31,7 @@ class End:
 
 
 def end(path: Path, chain: Chain, temperature: float = 1.0) -> End:
-    """How these paths ended."""
+    """The `End` of these paths."""
     log_std = path.log_std[:, -1] + torch.log(torch.tensor(max(temperature, 1e-6)))
     noise = path.noise[:, -1] if chain.noisy(len(chain) - 1) else torch.zeros_like(path.x)
     mean = path.x if temperature <= 0 else path.x - log_std.exp() * noise
@@ -39,25 +39,25 @@ def end(path: Path, chain: Chain, temperature: float = 1.0) -> End:
 
 
 def log_chance(x: Tensor, p: End, q: End, width: float = WIDTH) -> Tensor:
-    """The log of the chance to keep drafted tokens x [R, C] (Wang et al. 2024, arXiv 2411.11925, §3.2, and its code).
+    """Log of the chance to accept draft tokens x [R, C] (Wang et al. 2024, arXiv 2411.11925, §3.2, and its code).
 
-    Not a ratio of densities at x: p and q come from two paths that share their noise but not their states, Gaussians of
-    `width` times their standard deviation are compared, and the spreads of the earlier steps enter the other way round
-    than that of the last. Kept as published; in logarithms, because the products underflow.
+    It is not a ratio of densities at x: p and q come from two paths that share their noise but not their states,
+    Gaussians with `width` times the standard deviation are compared, and the standard deviations of the earlier steps
+    have the opposite sign of the last step's. As published; in logarithms, because the products underflow.
     """
 
-    def far(of: End) -> Tensor:
+    def distance(of: End) -> Tensor:
         return 0.5 * (((x - of.mean) / (width * of.log_std.exp())) ** 2).sum(1)
 
     last = (q.log_std - p.log_std).sum(1)
-    return (far(q) - far(p) + last + p.before - q.before).clamp(max=0.0)
+    return (distance(q) - distance(p) + last + p.before - q.before).clamp(max=0.0)
 
 
 def leftover(p: End, q: End, noise: Tensor, coins: Tensor) -> Tensor:
-    """Tokens [R, C] in place of refused ones: proposals from p's last Gaussian, kept with (p − q/F)+ / p, F as above.
+    """Tokens [R, C] for rejected ones: proposals from p's last Gaussian, accepted with (p − q/F)+ / p, F as above.
 
-    Published code leaves a token at zero that no proposal replaced; here it gets the mean of p. Of several proposals
-    that are kept it takes the last, here it is the first; being independent draws, the two have one distribution.
+    The published code leaves a token at zero if no proposal is accepted; here it gets the mean of p. Of several
+    accepted proposals the published code takes the last, here it is the first; their distributions are the same.
 
     Args:
         noise: [ROUNDS, R, C], standard normal.

@@ -1,4 +1,4 @@
-"""Denoising paths of continuous tokens: how one is drawn, and its likelihood under another network's kernels."""
+"""Denoising paths of continuous tokens: drawing them, their likelihood under another network, and the residual."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Chain:
     """The K denoising steps of a sampler, noise first; step k leads from state k to state k + 1.
 
     Attributes:
-        timesteps: int64 [K], the training clock's time at which the network sees each state.
-        table: float32 [K, 6] as `kernels.reference.gaussian_path` takes it: √ᾱ, √(1 − ᾱ), the weights of x̂₀ and x in
-            the mean, log β and log β̃.
-        final_noise: the last step is noisy, too. Only then has a path a density, and a ratio of two a meaning.
+        timesteps: int64 [K], the training timestep at which the network sees each state.
+        table: float32 [K, 6], see `kernels.reference.gaussian_path`: √ᾱ, √(1 − ᾱ), the weights of x̂₀ and x in the
+            mean, log β and log β̃.
+        final_noise: whether the last step adds noise, too. Only then do paths have a density, and two a density ratio.
     """
 
     timesteps: Tensor
@@ -37,18 +37,18 @@ class Chain:
 
     @cached_property
     def steps(self) -> list[tuple[float, float, float, float]]:
-        """Of each step (a, b, c, d): the mean is a·x − b·ε, the log of the standard deviation c·v + d."""
+        """(a, b, c, d) of each step: the mean is a·x − b·ε, the log of the standard deviation c·v + d."""
         root, rest, clean, x, beta, tilde = self.table.cpu().double().unbind(1)
         columns = (clean / root + x, clean * rest / root, (beta - tilde) / 4, (beta + tilde) / 4)
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
     @cached_property
     def numbers(self) -> Tensor:
-        """float32 [K, 4]: `steps`."""
+        """`steps` as a tensor, float32 [K, 4]."""
         return torch.tensor(self.steps, device=self.table.device)
 
     def shaken(self, noise: Tensor, temperature: float) -> Tensor:
-        """[R, K, C] of standard normal numbers: those of the steps, scaled, zero where a step has none."""
+        """The noise of the steps [R, K, C], from standard normal numbers: scaled, and zero for a step without noise."""
         scaled = noise * temperature
         if not self.final_noise:
             scaled[:, -1] = 0
@@ -59,7 +59,7 @@ Output = tuple[Tensor, Tensor | None]  # ε and v [..., 2·C] of a network; ε [
 
 
 class Net(Protocol):
-    """A denoising network bound to R tokens: their conditioning, and the strength of their guidance."""
+    """A denoising network bound to R tokens, with their conditioning and guidance scale."""
 
     guidance: Tensor | None  # float32 [R]
 
@@ -70,17 +70,17 @@ class Net(Protocol):
         """fp32 outputs at all steps at once, for states x [R, K, C]."""
 
     def take(self, rows: Tensor) -> Net:
-        """The same bound to tokens rows [R'] of it, in that order; one may come several times."""
+        """The network bound to the tokens `rows` [R'], in that order; a token may be repeated."""
 
 
 @dataclass(frozen=True)
 class Path:
-    """R paths, as they were drawn; `x` [R, C] is where they end.
+    """R drawn paths; `x` [R, C] is their last state.
 
     Attributes:
         states: [R, K + 1, C], noise first.
         noise: [R, K, C], the standard normal numbers of the steps.
-        log_std: [R, K, C], of the kernels that drew them, before temperature.
+        log_std: [R, K, C], of the distributions that they were drawn from, before temperature.
     """
 
     states: Tensor
@@ -96,7 +96,7 @@ class Path:
 
 
 def joined(several: Sequence[Path]) -> Path:
-    """Paths of as many steps as one."""
+    """Concatenate paths with the same number of steps."""
     return Path(*(torch.cat([getattr(path, part) for path in several]) for part in ("states", "noise", "log_std")))
 
 
@@ -104,7 +104,7 @@ Row = Sequence[float] | Sequence[Tensor]  # a, b, c, d of a step, see `Chain.ste
 
 
 def kernel(x: Tensor, out: Output, guidance: Tensor | None, row: Row) -> tuple[Tensor, Tensor]:
-    """Mean and log standard deviation [..., C] of a step from x [..., C]; `row` as `Chain.steps` has it."""
+    """Mean and log standard deviation [..., C] of a step from x [..., C]; `row` is an entry of `Chain.steps`."""
     C, (a, b, c, d) = x.shape[-1], row
     eps = out[0][..., :C]
     if out[1] is not None and guidance is not None:
@@ -113,13 +113,13 @@ def kernel(x: Tensor, out: Output, guidance: Tensor | None, row: Row) -> tuple[T
 
 
 def step(x: Tensor, out: Output, guidance: Tensor | None, noise: Tensor, row: Row) -> tuple[Tensor, Tensor]:
-    """The state after a step, and the log standard deviation [..., C]; noise [..., C] as `Chain.shaken` gives it."""
+    """The state after a step, and its log standard deviation [..., C]; noise [..., C] from `Chain.shaken`."""
     mean, log_std = kernel(x, out, guidance, row)
     return torch.addcmul(mean, log_std.exp(), noise), log_std
 
 
 def draw(net: Net, chain: Chain, noise: Tensor, temperature: float = 1.0) -> Path:
-    """Paths of the network's own chain.
+    """Draw paths of the network.
 
     Args:
         noise: fp32 [R, K + 1, C], standard normal: the first state, then the noise of every step.
@@ -135,13 +135,13 @@ def draw(net: Net, chain: Chain, noise: Tensor, temperature: float = 1.0) -> Pat
 
 
 def log_ratio(path: Path, net: Net, chain: Chain, temperature: float = 1.0) -> Tensor:
-    """log P/Q [R]: the network's log-density of paths less that of the kernels which drew them.
+    """log P/Q [R]: the network's log-density of paths minus that of the distributions that they were drawn from.
 
-    The network is asked at the paths' own states, at all steps at once. For two networks that both undo the same
+    The network is evaluated at the paths' own states, at all steps at once. For two networks that both undo the same
     noising well, the ratio is that of the tokens' own densities.
 
     Raises:
-        ValueError: the last step has no noise, or the temperature is 0; then no path has a density.
+        ValueError: the last step has no noise, or the temperature is 0; then paths have no density.
     """
     if not chain.final_noise or temperature <= 0:
         raise ValueError(
@@ -156,20 +156,20 @@ def log_ratio(path: Path, net: Net, chain: Chain, temperature: float = 1.0) -> T
 
 
 def chance(log_pq: Tensor, eta: Tensor | float = 1.0) -> Tensor:
-    """The chance to keep a drafted path, min(1, η·P/Q)."""
+    """The chance to accept a drafted path, min(1, η·P/Q)."""
     return (log_pq.exp() * eta).clamp(max=1.0)
 
 
 def leftover_chance(log_qp: Tensor, eta: Tensor | float = 1.0) -> Tensor:
-    """The chance to keep a path of the target after a refusal, 1 − min(η, Q/P).
+    """The chance to accept a path of the target after a rejection, 1 − min(η, Q/P).
 
-    Kept drafts have the density Q·min(1, η·P/Q) = min(Q, η·P). What is kept here has P·(1 − min(η, Q/P)) =
-    P − min(η·P, Q), up to the same constant as the refusals. Together they are P.
+    Accepted drafts have the density Q·min(1, η·P/Q) = min(Q, η·P). Paths accepted here have P·(1 − min(η, Q/P)) =
+    P − min(η·P, Q), normalised to the probability of a rejection. The sum is P.
     """
     return 1 - torch.minimum(log_qp.exp(), torch.as_tensor(eta, dtype=log_qp.dtype, device=log_qp.device))
 
 
-TRIALS = 100_000  # of one token after a refusal; only a network that gives NaN needs as many
+TRIALS = 100_000  # limit on the trials for one token; only a network that returns NaN needs as many
 Draw = Callable[[Net, Chain, Tensor, float], Path]
 Fresh = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # rows [r], number of the trial → noise [r, K + 1, C], u [r]
 
@@ -178,17 +178,17 @@ def leftover(
     p: Net, q: Net, chain: Chain, fresh: Fresh, eta: Tensor, temperature: float = 1.0, at_once: int = 4,
     draw: Draw = draw, beside: Tensor | None = None,
 ) -> tuple[Tensor, list[int], Path]:  # fmt: skip
-    """Tokens [R ≥ 1, C] of what the target has left over once a draft was refused, and how many trials each took.
+    """Tokens [R ≥ 1, C] from the target's residual after a rejection, and the number of trials of each.
 
     Args:
         p, q: the target's and the draft's network, bound to the R tokens.
-        fresh: noise and coins of one trial, independent of those of the draft.
-        eta: [R], as in the test that refused; below 1 a trial succeeds with a chance of at least 1 − η.
-        draw: draws paths, as `draw` does.
-        at_once: trials of a token that run side by side; the first that is kept counts, so the distribution does not
+        fresh: noise and uniform numbers of one trial, independent of those of the draft.
+        eta: [R], as in the test that rejected; below 1 a trial succeeds with a chance of at least 1 − η.
+        draw: draws paths; same interface as `draw`.
+        at_once: trials of a token that run in one batch; the first accepted one counts, so the distribution does not
             change.
         beside: noise [M, K + 1, C] of M more tokens, to which p is bound after the R. Their paths are drawn in one
-            chain with the first trials, and returned.
+            batch with the first trials, and returned.
     """
     R, device = len(eta), eta.device
     trials, waiting, first = [0] * R, list(range(R)), 0

@@ -1,1 +1,1 @@
-"""Networks that neither transformers nor diffusers has."""
+"""Model implementations that neither transformers nor diffusers has."""

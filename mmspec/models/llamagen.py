@@ -1,4 +1,4 @@
-"""LlamaGen's transformer: a Llama over codes of a picture, behind a prefix that holds the class or the text."""
+"""LlamaGen's transformer: a Llama over the codes of a picture, after a prefix with the class or the text."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PREFIX = -1  # the position of a prefix token
 
 
 class Past(Protocol):
-    """Keys and values of earlier forwards."""
+    """The KV cache of earlier forwards."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Take in [B, kv_heads, n, D] of one layer; returns all there are, these included."""
+        """Append keys and values [B, kv_heads, n, D] of one layer; returns all of the layer's."""
 
 
 class _Norm(nn.Module):
-    """RMS norm with fp32 statistics; cast back before the weight is applied, as the published weights expect."""
+    """RMS norm in fp32, cast back before the weight is applied, as the published weights expect."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -43,14 +43,14 @@ class _TokenAttention(nn.Module):
     def forward(self, x: Tensor, turn: Tensor, mask: Tensor | None, past: Past | None, layer: int) -> Tensor:
         B, n, _ = x.shape
         heads = self.wqkv(x).view(B, n, -1, self.width).transpose(1, 2)
-        turned = rotate(heads[:, : self.heads + self.kv_heads], turn)
-        q, k = turned.split((self.heads, self.kv_heads), 1)
+        rotated = rotate(heads[:, : self.heads + self.kv_heads], turn)
+        q, k = rotated.split((self.heads, self.kv_heads), 1)
         v = heads[:, self.heads + self.kv_heads :]
         if past is not None:
             k, v = past.update(k, v, layer)
         causal = mask is None and n > 1
-        seen = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=self.heads != self.kv_heads)
-        return self.wo(seen.transpose(1, 2).flatten(2))
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=self.heads != self.kv_heads)
+        return self.wo(out.transpose(1, 2).flatten(2))
 
 
 class _FeedForward(nn.Module):
@@ -77,7 +77,7 @@ class _Layer(nn.Module):
 
 
 class _ClassEmbedding(nn.Module):
-    """One prefix token; the last row of the table stands for no class."""
+    """One prefix token for the class; the last row of the table is for no class."""
 
     def __init__(self, classes: int, dim: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class _Projection(nn.Module):
 
 
 class _CaptionEmbedding(nn.Module):
-    """Text features through an MLP; the features that stand for no text are a fixed random draw."""
+    """Text features through an MLP; the features for no text are fixed random numbers."""
 
     uncond_embedding: Tensor
 
@@ -121,13 +121,13 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
     """The GPT of LlamaGen (Sun et al. 2024, arXiv 2406.06525, §2.2); parameter names are the authors'.
 
     Args:
-        dim, num_layers, heads, kv_heads: of the transformer; no kv_heads: as many as heads.
+        dim, num_layers, heads, kv_heads: of the transformer; kv_heads None: equal to heads.
         vocab: codes of the tokenizer.
         grid: codes along one side of a picture, which has grid² of them.
         prefix: condition tokens before the picture: 1 for a class, 120 for a text in the published models.
-        classes: number of classes; 0: the condition is a text.
+        classes: number of classes; 0: text conditioning.
         caption_width: of the text features.
-        multiple_of: the inner width of the MLP is rounded up to it.
+        multiple_of: the inner width of the MLP is rounded up to a multiple of this.
     """
 
     _supports_gradient_checkpointing = False
@@ -141,8 +141,8 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         super().__init__()
         if dim % heads or (dim // heads) % 4:
             raise ValueError(
-                f"dim {dim} must divide into {heads} heads of a width that is a multiple of 4: half of its pairs turn "
-                "with the row, half with the column"
+                f"dim {dim} must divide into {heads} heads of a width that is a multiple of 4: half of its pairs are "
+                "for the row, half for the column"
             )
         self.cls_embedding = _ClassEmbedding(classes, dim) if classes else _CaptionEmbedding(caption_width, prefix, dim)
         self.tok_embeddings = nn.Embedding(vocab, dim)
@@ -152,18 +152,18 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         self.norm = _Norm(dim, norm_eps)
         self.output = Linear(dim, vocab, bias=False)
         table = turns(grid, dim // heads, rope_base)
-        self.register_buffer("turns", table.view(torch.int32), persistent=False)  # as bits: a cast leaves them alone
+        self.register_buffer("turns", table.view(torch.int32), persistent=False)  # int32: unchanged by casts
 
     def null_condition(self, batch: int) -> Tensor:
-        """What `prefix_embeds` takes for no condition at all."""
+        """The condition for unconditional generation, as an argument of `prefix_embeds`."""
         return self.cls_embedding.null(batch)
 
     def prefix_embeds(self, condition: Tensor) -> Tensor:
-        """[B, prefix, dim] of class ids [B] or of text features [B, prefix, caption_width]."""
+        """Embeddings [B, prefix, dim] of class ids [B] or of text features [B, prefix, caption_width]."""
         return self.cls_embedding(condition)
 
     def prefix(self, condition: Tensor, guided: bool) -> Tensor:
-        """`prefix_embeds` [B, prefix, dim]; when guided [2·B, prefix, dim], those of no condition below."""
+        """`prefix_embeds` [B, prefix, dim]; if guided [2·B, prefix, dim], followed by those of no condition."""
         embeds = self.prefix_embeds(condition)
         return torch.cat([embeds, self.prefix_embeds(self.null_condition(len(embeds)))]) if guided else embeds
 
@@ -174,9 +174,9 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
 
         Args:
             embeds: [B, n, dim].
-            positions: int64 [B, n]: PREFIX, or the place of the token fed in its picture, in reading order from 0.
-            visible: bool [B, n, T], which of the T keys (those of `past` first) each token sees; None: causal.
-            past: takes in keys and values and gives back all of them.
+            positions: int64 [B, n]: PREFIX, or the input token's index in its picture, in reading order from 0.
+            visible: attention mask, bool [B, n, T], over the T keys (those of `past` first); None: causal.
+            past: the KV cache.
         """
         turn = self.turns[positions + 1].view(torch.float32)
         mask = None if visible is None else visible[:, None]
@@ -191,10 +191,10 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
 
 
 def visible(open_slots: Tensor, n: int) -> Tensor:
-    """bool [B, n, T] for the first n tokens: each sees itself, and before it what is open.
+    """The causal mask of the first n tokens, bool [B, n, T], without padding; each token sees itself.
 
     Args:
-        open_slots: bool [B, T], false at the padding of the prefix. Without a prompt the mask stays the prompt's.
+        open_slots: bool [B, T], false at the padding of the prefix. Without a condition the mask is the same.
     """
     T, device = open_slots.shape[1], open_slots.device
     causal = torch.ones(n, T, dtype=torch.bool, device=device).tril()
@@ -202,10 +202,10 @@ def visible(open_slots: Tensor, n: int) -> Tensor:
 
 
 def turns(grid: int, width: int, base: float) -> Tensor:
-    """Rotary table [1 + grid², 2, width/2]: cosines and sines of every place, in front of them those of the prefix.
+    """Rotary table [1 + grid², 2, width/2]: cosines and sines of the prefix, followed by those of every position.
 
-    The first half of the angles turns with the row, the second with the column. The prefix has zeros for both, so that
-    its queries and keys vanish: every prefix token weighs the same to everybody. Trained weights rely on that.
+    The first half of the angles depends on the row, the second on the column. The prefix has zeros for both, so that
+    its queries and keys are zero: all queries give every prefix token the same weight. Trained weights rely on that.
     """
     frequency = base ** (torch.arange(0, width // 2, 2, dtype=torch.float32) / -(width // 2))  # [width/4]
     place = torch.arange(grid * grid)
@@ -215,7 +215,7 @@ def turns(grid: int, width: int, base: float) -> Tensor:
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Turn x [B, heads, n, D] in fp32 by a table [B, n, 2, D/2]; neighbouring dimensions 2i and 2i + 1 form a pair."""
+    """Rotate x [B, heads, n, D] in fp32 by a table [B, n, 2, D/2]; neighbouring dimensions 2i, 2i + 1 form a pair."""
     cos, sin = turn[:, None, :, 0], turn[:, None, :, 1]  # [B, 1, n, D/2]
     a, b = x[..., 0::2].float(), x[..., 1::2].float()
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2).type_as(x)

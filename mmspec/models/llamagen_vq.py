@@ -62,7 +62,7 @@ class _Up(nn.Module):
 
 
 class _Level(nn.Module):
-    """Residual blocks of one resolution, attention after each where asked, then the way to the next resolution."""
+    """Residual blocks of one resolution, with attention after each if `attend`, then the resampling to the next one."""
 
     def __init__(self, inside: int, width: int, blocks: int, attend: bool, groups: int) -> None:
         super().__init__()
@@ -192,9 +192,9 @@ class LlamaGenVQ(ModelMixin, ConfigMixin):
         return self.render(F.embedding(ids, self.codebook()))
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For training: reconstruction, latents [B, h, w, c], and the codes that stand for them.
+        """For training: reconstruction, latents [B, h, w, c], and their codes.
 
-        Gradients pass the quantizer straight through.
+        Gradients pass the quantizer by the straight-through estimator.
         """
         z = self.latents(pixels)
         codes = F.embedding(self.nearest(z), self.codebook())

@@ -1,4 +1,4 @@
-"""MAR's transformer: an encoder of the known tokens, a decoder of all places, and a diffusion head for the unknown."""
+"""MAR's transformer: an encoder of the known tokens, a decoder of all positions, a diffusion head for the others."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class MARTransformer2DModel(ModelMixin, ConfigMixin):
         head_layers, head_width: of the diffusion head.
         grid: tokens along one side of a picture.
         channels: width of a token.
-        buffer: places in front of the picture that hold the class.
-        classes: number of classes; the label after the last one stands for none.
+        buffer: positions before the picture, which contain the class.
+        classes: number of classes; the label after the last one is for none.
     """
 
     _supports_gradient_checkpointing = False
@@ -90,13 +90,13 @@ class MARTransformer2DModel(ModelMixin, ConfigMixin):
         return self.config["grid"] ** 2
 
     def forward(self, tokens: Tensor, known: Tensor, labels: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        """Conditioning z [B, L, D] of every place, given the known tokens.
+        """Conditioning z [B, L, D] of every position, given the known tokens.
 
         Args:
-            tokens: [B, L, C]; what stands in unknown places does not matter.
+            tokens: [B, L, C]; values at unknown positions are ignored.
             known: bool [B, L].
-            labels: int64 [B]; the number of classes stands for none.
-            counts: how many are known in each row, where the caller knows; else they are read off `known`.
+            labels: int64 [B]; the number of classes is the label for none.
+            counts: number of known tokens in each row, if the caller has it; otherwise it is read from `known`.
         """
         S, counts = self.config["buffer"], known.sum(1).tolist() if counts is None else counts
         most = max(counts)
@@ -114,7 +114,7 @@ class MARTransformer2DModel(ModelMixin, ConfigMixin):
         return self.decoder_norm(x)[:, S:] + self.diffusion_pos_embed_learned
 
     def _encode(self, tokens: Tensor, labels: Tensor, places: Tensor, real: Tensor | None) -> Tensor:
-        """[B, S + most, D] of the class and the tokens at `places`; `real` says which of them count, None: all."""
+        """Encode the class and the tokens at `places` to [B, S + most, D]; `real` masks the tokens, None: all."""
         S = self.config["buffer"]
         classes = torch.cat([self.class_emb.weight, self.fake_latent])[labels]
         seen = tokens.gather(1, places[..., None].expand(-1, -1, tokens.shape[-1]))

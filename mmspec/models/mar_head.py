@@ -1,4 +1,4 @@
-"""MAR's diffusion head: an MLP that denoises a token by its conditioning; and the same without what repeats."""
+"""MAR's diffusion head: an MLP that denoises a token by its conditioning, and a faster form that caches modulations."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SHAPES: dict[str, dict[str, int]] = {  # the published sizes, of the transformer
     "huge": {"dim": 1280, "layers": 20, "heads": 16, "head_layers": 12, "head_width": 1536},
 }
 EPS = 1e-6  # of every layer norm
-CLOCK = 256  # width of the sinusoids that tell the time
-BUDGET = 2**28  # bytes that a denoiser's tables may take at a time
+CLOCK = 256  # width of the sinusoidal time embedding
+BUDGET = 2**28  # limit on the bytes of a denoiser's tables
 
 
 class _Clock(nn.Module):
@@ -92,7 +92,7 @@ class MARHead(nn.Module):
         return net.final_layer(h, y)
 
     def modulated(self, x: Tensor, table: Tensor) -> Tensor:
-        """The same of states x [..., C] by the modulation [..., parts·w] that `Bound` makes of t and z."""
+        """The same for states x [..., C] by the modulation [..., parts·w] that `Bound` computes from t and z."""
         net = self.net
         h = net.input_proj(x.to(table.dtype))
         width = h.shape[-1:]
@@ -106,7 +106,7 @@ class MARHead(nn.Module):
 
     @torch.no_grad()
     def bind(self, chain: Chain) -> Bound:
-        """What the head's answers at the steps of a chain have in common, for any token."""
+        """Precompute the parts of the head's outputs at the steps of a chain that do not depend on the token."""
         net = self.net
         rows, biases = [], []
         for block in net.blocks:
@@ -123,7 +123,7 @@ class MARHead(nn.Module):
 
 
 class PlainHead:
-    """The head as it is defined, asked at every step anew; a `Net`."""
+    """The head without any caching, as a `Net`."""
 
     def __init__(
         self, head: MARHead, chain: Chain, z: Tensor, null: Tensor | None = None, guidance: Tensor | None = None
@@ -131,14 +131,14 @@ class PlainHead:
         self.head, self.chain, self.z, self.null, self.guidance = head, chain, z, null, guidance
 
     def at(self, x: Tensor, k: int) -> Output:
-        return self._ask(x, self.chain.timesteps[k].expand(len(x)), self.z, self.null)
+        return self._run(x, self.chain.timesteps[k].expand(len(x)), self.z, self.null)
 
     def along(self, x: Tensor) -> Output:
         K = x.shape[1]
         null = None if self.null is None else self.null[:, None].expand(-1, K, -1)
-        return self._ask(x, self.chain.timesteps.expand(x.shape[:2]), self.z[:, None].expand(-1, K, -1), null)
+        return self._run(x, self.chain.timesteps.expand(x.shape[:2]), self.z[:, None].expand(-1, K, -1), null)
 
-    def _ask(self, x: Tensor, t: Tensor, z: Tensor, null: Tensor | None) -> Output:
+    def _run(self, x: Tensor, t: Tensor, z: Tensor, null: Tensor | None) -> Output:
         if null is None:
             return self.head(x, t, z), None
         both = self.head(torch.cat([x, x]), torch.cat([t, t]), torch.cat([z, null]))
@@ -171,22 +171,21 @@ class Bound:
 
 @dataclass
 class Denoiser:
-    """The head bound to tokens and steps: all that depends on the two alone is computed once, for many steps in a go.
-
-    That is the modulation, three fifths of the head's weights. Equal to `PlainHead` within rounding.
+    """The head bound to tokens and steps: the modulation, which depends only on these, is computed for many steps at
+    once. It has three fifths of the head's weights. Equal to `PlainHead` up to rounding.
     """
 
     bound: Bound
-    cond: Tensor  # [N, w]: N = R tokens, or 2·R with those without the condition below
-    guidance: Tensor | None  # [R'], of the states that it is asked for
-    of: Tensor | None = None  # int64 [R' or 2·R'], which of the N each of them has; None: they are the N
-    table: tuple[int, Tensor] | None = None  # a number of a chunk of steps, and its modulation [steps, N, parts·w]
+    cond: Tensor  # [N, w]: N = R tokens, or 2·R followed by those without the condition
+    guidance: Tensor | None  # [R'], of the states
+    of: Tensor | None = None  # int64 [R' or 2·R'], index of each state into the N; None: they are the N
+    table: tuple[int, Tensor] | None = None  # index of a chunk of steps, and its modulation [steps, N, parts·w]
 
     def at(self, x: Tensor, k: int) -> Output:
         return self.out(x, self.modulation(k))
 
     def along(self, x: Tensor) -> Output:
-        """In chunks of steps, so that no table outgrows the budget."""
+        """In chunks of steps, so that the tables stay within the budget."""
         room, every = self._room(), self._every(x.transpose(0, 1))
         parts = [self.bound.head.modulated(part, self._tables(i)) for i, part in enumerate(every.split(room))]
         out, null = self._apart(parts[0] if len(parts) == 1 else torch.cat(parts))
@@ -198,7 +197,7 @@ class Denoiser:
             every, guidance = torch.cat([rows, rows + len(self.guidance)]), self.guidance[rows]
         taken = Denoiser(self.bound, self.cond, guidance, every if self.of is None else self.of[every])
         if self._room() == taken._room() == len(self.bound.chain):
-            self._modulation(0)  # all that is taken has it in common
+            self._modulation(0)  # shared by all selections
             taken.table = self.table
         return taken
 
@@ -213,18 +212,18 @@ class Denoiser:
         return self._apart(self.bound.head.modulated(self._every(x), table))
 
     def _every(self, x: Tensor) -> Tensor:
-        """States, and where there is guidance all of them again, to be seen without the condition."""
+        """The states; with guidance they are repeated, for the outputs without the condition."""
         return x if self.guidance is None else torch.cat([x, x], -2)
 
     def _apart(self, out: Tensor) -> Output:
-        """What `_every` put together: with the condition and, where there is guidance, without."""
+        """Split outputs for the states of `_every`: with the condition and, under guidance, without."""
         if self.guidance is None:
             return out, None
         both = out.chunk(2, -2)
         return both[0], both[1]
 
     def _room(self) -> int:
-        """Steps whose tables fit into the budget."""
+        """The number of steps whose tables fit into the budget."""
         each = max(len(self.cond), 0 if self.of is None else len(self.of)) * len(self.bound.bias)
         each *= self.cond.element_size()
         return max(1, min(len(self.bound.chain), BUDGET // max(1, each)))

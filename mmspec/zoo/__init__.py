@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 _HERE = Path(__file__).resolve().parent
-_SIGNS = ("config.json", "model_index.json")  # of a model, of a pipeline
-PROMPTS = {"short": "Describe this image.", "long": "Describe this image in detail."}  # that the models know
+_SIGNS = ("config.json", "model_index.json")  # files that identify a model, a pipeline
+PROMPTS = {"short": "Describe this image.", "long": "Describe this image in detail."}  # that the models were trained on
 
 
 class EmbeddedDrafter(NamedTuple):
-    """For which embedded model a drafter was trained, and by which method it drafts."""
+    """The embedded model that a drafter was trained for, and its method."""
 
     target: str
     method: str
@@ -21,22 +21,22 @@ DRAFTERS |= {f"scenes-video-{method}": EmbeddedDrafter("scenes-video", method) f
 
 
 def weights() -> Path:
-    """Folder that holds one folder per embedded model."""
+    """The folder with one subfolder per embedded model."""
     return _HERE / "weights"
 
 
 def path(name: str) -> Path:
-    """Folder of an embedded model, ready for `from_pretrained`; FileNotFoundError naming those there are."""
+    """The folder of an embedded model, for `from_pretrained`; a FileNotFoundError lists the available models."""
     folder = weights() / name
     if not any((folder / name).is_file() for name in _SIGNS):
-        known = sorted(p.parent.name for name in _SIGNS for p in weights().glob(f"*/{name}"))
+        names = sorted(p.parent.name for name in _SIGNS for p in weights().glob(f"*/{name}"))
         raise FileNotFoundError(
-            f"no embedded model {name!r}; choose from {', '.join(known) or '(none is installed)'}, "
+            f"no embedded model {name!r}; choose from {', '.join(names) or '(none is installed)'}, "
             f"or train it in a clone of mmspec with `make zoo ARGS={name}`"
         )
     return folder
 
 
 def samples() -> Path:
-    """Folder of the sample pictures: drawn scenes that no embedded model has seen."""
+    """The folder of the sample pictures: drawn scenes that no embedded model was trained on."""
     return _HERE / "samples"

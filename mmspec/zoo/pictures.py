@@ -1,4 +1,4 @@
-"""Small pictures with a prompt, shipped because the image model that comes with mmspec knows only these prompts."""
+"""Generator of small pictures with prompts, the only kind of prompt that the embedded image model was trained on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from mmspec.zoo.scenes import BACKGROUNDS, CELL, Scene, Thing
 
 SIDE = 2 * CELL  # pixels: the upper left four cells of a scene
 CELLS = (0, 1, 3, 4)  # these cells, in the scene's own count
-GRAINY = 0.3  # share of pictures on a grainy background: its codes are as hard to foretell as those of photographs
-NEIGHBOURS = {  # relation: pairs of cells (first, second) that show it
+GRAINY = 0.3  # share of pictures on a grainy background: its codes are as hard to predict as those of photographs
+NEIGHBOURS = {  # relation: pairs of cells (first, second) with this relation
     "left of": ((0, 1), (3, 4)),
     "right of": ((1, 0), (4, 3)),
     "above": ((0, 3), (1, 4)),
@@ -22,7 +22,7 @@ NEIGHBOURS = {  # relation: pairs of cells (first, second) that show it
 
 @dataclass(frozen=True)
 class Picture:
-    """A scene whose objects all stand in CELLS, in the order in which the prompt names them."""
+    """A scene whose objects are all in CELLS, in the order in which the prompt names them."""
 
     background: str
     things: tuple[Thing, ...]
@@ -31,7 +31,7 @@ class Picture:
 
 
 def draw(rng: np.random.Generator) -> Picture:
-    """A random picture; the same state of `rng` gives the same one."""
+    """A random picture, determined by the state of `rng`."""
     relation = str(rng.choice(list(NEIGHBOURS))) if rng.random() < 0.65 else None
     cells: Sequence[int] = (int(rng.choice(CELLS)),)
     if relation:
@@ -49,23 +49,23 @@ def render(picture: Picture) -> Image.Image:
 
 
 def caption(picture: Picture, rng: np.random.Generator | None = None) -> str:
-    """The prompt of a picture; with `rng`, sizes and the background are left out now and then."""
+    """The prompt of a picture; with `rng`, sizes and the background are sometimes left out."""
 
-    def said(chance: float = 0.75) -> bool:
+    def mentioned(chance: float = 0.75) -> bool:
         return rng is None or rng.random() < chance
 
     def named(thing: Thing) -> str:
         texture = "" if thing.texture == "plain" else thing.texture
-        words = (thing.size if said() else "", thing.colour, texture, thing.shape)
+        words = (thing.size if mentioned() else "", thing.colour, texture, thing.shape)
         return "a " + " ".join(word for word in words if word)
 
     first, *others = (named(thing) for thing in picture.things)
     text = f"{first} {picture.relation} {others[0]}" if others else first
-    return f"{text} on a {picture.background} background" if said() else text
+    return f"{text} on a {picture.background} background" if mentioned() else text
 
 
 def vocabulary() -> list[str]:
-    """Every word that a prompt can hold."""
+    """All words that prompts contain."""
     looks = (*scenes.SIZES, *scenes.COLOURS, *scenes.TEXTURES, *scenes.SHAPES)
     return sorted({*" ".join((*looks, *BACKGROUNDS, *NEIGHBOURS, "a on background")).split()})
 

@@ -1,4 +1,4 @@
-"""Drawn scenes, shipped because they are all that the embedded models know: the demo and the bench draw new ones."""
+"""Generator of drawn scenes, the only pictures that the embedded models were trained on; used by the demo and bench."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 SIDE = 96  # pixels of a rendered scene
-CELL = SIDE // 3  # the objects stand on a 3x3 grid
+CELL = SIDE // 3  # the objects are on a 3x3 grid
 COLOURS = {
     "red": (215, 35, 40),
     "green": (35, 160, 60),
@@ -30,10 +30,10 @@ BACKGROUNDS = {
 SHAPES = ("circle", "square", "triangle", "diamond", "cross", "ring", "star")
 TEXTURES = ("plain", "striped", "dotted")
 SIZES = {"small": (7.6, 9.0), "large": (12.0, 13.4)}  # range of the radius in pixels
-COUNT_WEIGHTS = np.array([0.08, 0.15, 0.23, 0.24, 0.18, 0.12])  # of one to six objects
-JITTER = 2.0  # pixels an object may stand off the middle of its cell
+COUNT_WEIGHTS = np.array([0.08, 0.15, 0.23, 0.24, 0.18, 0.12])  # probabilities of one to six objects
+JITTER = 2.0  # largest offset of an object from the middle of its cell, in pixels
 RELATIONS = ("left of", "right of", "above", "below")
-_ZOOM = 2  # drawn this much larger, then averaged down
+_ZOOM = 2  # drawn larger by this factor, then averaged down
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Scene:
 
 
 def draw(rng: np.random.Generator) -> Scene:
-    """A random scene; the same state of `rng` gives the same scene."""
+    """A random scene, determined by the state of `rng`."""
     count = 1 + int(rng.choice(len(COUNT_WEIGHTS), p=COUNT_WEIGHTS))
     cells = np.sort(rng.choice(9, size=count, replace=False))
     things = tuple(draw_thing(rng, int(cell)) for cell in cells)
@@ -76,7 +76,7 @@ def draw(rng: np.random.Generator) -> Scene:
 
 
 def drawn() -> Image.Image:
-    """A picture of a scene that was never drawn before."""
+    """A picture of a new random scene."""
     return render(draw(np.random.default_rng()))
 
 
@@ -89,14 +89,14 @@ def draw_thing(rng: np.random.Generator, cell: int) -> Thing:
 
 
 def relations(first: Thing, second: Thing) -> tuple[str, ...]:
-    """What holds of `first` towards `second`, by column and row of the grid: none, one or two of RELATIONS."""
+    """The relations of `first` to `second`, by column and row of the grid: none, one or two of RELATIONS."""
     across = {-1: ("left of",), 0: (), 1: ("right of",)}[int(np.sign(first.column - second.column))]
     down = {-1: ("above",), 0: (), 1: ("below",)}[int(np.sign(first.row - second.row))]
     return across + down
 
 
 def counts(scene: Scene, attribute: str = "shape") -> dict[str, int]:
-    """How many objects show each value of `attribute` (shape, colour, texture or size), in order of appearance."""
+    """The number of objects with each value of `attribute` (shape, colour, texture or size), in order of appearance."""
     return dict(Counter(getattr(thing, attribute) for thing in scene.things))
 
 
