@@ -62,9 +62,12 @@ class SpecConfig:
                 f"compile must be True or False; got {self.compile!r}. Write True in place of 'all', which it equals, "
                 "and of 'auto', which was removed"
             )
-        if not isinstance(self.lookup, bool):
-            raise ValueError(f"lookup must be True or False; got {self.lookup!r}")
-        if self.budget is not None and not self.budget >= 0:
+        for name in ("lookup", "reproducible"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False; got {getattr(self, name)!r}")
+        if not isinstance(self.auto, bool | None):
+            raise ValueError(f"auto must be True, False or None; got {self.auto!r}")
+        if self.budget is not None and not (isinstance(self.budget, int | float) and self.budget >= 0):
             raise ValueError(f"budget must be a distance ≥ 0, or None for no limit; got {self.budget!r}")
         if self.budget is not None and getattr(self.rule, "name", self.rule) == "exact":
             raise ValueError("a budget limits what a relaxed rule spends, and rule='exact' spends nothing; name a rule")

@@ -102,8 +102,14 @@ class PrefixStore:
         """
         with self._lock:
             if world != self._world:
-                self._world, self._root, self.bytes, self.age = world, _root(), 0, self.age + 1
+                self.clear()
+                self._world = world
             return self.age
+
+    def clear(self) -> None:
+        """Drop all texts."""
+        with self._lock:
+            self._world, self._root, self.bytes, self.age = None, _root(), 0, self.age + 1
 
     def find(self, age: int, key: Tensor, allowed: Tensor) -> tuple[int, Segment | None]:
         """The number of tokens of a text [T, C] that need not be read again, and the segment that ends with them.

@@ -138,6 +138,8 @@ def resolve_rule(
     Raises:
         ValueError: an unknown rule or parameter, a value out of range, no codebook where one is needed.
     """
+    if not isinstance(spec, str | Rule):
+        raise ValueError(f"a rule must be a Rule, or its name and parameters as text; got {spec!r}")
     rule = spec if isinstance(spec, Rule) else _built(spec, {"codebook": codebook, "embeddings": embeddings})
     limited = rule if budget is None else replace(rule, budget=budget)
     return rule if rule.lossless else limited

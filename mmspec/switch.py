@@ -55,7 +55,7 @@ class Prices:
         self._seconds[batch, nodes].append(seconds)
         self._rounds += 1
         if self._rounds % STALE == 0:
-            for (_, size), times in self._seconds.items():
+            for (_, size), times in list(self._seconds.items()):
                 if size > 1 and times:
                     times.popleft()
 

@@ -146,7 +146,7 @@ class TreeOptions(Shape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.prune <= 1:
+        if not (isinstance(self.prune, int | float) and 0 <= self.prune <= 1):
             raise ValueError(f"prune must be a share from 0 to 1; got {self.prune!r}")
         object.__setattr__(self, "draft_vocab", _vocabulary(self.draft_vocab))
 
