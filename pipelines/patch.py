@@ -1,4 +1,4 @@
-"""enable, disable, stats: mmspec on a loaded model or pipeline, and off again without a trace."""
+"""The public functions enable, disable, refresh and stats: patch a loaded model or pipeline and restore it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mmspec.statistics import Stats
 __all__ = ["Handle", "UnsupportedError", "disable", "enable", "refresh", "stats"]
 
 _log = logging.getLogger("mmspec")
-MPS = "2.13"  # torch from which on attention under a mask of every row is right there
+MPS = "2.13"  # the first torch release whose attention handles a separate mask for each row correctly on MPS
 
 
 @release.guarded
@@ -35,31 +35,31 @@ def enable(model_or_pipe: object, drafter: Any = None, **options: Any) -> Handle
     Args:
         model_or_pipe: a transformers model with `generate`, a `transformers.pipeline`, a model wrapped by PEFT or by
             `torch.compile`, or a diffusers pipeline that generates tokens. The model inside is what is patched.
-        drafter: "suffix", "recycle" or "ngram" (no weights), "jacobi" (no weights; the default of models that only draw
-            pictures), "mtp" (the heads in the model's own files), "model" with `draft=` a smaller model or its folder,
-            a drafter's name on the hub, a folder, a Drafter, or a model that drafts. None: what the model ships with, a
-            drafter in its folder or heads among its tensors, else "suffix"; the log says which, and why.
+        drafter: "suffix", "recycle" or "ngram" (no weights), "jacobi" (no weights; the default for models that only
+            generate images), "mtp" (the heads in the model's own files), "model" with `draft=` a smaller model or its
+            folder, a drafter's name on the hub, a folder, a Drafter, or a draft model. None: the drafter in the model's
+            folder, else the MTP heads among its tensors, else "suffix"; the log says which was chosen, and why.
         options: fields of SpecConfig (rule, budget, reproducible, auto, compile, prefix_cache, on_unsupported), and the
             drafter's own options, where None means its recommendation: TreeOptions (a trained drafter: depth, width,
             size, tree, draws, adaptive, draft_vocab, prune), BlockOptions ("block": also confidence),
             ChainOptions ("ngram", "recycle": depth, width, size), SuffixOptions ("suffix": also memory) or
             WindowOptions ("jacobi", "heads": window, init, coupling, proactive). A `rule` other than "exact" changes
-            the distribution, within `budget`; for models that both write and draw, only that of pictures.
+            the distribution, within `budget`; for models that generate both text and images, only that of images.
 
     Returns:
-        A Handle, which is also a context manager: on leaving it the model is as it was before, unless something else
-            was enabled since. Enabling again replaces the settings; calls that run in other threads keep those that
-            they began with.
+        A Handle, which is also a context manager: leaving it restores the model's previous state, unless something
+            else was enabled in the meantime. Enabling again replaces the settings; calls that are running in other
+            threads keep the settings that they started with.
 
     Raises:
-        UnsupportedError: the model cannot be accelerated; with `on_unsupported="fallback"` it is left as it is, with a
+        UnsupportedError: the model cannot be accelerated; with `on_unsupported="fallback"` it stays unchanged, with a
             warning.
-        ValueError: an unknown drafter or rule, a drafter without its weights or made for another model, an option with
-            a value that makes no sense or that this drafter has no use for. What was enabled before stays.
-        TypeError: an unknown option, or nothing that generates tokens.
+        ValueError: an unknown drafter or rule, a drafter without weights or made for another model, an invalid value of
+            an option, or an option that this drafter does not use. What was enabled before stays enabled.
+        TypeError: an unknown option, or an object that does not generate tokens.
     """
     config, given = SpecConfig.split(options)
-    *wrappers, model = families.opened(model_or_pipe)
+    *wrappers, model = families.unwrap_all(model_or_pipe)
     family = families.of(model)
     why = next(filter(None, map(adapters.soft_prompt, wrappers)), None) or family.unsupported(model)
     if why is None and not release.tested():
@@ -73,7 +73,7 @@ def enable(model_or_pipe: object, drafter: Any = None, **options: Any) -> Handle
     if target.device.type == "mps" and torch.__version__ < MPS:
         warnings.warn(f"torch {torch.__version__} may attend wrongly on MPS; use torch {MPS} or newer", stacklevel=2)
     drafter = family.drafter if drafter is None else drafter
-    ready, given, target = _chosen(drafter, given, target, family, model)  # may fail: what was enabled before stays
+    ready, given, target = _chosen(drafter, given, target, family, model)  # may raise: nothing is patched yet
     codes, table = (None, None) if config.rule == "exact" else (family.codebook(model), family.embeddings(model))
     rule = resolve_rule(config.rule, codes, config.budget, table)
     proposer = drafting.proposer(model, ready, config, target, family.captures_drafts)
@@ -84,46 +84,46 @@ def enable(model_or_pipe: object, drafter: Any = None, **options: Any) -> Handle
 
 
 def _chosen(drafter: Any, given: Options, target: TargetInfo, family: Family, model: Any) -> Any:
-    """The drafter, the options that are left and what it was fitted to: what the model writes, or what it draws."""
+    """The fitted drafter, its options, and the TargetInfo that it fits: the model's text, or else its images."""
     try:
         return *choose.chosen(drafter, given, target, model), target
     except ValueError:
         pictures = family.pictures(model)
         if pictures is not None:
-            with suppress(ValueError):  # the other message is the one to give
+            with suppress(ValueError):  # report the first error, not this one
                 return *choose.chosen(drafter, given, pictures, model), pictures
         raise
 
 
 def disable(model_or_pipe: object) -> None:
-    """Give the model its stock behaviour and its class back; nothing happens where it was not enabled.
+    """Restore the model's stock class and behaviour; does nothing if it is not enabled.
 
-    Calls that run in other threads end as they began.
+    Calls that are running in other threads finish with the settings that they started with.
 
     Args:
-        model_or_pipe: what was given to `enable`, or the model inside it.
+        model_or_pipe: what was passed to `enable`, or the model inside it.
     """
     put_on(families.unwrap(model_or_pipe), None)
 
 
 def refresh(model_or_pipe: object) -> None:
-    """Have the next calls capture the model and read its prompts anew: for those who write to weights behind torch's
-    back (through `.data`, a numpy view or another process), which `compile` and `prefix_cache` do not see.
+    """Discard captured graphs and cached prefixes of the model. Call it after weights were changed in a way that torch
+    does not track (through `.data`, a numpy view or another process), since `compile` and `prefix_cache` cannot see it.
 
     Args:
         model_or_pipe: a module, such as a model or a drafter, enabled or not; or a pipeline, with all of its modules.
     """
-    parts = getattr(model_or_pipe, "components", None)  # of diffusers
-    each = list(parts.values()) if isinstance(parts, dict) else [model_or_pipe]
-    modules = [part for part in each if isinstance(part, Module)] or [families.unwrap(model_or_pipe)]
+    components = getattr(model_or_pipe, "components", None)  # of a diffusers pipeline
+    parts = list(components.values()) if isinstance(components, dict) else [model_or_pipe]
+    modules = [part for part in parts if isinstance(part, Module)] or [families.unwrap(model_or_pipe)]
     version.refresh(*(part for part in modules if isinstance(part, Module)))
 
 
 def stats(model_or_pipe: object) -> Stats:
-    """What the enabled model's calls did so far, summed up; they start anew when it is enabled again.
+    """The sum of the statistics of all calls since the model was enabled; enabling it again resets them.
 
     Args:
-        model_or_pipe: what was given to `enable`, or the model inside it.
+        model_or_pipe: what was passed to `enable`, or the model inside it.
 
     Raises:
         UnsupportedError: the model is not enabled.

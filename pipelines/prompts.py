@@ -1,4 +1,4 @@
-"""Pictures and a question to model inputs, through the processor's own chat template."""
+"""Turns images and a question into model inputs, with the processor's own chat template."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from PIL import Image
 
-if TYPE_CHECKING:  # a prompt's turns are made without transformers
+if TYPE_CHECKING:  # chat turns can be built without importing transformers
     from mmspec.pipelines.host.kinds import BatchFeature, PreTrainedTokenizerBase, Processor
 
-Turns = Sequence[tuple[str, str]]  # what was asked and answered
-Chat = Sequence[dict[str, Any]]  # turns as chat templates take them, each with a list of parts
+Turns = Sequence[tuple[str, str]]  # pairs of question and answer
+Chat = Sequence[dict[str, Any]]  # messages in the form that chat templates take, each with a list of content parts
 
 
 def chat_inputs(
     processor: Processor, prompts: Sequence[str], images: Sequence[Sequence[Image.Image]], system: str = "",
     start: str = "", clips: bool = False, before: Turns = (),
 ) -> BatchFeature:  # fmt: skip
-    """Left-padded inputs, one row per prompt: a user turn with the row's pictures first, then its prompt.
+    """Left-padded inputs, one row per prompt: a user turn with the row's images first, then its prompt.
 
-    A processor without a chat template gets the system's words, its image token once per picture, the prompt and
-    `start`.
+    For a processor without a chat template, the text is the system prompt, its image token once per image, the prompt
+    and `start`.
 
     Args:
-        system: what a system turn says before.
-        start: how every answer is made to begin.
-        clips: several pictures of a row are the frames of a clip; a processor that knows videos gets them as one.
-        before: what every row was asked before and answered; its pictures stand in the first of these turns.
+        system: the system prompt.
+        start: the text that every answer begins with.
+        clips: several images of a row are the frames of a clip; a processor that supports videos gets them as a video.
+        before: earlier questions and answers of every row; its images are in the first of these turns.
     """
     clips = clips and knows_clips(processor)
     chats = [chat(prompt, row, system, start, clips, before) for prompt, row in zip(prompts, images, strict=True)]
@@ -41,30 +41,30 @@ def inputs_of(processor: Processor, chats: Sequence[Chat], start: bool = False) 
         start: whether the last turn is the beginning of the answer.
 
     Raises:
-        ValueError: a picture for a model of text alone.
+        ValueError: an image for a text-only model.
     """
-    alone = text_alone(processor)
+    text_only = text_alone(processor)
     parts = [[part for turn in chat for part in turn["content"]] for chat in chats]
     pictures = [[part["image"] for part in row if part["type"] == "image"] for row in parts]
-    if alone and any(part["type"] != "text" for row in parts for part in row):
-        raise ValueError("this model reads text alone, and was shown a picture; give prompts without pictures")
+    if text_only and any(part["type"] != "text" for row in parts for part in row):
+        raise ValueError("this model reads only text, but a prompt has an image; use prompts without images")
     if text_alone(processor):
         processor.padding_side = "left"
         if processor.pad_token is None:
             processor.pad_token = processor.eos_token
     if template(processor):
         padding = {"padding": True, "padding_side": "left"}
-        how = {"padding": True} if alone else {"processor_kwargs": padding}
+        kwargs = {"padding": True} if text_only else {"processor_kwargs": padding}
         inputs: Any = processor.apply_chat_template(
-            [_plain(chat) for chat in chats] if alone else chats,
+            [_joined_text(chat) for chat in chats] if text_only else chats,
             add_generation_prompt=not start, continue_final_message=start,
-            tokenize=True, return_dict=True, return_tensors="pt", **how,
+            tokenize=True, return_dict=True, return_tensors="pt", **kwargs,
         )  # fmt: skip
     else:
         texts = [_untemplated(processor, chat) for chat in chats]
-        images = {} if alone else {"images": pictures if any(pictures) else None, "padding_side": "left"}
+        images = {} if text_only else {"images": pictures if any(pictures) else None, "padding_side": "left"}
         inputs = processor(text=texts, padding=True, return_tensors="pt", **images)
-    if not alone:
+    if not text_only:
         return inputs
     from mmspec.pipelines.host.kinds import BatchFeature
 
@@ -72,27 +72,27 @@ def inputs_of(processor: Processor, chats: Sequence[Chat], start: bool = False) 
 
 
 def knows_clips(processor: Processor) -> bool:
-    """Whether a clip can be shown as one, not as its frames: its template says where one stands."""
+    """Whether the processor takes a clip as a video, not just as frames: its chat template has a place for videos."""
     if not template(processor) or getattr(processor, "video_processor", None) is None:
         return False
-    turns = ([{"role": "user", "content": [*clip, _said("?")]}] for clip in ([{"type": "video"}], []))
-    shown, none = (processor.apply_chat_template(turn, tokenize=False) for turn in turns)
-    return bool(shown != none)
+    turns = ([{"role": "user", "content": [*clip, _text("?")]}] for clip in ([{"type": "video"}], []))
+    with_clip, without = (processor.apply_chat_template(turn, tokenize=False) for turn in turns)
+    return bool(with_clip != without)
 
 
 def template(processor: Processor) -> str | dict[str, str] | None:
-    """Its chat template, if it has one."""
+    """The processor's chat template, or None."""
     return getattr(processor, "chat_template", None)
 
 
-def _plain(chat: Chat) -> list[dict[str, Any]]:
-    """With texts for the contents of turns, as a tokenizer's template takes them."""
+def _joined_text(chat: Chat) -> list[dict[str, Any]]:
+    """The chat with each turn's content joined to one string, the form that a tokenizer's chat template takes."""
     return [{**turn, "content": "".join(part["text"] for part in turn["content"])} for turn in chat]
 
 
 def _untemplated(processor: Processor, chat: Chat) -> str:
-    """A chat where there is no template: a line for a turn's pictures, one for each of its texts."""
-    marker = _marker(processor)
+    """A chat as text without a template: for each turn a line of image tokens, and one for each of its texts."""
+    marker = _image_token(processor)
     lines = []
     for turn in chat:
         kinds = [part["type"] for part in turn["content"]]
@@ -102,23 +102,23 @@ def _untemplated(processor: Processor, chat: Chat) -> str:
 
 
 def unmarked(processor: Processor, text: str) -> str:
-    """What a data set asks, without the processor's mark of a picture, which stands where pictures are shown."""
-    marker = _marker(processor)
+    """The text without the processor's image tokens: the chat template adds them where the images belong."""
+    marker = _image_token(processor)
     return text.replace(marker, "").strip() if marker and marker in text else text
 
 
-def _marker(processor: Processor) -> str:
+def _image_token(processor: Processor) -> str:
     marker = getattr(processor, "image_token", None) or ""
     return str(getattr(marker, "content", marker))
 
 
 def text_alone(processor: Processor) -> TypeGuard[PreTrainedTokenizerBase]:
-    """Whether no picture can be shown: it is a tokenizer."""
+    """Whether the processor is a plain tokenizer, so that it takes no images."""
     return not any(hasattr(processor, part) for part in ("tokenizer", "image_processor"))
 
 
 def chat_text(processor: Processor, prompt: str, pictures: int, system: str = "", start: str = "") -> str:
-    """The same turn as text, with the processor's mark in the place of each of so many pictures."""
+    """The turns of `chat` as text, with an image token for each of the `pictures` images."""
     turns = chat(prompt, [None] * pictures, system, start)
     if not template(processor):
         return _untemplated(processor, turns)
@@ -134,22 +134,22 @@ def chat(
     prompt: str, pictures: Sequence[Image.Image | None], system: str = "", start: str = "", clips: bool = False,
     before: Turns = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The turns of a row, as `inputs_of` takes them; see `chat_inputs`."""
+    """The turns of one row in the form that `inputs_of` takes; for the arguments see `chat_inputs`."""
     first = shown(pictures, clips)
-    turns = [("system", [_said(system)])] if system else []
+    turns = [("system", [_text(system)])] if system else []
     for question, answer in (*before, (prompt, start)):
-        turns.append(("user", [*first, _said(question)]))
-        turns += [("assistant", [_said(answer)])] if answer else []
+        turns.append(("user", [*first, _text(question)]))
+        turns += [("assistant", [_text(answer)])] if answer else []
         first = []
     return [{"role": role, "content": content} for role, content in turns]
 
 
 def shown(pictures: Sequence[Image.Image | None], clip: bool = False) -> list[dict[str, Any]]:
-    """Parts of a turn: each picture, or several as the frames of one clip."""
+    """Content parts of a turn: one for each image, or one video whose frames are all the images."""
     if clip and len(pictures) > 1:
         return [{"type": "video", "video": list(pictures)}]
     return [{"type": "image", "image": picture} for picture in pictures]
 
 
-def _said(text: str) -> dict[str, Any]:
+def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}

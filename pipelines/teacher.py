@@ -1,4 +1,4 @@
-"""A frozen target as a teacher: it writes the answers and hands over its features, batch by batch, nothing on disk."""
+"""The teacher in distillation: a frozen target that generates answers and returns its features, batch by batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PER_TOKEN = (*TYPES[:2], "attention_mask")
 
 
 class Teacher:
-    """Context manager around a stock model; while it is open, the decoder is tapped."""
+    """Context manager around a stock model; while it is open, hooks record the decoder's features."""
 
     def __init__(self, model: GenerativeModel, processor: Processor, features: tuple[int, ...]) -> None:
         self.model = families.unwrap(model).eval().requires_grad_(False)
@@ -54,7 +54,7 @@ class Teacher:
 
     @torch.no_grad()
     def answers(self, samples: Sequence[TrainingSample], max_new_tokens: int, temperature: float) -> list[list[int]]:
-        """The target's own answers, as token ids that end with its end-of-sequence token; temperature 0 is greedy."""
+        """The target's own answers as token ids, including the end-of-sequence token; temperature 0 is greedy."""
         inputs = self._inputs(samples)
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         out = self.model.generate(**inputs, max_new_tokens=max_new_tokens, **sampling)
@@ -64,7 +64,7 @@ class Teacher:
 
     @torch.no_grad()
     def trace(self, samples: Sequence[TrainingSample], answers: Sequence[Sequence[int]]) -> Trace:
-        """One forward over prompts and answers, right-padded; features and embeddings as the decoder saw them."""
+        """One right-padded forward over prompts and answers, with the features and input embeddings of the decoder."""
         inputs = self._inputs(samples)
         mask = inputs["attention_mask"].bool()
         prompts = [row[keep].tolist() for row, keep in zip(inputs["input_ids"], mask, strict=True)]
@@ -94,10 +94,10 @@ class Teacher:
         return Trace(ids, embeds, features, read.final, valid, answered, visual, positions)
 
 
-def _cut(row: list[int], ends: set[int], never: set[int]) -> list[int]:
-    """Up to and including the first end-of-sequence token; up to a placeholder, which no text can hold."""
+def _cut(row: list[int], ends: set[int], placeholders: set[int]) -> list[int]:
+    """Cut after the first end-of-sequence token, or before the first image placeholder, which text cannot contain."""
     for i, token in enumerate(row):
-        if token in never:
+        if token in placeholders:
             return row[:i]
         if token in ends:
             return row[: i + 1]

@@ -1,7 +1,7 @@
-"""On a release of transformers that mmspec was not tested with: what keeps a model from being accelerated there.
+"""Self-test on a release of transformers that mmspec was not tested with, before a model is accelerated there.
 
-First the contract's rows are checked (host/contract.py). Where they hold, an embedded model describes a picture, by
-stock and with drafts of which some are right, and has to give the same tokens.
+First the assumptions in host/contract.py are checked. If they hold, an embedded model describes an image twice, once
+with stock decoding and once with partly correct drafts, and has to generate the same tokens.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from mmspec.types import Draft, Prompt
 
 TOKENS = 8
 _lock = threading.RLock()
-_found: dict[str, str | None] = {}  # embedded model → what the proof has found with it
+_results: dict[str, str | None] = {}  # embedded model → what the self-test found wrong with it, or None
 
 
-class _Known:
-    """Drafts the next two tokens of an answer that is known, a wrong one beside each."""
+class _AnswerDrafter:
+    """Drafts the next two tokens of a given answer, each with a wrong token as its sibling."""
 
     features: tuple[int, ...] = ()
     nodes = 5
@@ -37,7 +37,7 @@ class _Known:
     def __init__(self, answer: list[int], vocab: int) -> None:
         self.answer, self.vocab = answer, vocab
 
-    def fit(self, target: TargetInfo, given: Options) -> _Known:
+    def fit(self, target: TargetInfo, given: Options) -> _AnswerDrafter:
         return self
 
     def start(self, session: SessionView, target: Target, prompt: Prompt) -> None:
@@ -53,27 +53,27 @@ class _Known:
 
 
 def refusal(model: Any, drafter: object, enable: Callable[..., Any]) -> str | None:
-    """Why a model must not be accelerated with the installed release, in a sentence; None: it may, and the log says
-    that the release is untested."""
+    """The reason, in a sentence, why a model must not be accelerated with the installed release; None: it may be, and
+    a warning says that the release is untested."""
     modules = {type(module).__name__ for module in model.modules()} if hasattr(model, "modules") else set()
     names = {*modules, type(model).__name__, type(drafter).__name__, *([drafter] if isinstance(drafter, str) else [])}
     if (why := release.broken(names)) is not None:
         return why
-    if not loading.is_model(model):  # a pipeline of ours
+    if not loading.is_model(model):  # one of mmspec's own pipelines
         return None
     name = "scenes-hybrid" if HostModel.of(model).recurrent else "scenes-video"
     with _lock:
-        if name not in _found:
-            _found[name] = None  # while it is made: the embedded model is enabled without it
-            _found[name] = _proof(name, enable)
-            if _found[name] is None:
+        if name not in _results:
+            _results[name] = None  # lets the self-test itself enable the embedded model
+            _results[name] = _self_test(name, enable)
+            if _results[name] is None:
                 what = f"mmspec is untested with transformers {release.installed()}, where all that it assumes holds"
                 warnings.warn(what, stacklevel=4)
-    return None if _found[name] is None else f"{_found[name]}. {release.advice()}"
+    return None if _results[name] is None else f"{_results[name]}. {release.advice()}"
 
 
-def _proof(name: str, enable: Callable[..., Any]) -> str | None:
-    """What is wrong with drafting for an embedded model; None: it gives stock's tokens, in fewer rounds."""
+def _self_test(name: str, enable: Callable[..., Any]) -> str | None:
+    """What is wrong with drafting for an embedded model; None: it generates stock's tokens, in fewer rounds."""
     folder, picture = zoo.path(name), Image.open(sorted(zoo.samples().glob("*.png"))[0])
     words = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "Describe."}]}]
     state = torch.get_rng_state()
@@ -82,19 +82,19 @@ def _proof(name: str, enable: Callable[..., Any]) -> str | None:
         inputs = processor.apply_chat_template(
             words, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         )
-        said = {**inputs, "max_new_tokens": TOKENS, "do_sample": False}
-        want = model.generate(**said)
-        drafter = _Known(want[0, inputs["input_ids"].shape[1] :].tolist(), head_shape(model)[0])
+        arguments = {**inputs, "max_new_tokens": TOKENS, "do_sample": False}
+        want = model.generate(**arguments)
+        drafter = _AnswerDrafter(want[0, inputs["input_ids"].shape[1] :].tolist(), head_shape(model)[0])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with enable(model, drafter=drafter) as handle:
-                got = model.generate(**said)
+                got = model.generate(**arguments)
     except Exception as error:
         return f"eight tokens of the embedded {name} fail: {type(error).__name__}: {error}"
     finally:
         torch.set_rng_state(state)
     if not torch.equal(got, want):
-        return f"the embedded {name} writes other tokens with drafts than without"
+        return f"the embedded {name} generates other tokens with drafts than without"
     if handle.stats.rounds == 0 or handle.stats.rounds >= TOKENS - 1:
         return f"drafts of the embedded {name} have no effect"
     return None

@@ -1,4 +1,4 @@
-"""Gemma-4's assistants: a few layers of queries on the target's own keys and values, drafting from one position."""
+"""Gemma-4's assistants: a few layers that attend to the target's keys and values, and draft from one position."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from mmspec.pipelines.target.state import State
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.types import FINAL, Draft, Prompt, decided, gather_rows
 
-_USUAL = TreeOptions.chain(4)  # how it recommends to draft
+_USUAL = TreeOptions.chain(4)  # the recommended shape
 
 
 class AssistantDrafter:
-    """Drafts with transformers' own assistant, which reads the target's cache and keeps nothing.
+    """Drafts with transformers' own assistant, which reads the target's cache and has none of its own.
 
-    Each node is the embedding of its token beside the feature of its parent; all stand at the position of the pending
-    token, see what the target has cached, and not each other. So trees cost what chains do.
+    Its input for a node is the embedding of the node's token and the feature of its parent. All nodes have the position
+    of the pending token; they see the target's cache, but not each other, so trees cost no more than chains.
 
     Args:
-        model: of one of CLASSES; it is used as it is, where it lies.
+        model: of one of CLASSES; it stays on its device.
     """
 
     method = "assistant"
@@ -49,23 +49,23 @@ class AssistantDrafter:
         """The same assistant with the user's options.
 
         Raises:
-            ValueError: made for another target, or an option that it has no use for.
+            ValueError: made for another target, or an option that it does not use.
         """
         options = _USUAL.with_(given, "the assistant")
         if options.draft_vocab != ALL or options.prune:
             what = "an assistant has a head of its own and reads the target's cache"
             raise ValueError(f"{what}; leave draft_vocab and prune out")
-        mine = gemma.sizes(self.model)
-        theirs = {"width": target.hidden, "vocabulary": target.vocab}
-        wrong = [f"{name} {mine[name]} (target: {theirs[name]})" for name in mine if mine[name] != theirs[name]]
+        own = gemma.sizes(self.model)
+        needed = {"width": target.hidden, "vocabulary": target.vocab}
+        wrong = [f"{name} {own[name]} (target: {needed[name]})" for name in own if own[name] != needed[name]]
         if wrong:
-            raise ValueError(f"this assistant does not fit {target.name}: {', '.join(wrong)}. Take the one made for it")
-        made = AssistantDrafter(self.model)
-        made.options = options
-        return made
+            raise ValueError(f"this assistant does not fit {target.name}: {', '.join(wrong)}. Use the one made for it")
+        fitted = AssistantDrafter(self.model)
+        fitted.options = options
+        return fitted
 
     def start(self, session: SessionView, target: Any, prompt: Prompt) -> None:
-        """It reads what the target has cached.
+        """Nothing to read, since it uses the target's cache.
 
         Raises:
             ValueError: a target that shares no keys and values.
@@ -85,20 +85,20 @@ class AssistantDrafter:
         return self._read(session, target, tokens, f[..., : gemma.sizes(self.model)["width"]])
 
     def _read(self, session: Any, target: Any, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Features [B, n, H + H_a] of tokens [B, n] after features [B, n, H]: the next one's, and its head's."""
+        """Features [B, n, H + H_a], for the next step and for its head, of tokens [B, n] after features [B, n, H]."""
         model, state, n = self.model, session.cache, tokens.shape[1]
         home, dtype = gemma.enters(model).device, gemma.enters(model).dtype
         x = torch.cat([target.embed(tokens), hidden.to(target.embed(tokens).dtype)], -1).to(home, dtype)
-        held = {kind: state.cache.slots[i] for kind, i in _shared(target).items()}
+        slots = {kind: state.cache.slots[i] for kind, i in _shared(target).items()}
         longest = state.cache.lengths.longest
         shared = {
-            kind: (s.keys[:, :, :longest].to(home), s.values[:, :, :longest].to(home)) for kind, s in held.items()
+            kind: (s.keys[:, :, :longest].to(home), s.values[:, :, :longest].to(home)) for kind, s in slots.items()
         }
         places = state.places.at((session.emitted - 1)[:, None]).expand(-1, n).to(home)
         return gemma.read(model, x, self._masks(state, n, home), places, shared).to(tokens.device)
 
     def _masks(self, state: State, n: int, home: torch.device) -> dict[str, Tensor]:
-        """What nodes see of each row's cache, [B, 1, n, T] for each kind of layers: all, or the last of it."""
+        """Masks [B, 1, n, T] over each row's cache for each layer type: all of it, or the last part."""
         at = state.cache.lengths
         slot = torch.arange(at.longest, device=at.device.device)
         more = max(0, at.longest - state.open_slots.shape[1])
@@ -112,7 +112,7 @@ class AssistantDrafter:
         return masks
 
     def levels(self, session: SessionView, target: Target, f: Tensor) -> None:
-        """There is a step for each."""
+        """None, since each level is a `step`."""
 
     def at_level(self, f: Tensor, level: int | Tensor) -> Tensor:
         return f
@@ -122,7 +122,7 @@ class AssistantDrafter:
 
 
 def _shared(target: Any) -> dict[str, int]:
-    """Of each kind of layers the one whose keys and values an assistant reads: the last that has its own.
+    """Layer type → the index of the target's layer whose keys and values an assistant reads; see `gemma.shared`.
 
     Raises:
         ValueError: the target is of another architecture.

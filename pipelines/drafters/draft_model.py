@@ -1,4 +1,4 @@
-"""A smaller model of transformers that drafts for a larger one with the same tokens, on a cache of its own."""
+"""A smaller model of transformers that drafts for a target with the same tokenizer, with a KV cache of its own."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.tree import chain
 from mmspec.types import Draft, Prompt, Tree, gather_rows
 
-_PADDED = 1.1  # models of one family and tokenizer have a few more rows here and there: Qwen2.5 151936 and 152064
-_NOT_ITS_OWN = ("input_ids", "inputs_embeds", "labels")  # of what a call gives, what is said to it otherwise or not
-_USUAL = TreeOptions.chain(5)  # a chain, as long as stock's assistants begin with
+_PADDED = 1.1  # allowed ratio of vocabularies; models with one tokenizer may be padded: Qwen2.5 has 151936 and 152064
+_REPLACED = ("input_ids", "inputs_embeds", "labels")  # arguments of a call that the draft model does not get as such
+_USUAL = TreeOptions.chain(5)  # a chain of the length that stock's assistants start with
 
 
 @dataclass
 class DraftState:
-    """What a draft model keeps of some rows: its view of them, and the tree that it is about to read."""
+    """A draft model's memory of some rows: its cache, and the draft tree so far."""
 
     view: VlmTarget
     state: State
-    fresh: tuple[bool, ...]  # of each row, whether its prompt alone has been read
-    swaps: bool  # whether some modules read a draft in a way of their own
+    fresh: tuple[bool, ...]  # for each row, whether only its prompt has been read
+    swaps: bool  # whether some modules need mixins to read a draft
     tree: tuple[Tensor, Tensor, Tensor] | None = None  # tokens, depth and ancestors of the nodes so far, root included
     stats: dict[str, float] = field(default_factory=dict)
 
@@ -58,17 +58,17 @@ class DraftState:
 class ModelDrafter:
     """Drafts with a model that has the target's tokens (Leviathan et al. 2023; Chen et al. 2023).
 
-    Its cache holds what stands before the pending token. Every level reads the pending token and all nodes so far, so
-    that layers with a state need nothing taken back: what the target kept is committed in the next round.
+    Its cache has the text before the pending token. Every level reads the pending token and all nodes so far, so that
+    recurrent states never have to be rolled back: the tokens that the target accepted are committed in the next round.
 
     Args:
-        model: with `generate`; it is used as it is, where it lies, and keeps its class between two rounds.
+        model: with `generate`; it stays on its device, and has its own class between two rounds.
     """
 
     method = "model"
     head = ModelHead()
     features: tuple[int, ...] = ()
-    compile: bool = False  # whether its forwards are captured, as a target's are
+    compile: bool = False  # whether its forwards are captured, like a target's
 
     def __init__(self, model: GenerativeModel) -> None:
         self.model, self.options = model, _USUAL
@@ -79,22 +79,22 @@ class ModelDrafter:
 
     @classmethod
     def of(cls, draft: GenerativeModel | str | Path) -> ModelDrafter:
-        """From a loaded model, or from a folder; a hub name is taken from the cache alone.
+        """From a loaded model, a folder, or a hub name that is in the local cache.
 
         Raises:
-            ValueError: no such folder, or nothing that can draft.
+            ValueError: there is no such folder, or the model cannot draft.
         """
         if isinstance(draft, str | Path):
             draft = loading.draft_model(draft)
         if not hasattr(draft, "generate") or not hasattr(draft, "config"):
             raise ValueError(f"a draft model is a model of transformers, or its folder; got {type(draft).__name__}")
-        return cls(unwrap(draft))  # of a model that hands the writing on, the one that writes
+        return cls(unwrap(draft))  # if its `generate` delegates to a component, that component
 
     def fit(self, target: TargetInfo, given: Options) -> ModelDrafter:
         """The same model with the user's options.
 
         Raises:
-            ValueError: another vocabulary, a model that cannot read drafts, or an option that it has no use for.
+            ValueError: another vocabulary, a model that cannot read drafts, or an option that it does not use.
         """
         options = _USUAL.with_(given, "the model drafter")
         if options.draft_vocab != ALL:
@@ -106,18 +106,18 @@ class ModelDrafter:
         vocab = readable.head_shape(self.model)[0]
         if not target.vocab <= _PADDED * vocab or not vocab <= _PADDED * target.vocab:
             raise ValueError(
-                f"{name} has {vocab} tokens and {target.name} {target.vocab}; a draft model has the target's "
-                "tokenizer. Take a smaller model of the same family"
+                f"{name} has {vocab} tokens and {target.name} {target.vocab}; a draft model needs the target's "
+                "tokenizer. Use a smaller model of the same family"
             )
-        made = ModelDrafter(self.model)
-        made.options, made.own = options, target
-        return made
+        fitted = ModelDrafter(self.model)
+        fitted.options, fitted.own = options, target
+        return fitted
 
     def compiled(self, compile: bool) -> ModelDrafter:
-        """The same, with its forwards captured and compiled as a target's are: all of a draft in one shape."""
-        made = copy.copy(self)
-        made.compile = compile
-        return made
+        """The same drafter, with its forwards captured and compiled like a target's, all levels in one shape."""
+        copied = copy.copy(self)
+        copied.compile = compile
+        return copied
 
     @property
     def nodes(self) -> int:
@@ -125,24 +125,24 @@ class ModelDrafter:
 
     @property
     def _most(self) -> int:
-        """Nodes that it reads at once, at most: what a round kept and the pending one, or all but the last level."""
+        """The most nodes of one forward: a round's accepted tokens and the pending one, or all levels but the last."""
         o = self.options
         return max(2 + o.depth, 1 + (o.depth - 1) * o.width if o.tree == static_trees.DYNAMIC else self.nodes)
 
     @torch.no_grad()
     def start(self, session: SessionView, target: Target, prompt: Prompt) -> DraftState:
-        """Read the prompt, pictures included where the draft model knows what the call brought."""
+        """Read the prompt, with its images if the draft model takes the call's inputs for them."""
         with taps(self.model, ()):
             call = _call(self.model, prompt.given, prompt).for_model(self.model)
             view = VlmTarget(self.model, ())
             view.captured = captures.of(self.model, self.compile)
             state, read, raw = view.first(call, call.input_ids.shape[1] + self.nodes + 256)
-        swaps = view.instead is not None or bool(view.host.readers)
-        held = DraftState(view, state, (True,) * len(raw), swaps)
+        swaps = view.draft_attention is not None or bool(view.host.readers)
+        memory = DraftState(view, state, (True,) * len(raw), swaps)
         if self.options.prune and prompt.visual.shape == read.ids.shape:
-            stay = prune.kept(prompt.visual * prompt.valid, self.options.prune)
-            _leave_out(state, stay.to(state.open_slots.device))
-        return held
+            keep = prune.kept(prompt.visual * prompt.valid, self.options.prune)
+            _keep_slots(state, keep.to(state.open_slots.device))
+        return memory
 
     @torch.no_grad()
     def propose(self, session: SessionView, target: Target) -> Draft:
@@ -150,9 +150,9 @@ class ModelDrafter:
             return grown(self, session, target, self._catch_up(session), draws(self.options, session))
 
     def _catch_up(self, session: SessionView) -> Tensor:
-        """Read what the last round kept and the pending token, commit the former; logits [B, 1, V] after the latter.
+        """Read the last round's accepted tokens, commit them, and read the pending token; logits [B, 1, V] after it.
 
-        Of fresh rows the kept token is the prompt's last, which has been read.
+        The accepted token of a fresh row is the prompt's last, which has already been read.
         """
         memory: DraftState = session.memory
         last = session.last
@@ -172,15 +172,15 @@ class ModelDrafter:
         return gather_rows(raw, c[:, None])
 
     def _logits(self, memory: DraftState, tokens: Tensor, depth: Tensor, ancestors: Tensor, first: Tensor) -> Tensor:
-        """[B, n, V], of the draft model, after nodes [B, n] on what it has committed; `first` [B, 1] numbers the root
-        among the generated tokens."""
+        """The draft model's logits [B, n, V] after nodes [B, n] that follow the committed text; `first` [B, 1] is the
+        root's index among the generated tokens."""
         view, state, home, n = memory.view, memory.state, memory.view.device, tokens.shape[1]
         device = tokens.device
         if view.captured is not None:  # one capture serves all levels
-            tokens, depth, ancestors = _filled(max(n, self._most), tokens, depth, ancestors)
+            tokens, depth, ancestors = _padded(max(n, self._most), tokens, depth, ancestors)
         tokens, depth, ancestors, first = (t.to(home) for t in (tokens, depth, ancestors, first))
         places = state.places.at(first + depth)
-        places, tokens = places if view.last is None else places.clamp(max=view.last), _known(self.model, tokens)
+        places, tokens = places if view.last is None else places.clamp(max=view.last), _clamped(self.model, tokens)
         with view.reads(Tree(_parents(depth, ancestors), depth, ancestors), state.cache.lengths):
             raw, *_ = view.reader(state, tokens, places, view.mask(state, ancestors, depth))
         return raw[:, :n].to(device)
@@ -193,34 +193,34 @@ class ModelDrafter:
         assert memory.tree is not None
         (B, n), N = tokens.shape, appended + tokens.shape[1]
         below = tokens.new_ones(B, n, N, dtype=torch.bool) if seen is None else seen[..., -N:]
-        held, depth, ancestors = memory.tree
+        nodes, depth, ancestors = memory.tree
         above = torch.cat([ancestors, ancestors.new_zeros(B, 1 + appended, n)], 2)
-        mine = torch.cat([below.new_ones(B, n, 1), below], 2)
+        own = torch.cat([below.new_ones(B, n, 1), below], 2)
         depth = torch.cat([depth, depth.new_full((B, n), level)], 1)
-        memory.tree = torch.cat([held, tokens], 1), depth, torch.cat([above, mine], 1)
+        memory.tree = torch.cat([nodes, tokens], 1), depth, torch.cat([above, own], 1)
         return self._logits(memory, *memory.tree, (session.emitted - 1)[:, None])[:, -n:]
 
     def levels(self, session: SessionView, target: Target, f: Tensor) -> None:
-        """There is a step for each."""
+        """None, since each level is a `step`."""
 
     def at_level(self, f: Tensor, level: int | Tensor) -> Tensor:
         return f
 
     def logits(self, hidden: Tensor, target: Target) -> Tensor:
-        """Its logits at the target's tokens: rows that only one of them has are padding of a vocabulary."""
+        """Its logits for the target's vocabulary; rows that only one of the two models has are padding."""
         assert self.own is not None
         more = self.own.vocab - hidden.shape[-1]
-        return torch.nn.functional.pad(hidden, (0, more), value=-torch.inf)  # cuts where it is negative
+        return torch.nn.functional.pad(hidden, (0, more), value=-torch.inf)  # a negative number cuts
 
 
 def _parents(depth: Tensor, ancestors: Tensor) -> Tensor:
-    """Parents [B, n] of nodes: the deepest of a node's ancestors but itself; the root is its own."""
+    """Parents [B, n] of nodes: a node's deepest ancestor other than itself; the root is its own parent."""
     others = ancestors & ~torch.eye(ancestors.shape[1], dtype=torch.bool, device=depth.device)
     return torch.where(others, depth[:, None], -1).argmax(-1)
 
 
-def _filled(size: int, tokens: Tensor, depth: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As many nodes as `size`: those that are added are children of the root that nothing depends on."""
+def _padded(size: int, tokens: Tensor, depth: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad the nodes to `size`; the added nodes are children of the root, and no other node depends on them."""
     missing = size - tokens.shape[1]
     own = torch.eye(size, dtype=torch.bool, device=tokens.device)
     own[:, 0] = True
@@ -228,30 +228,30 @@ def _filled(size: int, tokens: Tensor, depth: Tensor, ancestors: Tensor) -> tupl
 
 
 def _call(model: GenerativeModel, given: Options, prompt: Prompt) -> Call:
-    """The draft model's own preparations for the prompt of a call, up to its prefill; embeddings are the target's."""
-    known = inspect.signature(model.forward).parameters
+    """Prepare the prompt of a call by the draft model's own `generate`, up to its prefill, without `inputs_embeds`."""
+    parameters = inspect.signature(model.forward).parameters
     ids = given.get("input_ids", given.get("inputs"))
-    inputs = {name: value for name, value in given.items() if name in known and isinstance(value, Tensor)}
-    inputs = {name: value.to(model.device) for name, value in inputs.items() if name not in _NOT_ITS_OWN}
+    inputs = {name: value for name, value in given.items() if name in parameters and isinstance(value, Tensor)}
+    inputs = {name: value.to(model.device) for name, value in inputs.items() if name not in _REPLACED}
     if ids is None or ids.shape[1] < prompt.ids.shape[1]:
         ids, inputs = prompt.ids, {"attention_mask": prompt.valid.long()}
-    answers = max(1, len(prompt.ids) // len(ids))  # to each prompt; only those that are drawn may be several
+    answers = max(1, len(prompt.ids) // len(ids))  # for each prompt; `generate` requires sampling for several
     call: Call = model.generate(
-        input_ids=_known(model, ids.to(model.device)), **inputs, num_return_sequences=answers, max_new_tokens=1,
+        input_ids=_clamped(model, ids.to(model.device)), **inputs, num_return_sequences=answers, max_new_tokens=1,
         do_sample=answers > 1, custom_generate=as_call,
     )  # fmt: skip
     return call
 
 
-def _known(model: GenerativeModel, ids: Tensor) -> Tensor:
-    """Ids that the draft model has an embedding of: the target may have more, for pictures or as padding."""
+def _clamped(model: GenerativeModel, ids: Tensor) -> Tensor:
+    """Ids clamped to the draft model's embedding; the target may have more, for images or as padding."""
     return ids.clamp(max=embedding(model).weight.shape[0] - 1)
 
 
-def _leave_out(state: State, stay: Tensor) -> None:
-    """Of the slots that the prompt takes, keep those of bool [B, L] and padding as it was, closed."""
-    stay = stay & state.open_slots
-    most = int(stay.sum(1).max())
-    order = stay.to(torch.uint8).argsort(dim=1, stable=True)[:, stay.shape[1] - most :]
+def _keep_slots(state: State, keep: Tensor) -> None:
+    """Keep only the prompt's slots in bool [B, L]; rows with fewer of these get closed slots as padding."""
+    keep = keep & state.open_slots
+    most = int(keep.sum(1).max())
+    order = keep.to(torch.uint8).argsort(dim=1, stable=True)[:, keep.shape[1] - most :]
     state.cache.keep(order)
-    state.open_slots, state.padded = gather_rows(stay, order), True
+    state.open_slots, state.padded = gather_rows(keep, order), True

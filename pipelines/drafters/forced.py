@@ -1,4 +1,4 @@
-"""Tokens that a grammar forces as drafts, beside those of any drafter."""
+"""Drafts the tokens that a grammar forces, in addition to the tokens of any drafter."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from mmspec.protocols import Proposer, Target
 from mmspec.session import Row, Session
 from mmspec.types import NO_TOKEN, Draft, Prompt
 
-ROOM = 16  # forced tokens of a round at most
+ROOM = 16  # the maximum number of forced tokens in a round
 
 
 def parse_of(row: Row) -> Parse | None:
-    """Where a row's grammar has come to; None: it has none."""
+    """The state of a row's grammar; None: it has no grammar."""
     process = getattr(getattr(row.request, "sampler", None), "process", None)
     grammar = getattr(process, "grammar", None)
     return None if grammar is None else grammar.parse(row)
 
 
-def beside(drafter: Proposer, rows: Sequence[Row]) -> Proposer:
-    """The drafter; with forced tokens beside its own where any of the rows has a grammar."""
+def with_forced(drafter: Proposer, rows: Sequence[Row]) -> Proposer:
+    """The drafter, wrapped in Forced if any of the rows has a grammar."""
     return Forced(drafter) if any(parse_of(row) is not None for row in rows) else drafter
 
 
 class Forced:
-    """Where the grammar forces a row's next tokens, these are its draft; else they follow its drafter's best path.
+    """Drafts the tokens that the grammar forces next for a row; if there are none, those forced after its best path.
 
-    They are point masses, verified as all drafts are, so that nothing about the output depends on them. The drafter's
-    nodes keep their numbers and parents; what is forced stands behind them, or in a chain in their places.
+    They are point masses, and verified like all drafts, so the output does not depend on them. The drafter's nodes keep
+    their indices and parents; forced tokens come after them, or replace them by a chain.
     """
 
     def __init__(self, drafter: Proposer) -> None:
@@ -47,7 +47,7 @@ class Forced:
 
 
 def _more(row: Row, tokens: list[int], parents: list[int]) -> Line:
-    """Of a row; the root before any other node."""
+    """The forced tokens of a row, and the node that they follow: the root, else the end of the best allowed path."""
     parse, text = parse_of(row), row.tokens[row.start :]
     if parse is None:
         return 0, []

@@ -1,4 +1,4 @@
-"""MTP: the multi-token-prediction heads in the target's own checkpoint draft for it."""
+"""MTP: drafts with the multi-token-prediction heads in the target's own checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mmspec.drafters.shape import ALL, Shape, TreeOptions
 from mmspec.drafters.trained import placed
 from mmspec.pipelines.drafters import mtp_files
 from mmspec.pipelines.host import tree_attention
-from mmspec.pipelines.host.assisted import drafted
+from mmspec.pipelines.host.assisted import draft_length
 from mmspec.pipelines.host.decoder import decoder
 from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.mtp import MtpHeads
@@ -33,29 +33,29 @@ from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.ragged_cache import Lengths, RaggedBuffer
 from mmspec.types import FINAL, Prompt
 
-DEPTH = 4  # of what one head drafts, where the model's generation_config names no `num_assistant_tokens`
+DEPTH = 4  # the draft length of a single head if the model's generation_config has no `num_assistant_tokens`
 
 
 @dataclass(frozen=True)
 class MtpConfig:
-    """What the drafting around the heads has to know of them."""
+    """The sizes and recommended shape of the heads."""
 
-    hidden: int  # of the target
-    vocab: int  # likewise
+    hidden: int  # the target's width
+    vocab: int  # the target's vocabulary
     heads: int  # K, how many tokens ahead they were trained for
-    shape: Shape  # how it recommends to draft
+    shape: Shape  # the recommended shape
     features: tuple[int, ...] = (FINAL,)
 
 
 @dataclass
 class HeadMemory(FeatureMemory):
-    """A FeatureMemory of K heads, whose rows stand where the target says.
+    """A FeatureMemory of K heads, with the target's position ids.
 
     Row r pairs the target's feature at token r with the embedding of token r + 1. `positions` counts rows from the
-    prompt's last token, `context` [B, 1, (K − 1)·H] is what the heads made of the last row read, but for the last.
+    prompt's last token; `context` [B, 1, (K − 1)·H] has the outputs of all heads but the last for the last row read.
     """
 
-    stood: RaggedBuffer = field(kw_only=True)  # of every slot the row it holds, [B, 1, T, 1], where a mask asks for it
+    index: RaggedBuffer = field(kw_only=True)  # the row in every slot, [B, 1, T, 1], if masks depend on it
     places: Tensor = field(kw_only=True)  # [B, A, 2], position ids of rows 0 and 1
     first: Tensor = field(kw_only=True)  # [B], the first row of the text
 
@@ -65,12 +65,12 @@ class HeadMemory(FeatureMemory):
 
     @property
     def size(self) -> int:
-        """Bytes of a row."""
-        held = [t for slots in (*self.layers, self.stood) for t in (slots.keys, slots.values) if t is not None]
-        return sum(t.shape[1] * t.shape[3] * t.element_size() for t in held)
+        """The number of bytes of a row."""
+        tensors = [t for slots in (*self.layers, self.index) for t in (slots.keys, slots.values) if t is not None]
+        return sum(t.shape[1] * t.shape[3] * t.element_size() for t in tensors)
 
     def _buffers(self) -> tuple[RaggedBuffer, ...]:
-        return (*self.layers, self.stood)
+        return (*self.layers, self.index)
 
     def select(self, rows: Tensor) -> HeadMemory:
         return replace(cast(HeadMemory, super().select(rows)), places=self.places[rows], first=self.first[rows])
@@ -96,7 +96,7 @@ class HeadMemory(FeatureMemory):
 
 
 class _PassThroughHeads(PassThroughMemory):
-    """Of one head, whose stock layer attends by torch's own function."""
+    """The memory in a capture of a single head, whose stock layer calls torch's own attention."""
 
     ids = HeadMemory.ids
 
@@ -108,7 +108,7 @@ class _PassThroughHeads(PassThroughMemory):
         self._seen: Tensor | None = None
 
     def visible(self, at: Lengths, n: int, seen: Tensor | None) -> Tensor | None:
-        """Of no rows but the new ones, as the layer is handed them; the cut is told what they see."""
+        """The mask for the layer, over the new rows only; the real mask is kept for the capture's cut."""
         self._seen = seen
         return None if seen is None else torch.ones(len(seen), n, n, dtype=torch.bool, device=seen.device)
 
@@ -118,8 +118,8 @@ class _PassThroughHeads(PassThroughMemory):
 
 
 @dataclass
-class _Room:
-    """What stands for a cache where a stock layer wants one: it appends to a memory's slots."""
+class _SlotCache:
+    """Takes the place of the KV cache of a stock layer; appends to a memory's slots."""
 
     layers: Sequence[RaggedBuffer | _PassThroughHeads]
     at: Lengths
@@ -128,25 +128,25 @@ class _Room:
         return self.layers[layer].append(keys, values, self.at)
 
 
-class _Grown:
-    """What stands for a cache while heads are trained: keys and values of all steps, side by side."""
+class _TrainingCache:
+    """Takes the place of the KV cache in training: keys and values of all steps, concatenated."""
 
     def __init__(self) -> None:
-        self.held: list[tuple[Tensor, Tensor]] = []
+        self.steps: list[tuple[Tensor, Tensor]] = []
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        self.held.append((keys, values))
-        both = [torch.cat(each, 2) for each in zip(*self.held, strict=True)]
+        self.steps.append((keys, values))
+        both = [torch.cat(each, 2) for each in zip(*self.steps, strict=True)]
         return both[0], both[1]
 
 
 class MtpDrafter(FeatureDrafter):
     """Multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3, 2024, §2.2), drafting with the target's own heads.
 
-    Head k reads the token k + 1 places ahead of a row and what head k − 1 made of the row before, head 0 the target's
-    final feature. So a node at depth d passes heads d and on; below the last one, that is read again with what it made
-    of the node's parent. Everything the heads share with the target (embedding, head, rotary positions, position ids)
-    is the target's.
+    Head k reads the token k + 1 positions ahead of a row and the output of head k − 1 for the row before; head 0 reads
+    the target's final feature. So a node at depth d goes through the heads from d on. Below the last head's depth, that
+    head is applied again, to its own output for the node's parent. Everything that the heads share with the target
+    (embedding, head, rotary positions, position ids) is the target's.
     """
 
     method = "mtp"
@@ -160,7 +160,7 @@ class MtpDrafter(FeatureDrafter):
         self.config = MtpConfig(hidden, vocab, K, Shape.chain(K if K > 1 else depth))
         self.options = TreeOptions.like(self.config.shape)
         self.eager, self.kinds, self.windows = heads.attention == "eager", heads.kinds, heads.windows
-        self.plain = K == 1 and self.windows == [None]  # masks need not know which row a slot holds
+        self.plain = K == 1 and self.windows == [None]  # then masks do not depend on the rows in the slots
         self.by_kind = "layer_type" in inspect.signature(heads.rotary.forward).parameters if heads.rotary else False
 
     @classmethod
@@ -168,20 +168,20 @@ class MtpDrafter(FeatureDrafter):
         """The heads in the files that a model was loaded from, or those in the folder `where`.
 
         Raises:
-            ValueError: there are none, or they are incomplete, damaged or of a kind that is not known.
+            ValueError: there are none, or they are incomplete, damaged or of an unknown kind.
         """
         heads = mtp_files.heads(model, where)
-        strange = sorted(set(heads.kinds) - set(tree_attention.KINDS))
-        if strange:
+        unsupported = sorted(set(heads.kinds) - set(tree_attention.KINDS))
+        if unsupported:
             raise ValueError(
-                f"the heads of {type(model).__name__} have {', '.join(strange)} layers, which keep a state beside keys "
-                "and values; drafter='mtp' knows full and sliding attention. Use drafter='ngram'"
+                f"the heads of {type(model).__name__} have {', '.join(unsupported)} layers, which keep a state besides "
+                "keys and values; drafter='mtp' supports full and sliding attention. Use drafter='ngram'"
             )
-        return cls(heads, head_shape(model)[0], heads.hidden, drafted(model) or DEPTH)
+        return cls(heads, head_shape(model)[0], heads.hidden, draft_length(model) or DEPTH)
 
     @classmethod
     def untrained(cls, model: Any) -> MtpDrafter:
-        """A head to be trained for a model: the one that it ships with, or else a new one."""
+        """A head to be trained for a model: its own, if it ships with one, else a new one."""
         if mtp_files.found(model):
             return cls.of_model(model)
         return cls(MtpHeads(model, 1), head_shape(model)[0], decoder(model).config.hidden_size)
@@ -198,24 +198,24 @@ class MtpDrafter(FeatureDrafter):
         """The same heads with the user's options, on the target's device.
 
         Raises:
-            ValueError: an option that it has no use for, or another target's width.
+            ValueError: an option that it does not use, or heads for another width.
         """
         options = TreeOptions.like(self.config.shape).with_(given, "the mtp drafter")
         if self.config.hidden != target.hidden:
             raise ValueError(
-                f"these heads are of a model of width {self.config.hidden}; {target.name} has {target.hidden}. Use "
+                f"these heads are for a model of width {self.config.hidden}; {target.name} has {target.hidden}. Use "
                 "the ones in its own files"
             )
         if options.draws and options.draft_vocab != ALL:
-            raise ValueError("draws=True needs all of the target's head; leave draft_vocab out, or give draws=False")
+            raise ValueError("draws=True needs all of the target's head; leave draft_vocab out, or use draws=False")
         return placed(self, target, options)
 
     def forward(
         self, embeds: Tensor, features: Tensor, visual: Tensor, valid: Tensor, steps: int, start: int = 0,
         rows: Tensor | None = None, positions: Tensor | None = None,
     ) -> list[Tensor]:  # fmt: skip
-        """What the head would predict `steps` tokens ahead, from all rows at once, as in drafting; see
-        `FeatureLayer.forward`, which reads and gives the same.
+        """The head's outputs for `steps` steps, from all rows at once, as in drafting; see `FeatureLayer.forward`,
+        which has the same arguments and result.
 
         Args:
             positions: [B, T, A], the target's position ids of the rows; None: 0, 1, 2, …
@@ -224,11 +224,11 @@ class MtpDrafter(FeatureDrafter):
             ValueError: several heads, or one whose attention has a window.
         """
         if not self.plain:
-            raise ValueError("one head that sees all of the text can be trained here; these are several, or see less")
+            raise ValueError("only a single head with full attention can be trained; these are more, or have a window")
         B, T, _ = embeds.shape
         place = torch.arange(T, device=embeds.device)
         own = torch.eye(T, dtype=torch.bool, device=embeds.device).expand(B, T, T)
-        masks, seen, outputs = [(place <= place[:, None]) & valid[:, None] | own], _Grown(), []
+        masks, seen, outputs = [(place <= place[:, None]) & valid[:, None] | own], _TrainingCache(), []
         positions = place.expand(B, T)[..., None] if positions is None else positions
         ahead, ids = F.pad(embeds, (0, 0, 0, steps)), positions.permute(2, 0, 1)
         for step in range(steps):
@@ -255,7 +255,7 @@ class MtpDrafter(FeatureDrafter):
             ValueError: the call is guided.
         """
         if target.streams > 1:
-            raise ValueError("the mtp drafter knows no guidance; leave guidance_scale out, or use drafter='jacobi'")
+            raise ValueError("the mtp drafter has no guidance; leave guidance_scale out, or use drafter='jacobi'")
         assert prompt.embeds is not None and prompt.hidden is not None and prompt.positions is not None
         (B, L), device = prompt.ids.shape, prompt.ids.device
         rows = torch.arange(1 - L, 0, device=device).expand(B, -1)
@@ -264,11 +264,11 @@ class MtpDrafter(FeatureDrafter):
         embeds, features, _, valid, rows = prune.pruned(self.options.prune, given)
         n, zero = embeds.shape[1], Lengths.of([0] * B, device)
         nothing = valid.new_zeros(B, 0)
-        slots, stood, *more = (RaggedBuffer(n + 257) for _ in range(self.config.heads + 1))
+        slots, index, *more = (RaggedBuffer(n + 257) for _ in range(self.config.heads + 1))
         first = 1 - L + (~prompt.valid).sum(1)
         places = ids[..., -2:].contiguous()
         memory = HeadMemory(
-            slots, zero, zero.device, nothing, False, more=tuple(more), stood=stood, places=places, first=first
+            slots, zero, zero.device, nothing, False, more=tuple(more), index=index, places=places, first=first
         )
         if self.config.heads > 1:
             memory.context = embeds.new_zeros(B, 1, (self.config.heads - 1) * self.config.hidden)
@@ -301,51 +301,51 @@ class MtpDrafter(FeatureDrafter):
         self, memory: Any, embeds: Tensor, features: Tensor, at: Lengths, rows: Tensor, ids: Tensor,
         visible: Tensor | None, level: int,
     ) -> Tensor:  # fmt: skip
-        """What the heads make of rows [B, n], side by side, [B, n, K·H].
+        """The outputs of the heads for rows [B, n], concatenated, [B, n, K·H].
 
         Args:
-            features: [B, n, H], the target's; at a level above 0 what this gave for the rows' parents.
-            rows: which rows they are, as in HeadMemory.
+            features: [B, n, H], the target's; at a level above 0 the result of `_pass` for the rows' parents.
+            rows: the indices of the rows, as in HeadMemory.
             ids: [B, A, n], position ids.
-            visible: bool [B or 1, n, T]; None: what stands before a row.
+            visible: bool [B or 1, n, T]; None: causal.
         """
         K, H = self.config.heads, self.config.hidden
         positions = ids.transpose(0, 1) if ids.shape[1] > 1 else ids[:, 0]
-        stood = None
+        index = None
         if not self.plain:
-            stood = memory.stood.append(rows[:, None, :, None], rows[:, None, :, None], at)[0][:, 0, :, 0]
+            index = memory.index.append(rows[:, None, :, None], rows[:, None, :, None], at)[0][:, 0, :, 0]
         above = list(features.split(H, -1)) if level else [features] * K
-        made = list(above)
+        outputs = list(above)
         for k in range(min(level, K - 1), K):
             before = above[k if level >= K else max(k - 1, 0)]
-            if k and not level:  # of the row before; of the first of them what was kept
-                kept = memory.context[..., (k - 1) * H : k * H].to(features.dtype)
-                before = torch.cat([kept, made[k - 1][:, :-1]], 1)
-            mask = self._mask(visible, rows, stood, memory.first, k)
-            made[k] = self._head(k, embeds, before, positions, mask, _Room(memory.layers, at))
-        return torch.cat(made, -1)
+            if k and not level:  # the output for the row before; for the first row it is in the memory
+                context = memory.context[..., (k - 1) * H : k * H].to(features.dtype)
+                before = torch.cat([context, outputs[k - 1][:, :-1]], 1)
+            mask = self._mask(visible, rows, index, memory.first, k)
+            outputs[k] = self._head(k, embeds, before, positions, mask, _SlotCache(memory.layers, at))
+        return torch.cat(outputs, -1)
 
     def _head(
-        self, k: int, embeds: Tensor, before: Tensor, positions: Tensor, mask: Tensor | None, room: _Room | _Grown
+        self, k: int, embeds: Tensor, before: Tensor, positions: Tensor, mask: Tensor | None, cache: Any
     ) -> Tensor:
         rotary, kind = self.heads.rotary, {"layer_type": self.kinds[k]} if self.by_kind else {}
-        turned = positions[1:] if positions.dim() == 3 and len(positions) == 4 else positions  # Qwen counts tokens, too
+        axes = positions[1:] if positions.dim() == 3 and len(positions) == 4 else positions  # Qwen's first is a count
         return self.heads.layers[k](
-            embeds, before, position_embeddings=None if rotary is None else rotary(embeds, turned, **kind),
-            attention_mask=mask, position_ids=positions if positions.dim() == 2 else positions[0], **{CACHE: room},
+            embeds, before, position_embeddings=None if rotary is None else rotary(embeds, axes, **kind),
+            attention_mask=mask, position_ids=positions if positions.dim() == 2 else positions[0], **{CACHE: cache},
         )  # fmt: skip
 
-    def _mask(self, visible: Tensor | None, rows: Tensor, stood: Tensor | None, first: Tensor, k: int) -> Tensor | None:
-        """[B, 1, n, T] for head k, whose first k rows of a text have nothing to read, and whose window may be short."""
-        if stood is not None:
+    def _mask(self, visible: Tensor | None, rows: Tensor, index: Tensor | None, first: Tensor, k: int) -> Tensor | None:
+        """The mask [B, 1, n, T] for head k, which has no input for a text's first k rows, and may have a window."""
+        if index is not None:
             if visible is None:
-                visible = torch.ones(rows.shape[1], stood.shape[1], dtype=torch.bool, device=rows.device)
-                visible = visible.tril(stood.shape[1] - rows.shape[1])[None]
-            read = stood[:, None] >= first[:, None, None] + k
+                visible = torch.ones(rows.shape[1], index.shape[1], dtype=torch.bool, device=rows.device)
+                visible = visible.tril(index.shape[1] - rows.shape[1])[None]
+            read = index[:, None] >= first[:, None, None] + k
             window = self.windows[k]
             if window is not None:
-                read = read & (rows[:, :, None] - stood[:, None] < window)
-            visible = visible & (read | (rows[:, :, None] == stood[:, None]))
+                read = read & (rows[:, :, None] - index[:, None] < window)
+            visible = visible & (read | (rows[:, :, None] == index[:, None]))
         if visible is None:
             return None
         mask = visible.expand(len(rows), -1, -1)[:, None]

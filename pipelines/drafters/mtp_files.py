@@ -1,4 +1,4 @@
-"""Multi-token-prediction heads in a model's own checkpoint: which layouts there are."""
+"""Reads and writes the multi-token-prediction heads of a model's own checkpoint, in the known layouts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.mtp import MtpHeads, filled
 from mmspec.pipelines.host.names import origin
 
-# How the parts of a head are called, in each layout, by us: what stands before the block, and what after it. Of the
-# first, one of each is shared by all heads.
+# The parts of a head before and after its block: name in the layout → mspec's name. In the first layout all heads
+# share one of each.
 _SHARED = {
     "fc": "eh_proj",
     "pre_fc_norm_embedding": "enorm",
@@ -37,10 +37,10 @@ _PREFIX = re.compile(r"^(?:model\.|language_model\.)*")
 
 
 def found(model: GenerativeModel, where: Path | None = None) -> dict[str, Path]:
-    """The tensors of such heads in the model's own files, by name; empty where there are none, or no files.
+    """The tensors of such heads in the model's own files, by name; empty if there are none, or no files.
 
     Args:
-        where: the folder that holds them, where it is not the model's own.
+        where: the folder with the heads, if it is not the model's own.
 
     Raises:
         ValueError: a damaged file or index.
@@ -53,7 +53,7 @@ def found(model: GenerativeModel, where: Path | None = None) -> dict[str, Path]:
 
 
 def _place(key: str, layers: int) -> str | None:
-    """A key without prefixes and counted from 0, as `mtp.…` or `layers.k.…`; None: it is no head's."""
+    """A key without prefixes, as `mtp.…` or `layers.k.…` with k from 0; None: it does not belong to a head."""
     bare = _PREFIX.sub("", key)
     if bare.startswith("mtp."):
         return bare
@@ -64,33 +64,32 @@ def _place(key: str, layers: int) -> str | None:
 
 
 def heads(model: GenerativeModel, where: Path | None = None) -> MtpHeads:
-    """The heads that come with a model, filled from its files (or those in the folder `where`), on the CPU.
+    """The heads of a model, loaded from its files (or from the folder `where`), on the CPU.
 
     Raises:
-        ValueError: there are none, they are incomplete, damaged, of another model, or of a kind that is not known.
+        ValueError: there are none, or they are incomplete, damaged, of another model, or of an unknown kind.
     """
     where = where or own_files.folder(model)
     names = found(model, where)
     if not names:
         why = f"the files in {where} have none" if where else "its own files are not on this machine"
         raise ValueError(
-            f"drafter='mtp' needs the multi-token-prediction heads of {type(model).__name__}, and {why}; they are "
-            "tensors called mtp.… or layers.N.eh_proj… beside the model's. Load the model from its whole checkpoint"
+            f"drafter='mtp' needs the multi-token-prediction heads of {type(model).__name__}, but {why}; they are "
+            "tensors called mtp.… or layers.N.eh_proj… among the model's. Load the model from its complete checkpoint"
         )
     layers, source = len(decoder(model).layers), own_files.tensors(names)
     try:
-        ours = renamed({str(_place(key, layers)): tensor for key, tensor in source.items()})
-        return filled(model, ours)
+        return filled(model, renamed({str(_place(key, layers)): tensor for key, tensor in source.items()}))
     except ValueError as error:
         raise ValueError(f"the multi-token-prediction heads in {where}: {error}") from error
 
 
 def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of either layout under one table of names: layers.k.{enorm, hnorm, eh_proj, post_norm, mtp_block.…}."""
+    """Tensors of either layout under mmspec's names: layers.k.{enorm, hnorm, eh_proj, post_norm, mtp_block.…}."""
     bare = {key.removeprefix("mtp."): tensor for key, tensor in tensors.items()}
     numbers = sorted({int(key.split(".")[1]) for key in bare if re.match(r"layers\.\d+\.", key)})
     if numbers != list(range(len(numbers))) or not numbers:
-        raise ValueError(f"their layers are numbered {numbers or 'not at all'}; they should count up from the first")
+        raise ValueError(f"their layers are numbered {numbers or 'not at all'}; the numbers should be consecutive")
     out: dict[str, Tensor] = {}
     for key, tensor in bare.items():
         name, _, kind = key.rpartition(".")
@@ -107,7 +106,7 @@ def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def published(heads: MtpHeads) -> dict[str, Tensor]:
-    """The tensors of one head as a checkpoint of its model holds them, `mtp.…`."""
+    """The tensors of one head under the names in a checkpoint of its model, `mtp.…`."""
     back = {ours: theirs for theirs, ours in _SHARED.items()}
     out: dict[str, Tensor] = {}
     for key, tensor in heads.state_dict().items():
@@ -120,15 +119,15 @@ def published(heads: MtpHeads) -> dict[str, Tensor]:
 
 
 def save(model: GenerativeModel, heads: MtpHeads, folder: Path) -> None:
-    """Write model.safetensors, which holds one head as the model's own checkpoint would, and config.json.
+    """Write model.safetensors, with one head in the layout of the model's own checkpoint, and config.json.
 
     Raises:
-        ValueError: heads that would not come back as they are.
+        ValueError: loading the file would not give the same heads.
     """
     tensors = published(heads)
     again = filled(model, renamed(tensors)).state_dict()
     if len(heads.layers) != 1 or any(not torch.equal(again[k], t.to(again[k])) for k, t in heads.state_dict().items()):
-        raise ValueError("only a single head, of a model whose checkpoint holds its tensors as they are, can be saved")
+        raise ValueError("only a single head, of a model whose checkpoint stores tensors unconverted, can be saved")
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     marker = {"layout": "mtp", "method": "mtp", "version": __version__}
@@ -137,7 +136,7 @@ def save(model: GenerativeModel, heads: MtpHeads, folder: Path) -> None:
 
 
 def saved(folder: Path) -> bool:
-    """Whether a folder is one that `save` wrote.
+    """Whether a folder was written by `save`.
 
     Raises:
         ValueError: a damaged config.json.

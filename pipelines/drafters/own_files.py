@@ -1,4 +1,4 @@
-"""What lies beside a model's weights on this machine: its folder, and the tensors that transformers leaves out."""
+"""A model's own files on this machine: its folder, and the tensors in it that transformers does not load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def folder(model: GenerativeModel) -> Path | None:
-    """The folder that a model was loaded from, also where it lies in the hub's cache; None: it is not on this machine.
+    """The folder that a model was loaded from, possibly in the hub's cache; None: it is not on this machine.
 
     Nothing is downloaded.
     """
@@ -30,13 +30,13 @@ def folder(model: GenerativeModel) -> Path | None:
 
     try:
         file = try_to_load_from_cache(name, CONFIG, revision=revision)
-    except HFValidationError:  # no name of the hub
+    except HFValidationError:  # not a valid hub name
         return None
     return Path(file).parent if isinstance(file, str) else None
 
 
 def keys(where: Path) -> dict[str, Path]:
-    """Every tensor of a folder, by name, with the file that holds it; no tensor is read.
+    """The names of all tensors in a folder, with the file of each; no tensor is read.
 
     Raises:
         ValueError: a damaged file or index.
@@ -53,14 +53,14 @@ def tensors(files: dict[str, Path]) -> dict[str, Tensor]:
     """The tensors of these names, each from its file.
 
     Raises:
-        FileNotFoundError: a file that the index lists is not there.
-        ValueError: a damaged file, or one that has not what the index says.
+        FileNotFoundError: a file that the index lists is missing.
+        ValueError: a damaged file, or one without a tensor that the index lists.
     """
     out: dict[str, Tensor] = {}
     for path in sorted(set(files.values())):
         names = [key for key, at in files.items() if at == path]
         if not path.is_file():
-            raise FileNotFoundError(f"{INDEX} lists {path.name}, which {path.parent} does not hold; fetch it")
+            raise FileNotFoundError(f"{INDEX} lists {path.name}, which is missing in {path.parent}; download it")
         out.update(_opened(path, partial(_some, names)))
     return out
 
@@ -74,4 +74,4 @@ def _opened(path: Path, read: Callable[[safe_open], T]) -> T:
         with safe_open(path, framework="pt", device="cpu") as file:
             return read(file)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path.name} is damaged or cut short ({error}); fetch it again") from error
+        raise ValueError(f"{path.name} is damaged or incomplete ({error}); download it again") from error

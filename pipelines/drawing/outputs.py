@@ -1,4 +1,4 @@
-"""What our pipelines that draw have in common: classes, kinds of output, a seed for each picture, offloaded modules."""
+"""Common code of mmspec's image pipelines: class labels, output types, and a seed for each image."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from PIL import Image
 from torch import Tensor
 
 OUTPUTS = ("pil", "pt", "np", "latent")
-Pictures = list[Image.Image] | Tensor | np.ndarray  # of the first three kinds; tokens for the last
+Pictures = list[Image.Image] | Tensor | np.ndarray  # images for the first three of OUTPUTS, tokens for the last
 Generators = torch.Generator | list[torch.Generator] | tuple[torch.Generator, ...] | None
-Labels = int | str | Sequence[int | str] | Tensor | np.ndarray  # of classes
+Labels = int | str | Sequence[int | str] | Tensor | np.ndarray  # class numbers or names
 
 
 def class_ids(given: Labels, classes: int, names: Mapping[str, int] | None = None) -> list[int]:
     """The numbers of one or several classes, given by number or by name.
 
     Raises:
-        ValueError: a name that is not known, or no number of a class.
+        ValueError: an unknown name, or a number out of range.
     """
     plain: Any = given.reshape(-1).tolist() if hasattr(given, "reshape") else given  # a tensor or an array
-    known, each = names or {}, [plain] if isinstance(plain, (int, float, str)) else list(plain)
-    ids = [known.get(one, one) if isinstance(one, str) else one for one in each]
+    table, each = names or {}, [plain] if isinstance(plain, (int, float, str)) else list(plain)
+    ids = [table.get(one, one) if isinstance(one, str) else one for one in each]
     wrong = [one for one in ids if one not in range(classes)]
     if wrong or not ids:
-        may = "names in id2label or numbers" if known else "numbers"
-        raise ValueError(f"class_labels are {may} from 0 to {classes - 1}; got {wrong or 'none'}")
+        allowed = "names in id2label or numbers" if table else "numbers"
+        raise ValueError(f"class_labels are {allowed} from 0 to {classes - 1}; got {wrong or 'none'}")
     return [int(one) for one in ids]
 
 
 def seeds(generator: Generators, rows: int) -> list[int]:
-    """A seed per picture, drawn from its own generator or from the common one."""
+    """A seed for each image, drawn from its own generator or from the common one."""
     if isinstance(generator, (list, tuple)):
         if len(generator) != rows:
             raise ValueError(f"generator must be one, or one for each of the {rows} pictures; got {len(generator)}")

@@ -1,4 +1,4 @@
-"""Published weight files of image models, read strictly: tensors out of their containers, models filled with them."""
+"""Reads published weight files of image models, and builds models that need exactly their tensors."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ T = TypeVar("T", bound=nn.Module)
 
 
 def tensors_in(path: Path, containers: Sequence[str], of: str, allow_pickle: bool = False) -> dict[str, Tensor]:
-    """The tensors of a file of torch's or safetensors', or of a folder; of the first of `containers` that it has.
+    """The tensors of a torch or safetensors file, or of a folder; if it has any of `containers`, those of the first.
 
     Args:
         path: the file or folder.
-        containers: names under which a training script may have put its weights.
-        of: whose checkpoint it should be, for the message.
-        allow_pickle: let an `argparse.Namespace` be read too, which authors' training scripts store beside the weights.
+        containers: keys under which a training script may have put its weights.
+        of: the model's name, for the error message.
+        allow_pickle: also allow an `argparse.Namespace`, which authors' training scripts store with the weights.
             Nothing else is unpickled, and no code is run.
 
     Raises:
-        FileNotFoundError: nothing there.
-        ValueError: damaged, not a checkpoint, or one that needs `allow_pickle`.
+        FileNotFoundError: there is no such file.
+        ValueError: a damaged file, not a checkpoint, or one that needs `allow_pickle`.
     """
     whole = path.is_dir() or path.suffix == ".safetensors"
     content: object = read_tensors(path) if whole else _unpickled(path, allow_pickle)
@@ -39,8 +39,8 @@ def tensors_in(path: Path, containers: Sequence[str], of: str, allow_pickle: boo
             break
     if not isinstance(content, Mapping) or not content or not all(isinstance(t, Tensor) for t in content.values()):
         raise ValueError(
-            f"{path.name} holds no table of tensors, neither bare nor under {', '.join(containers)}; is it a "
-            f"checkpoint of {of}?"
+            f"{path.name} contains no table of tensors, neither at its top level nor under {', '.join(containers)}; "
+            f"is it a checkpoint of {of}?"
         )
     return dict(content)
 
@@ -53,16 +53,16 @@ def _unpickled(path: Path, allow_pickle: bool) -> object:
         advice = (
             "more than tensors and argparse.Namespace; it is refused"
             if allow_pickle
-            else "more than tensors; files of training scripts may hold an argparse.Namespace, which "
-            "allow_pickle=True (CLI: --allow-pickle) lets through, and nothing else"
+            else "more than tensors; files of training scripts may contain an argparse.Namespace, which "
+            "allow_pickle=True (CLI: --allow-pickle) allows, and nothing else"
         )
-        raise ValueError(f"{path.name} is damaged, or holds {advice}") from error
+        raise ValueError(f"{path.name} is damaged, or contains {advice}") from error
     except (RuntimeError, EOFError) as error:
-        raise ValueError(f"{path.name} is damaged or cut short ({error}); fetch it again") from error
+        raise ValueError(f"{path.name} is damaged or incomplete ({error}); download it again") from error
 
 
 def filled(kind: type[T], config: Mapping[str, object], tensors: dict[str, Tensor]) -> T:
-    """A model of this configuration holding exactly these tensors."""
+    """A model of this class and configuration with exactly these tensors."""
     with torch.device("meta"):
         expected = kind(**config).state_dict()
     missing, extra = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
@@ -86,13 +86,13 @@ def listed(names: list[str], most: int = 12) -> str:
 
 
 def count(tensors: Mapping[str, Tensor], pattern: str) -> int:
-    """How many numbers stand at that place of a name."""
+    """How many different numbers the first group of a pattern matches in the names."""
     return len({match[1] for key in tensors if (match := re.match(pattern, key))})
 
 
 def need(tensors: Mapping[str, Tensor], of: str, *names: str) -> None:
-    """ValueError if one of these tensors is missing; `of` says whose they should be."""
+    """Raise ValueError if one of these tensors is missing; `of` is the model's name, for the message."""
     absent = [name for name in names if name not in tensors]
     if absent:
-        there = listed(sorted(tensors), 4)
-        raise ValueError(f"the tensors are not {of}'s: missing: {listed(absent)}; it holds {there}")
+        found = listed(sorted(tensors), 4)
+        raise ValueError(f"the tensors are not {of}'s: missing: {listed(absent)}; found: {found}")

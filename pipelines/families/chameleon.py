@@ -1,4 +1,4 @@
-"""Chameleon and Anole: stock masks picture tokens out of every forward; here a call can ask for a picture instead."""
+"""Chameleon and Anole: stock masks image tokens in every forward; here a call can generate an image instead."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from mmspec.pipelines.target.vlm import VlmTarget
 from mmspec.rules import Rule, exact
 
 MODES = ("text-only", "image-only")
-_BEGIN, _END = "<racm3:break>", "<eoss>"  # what the family calls the marks around a picture
+_BEGIN, _END = "<racm3:break>", "<eoss>"  # the names of the tokens before and after an image
 
 
 @dataclass(frozen=True)
 class PictureTokens:
-    """What a picture looks like as tokens: its beginning where the prompt does not end with one, the codes, its end."""
+    """The tokens of an image: the begin token unless the prompt ends with it, the codes, the end token."""
 
     head: int  # tokens before the first code, 0 or 1
-    side: int  # rows, and columns
-    begin: int  # id of the mark
-    end: int  # likewise
-    codes: Tensor  # ids of the picture tokens, [K]
+    side: int  # the number of rows, and of columns
+    begin: int  # id of the begin token
+    end: int  # id of the end token
+    codes: Tensor  # ids of the image tokens, [K]
 
     @classmethod
     def of(cls, model: GenerativeModel, ids: Tensor) -> PictureTokens:
         """For prompts [B, L].
 
         Raises:
-            ValueError: some prompts end with the beginning of a picture and some do not, or the marks have no id.
+            ValueError: only some prompts end with the begin token, or one of the two tokens has no id.
         """
         names = pictures.chameleon_marks(model)
         missing = [name for name in (_BEGIN, _END) if name not in names]
         if missing:
-            raise ValueError(f"a picture stands between {_BEGIN} and {_END}; config.vocabulary_map lacks {missing}")
+            raise ValueError(f"a picture is between {_BEGIN} and {_END}, but config.vocabulary_map lacks {missing}")
         begun = {int(token) == names[_BEGIN] for token in ids[:, -1]}
         if len(begun) > 1:
-            raise ValueError(f"either all prompts end with {_BEGIN} or none; these differ, generate them in two calls")
+            raise ValueError(f"only some of the prompts end with {_BEGIN}; generate those in a call of their own")
         side, codes = pictures.chameleon_tokens(model)
         return cls(int(not begun.pop()), side, names[_BEGIN], names[_END], torch.tensor(codes, device=ids.device))
 
@@ -59,7 +59,7 @@ class PictureTokens:
         return self.head + self.side**2 + 1
 
     def allowed(self, logits: Tensor, index: Tensor) -> Tensor:
-        """Logits [B, N, V] with all but the possible tokens at −inf; `index` [B, N] counts from the first new one."""
+        """Logits [B, N, V] with all impossible tokens at −inf; `index` [B, N] counts from the first new token."""
         out = torch.full_like(logits, -torch.inf)
         out[..., self.codes] = logits[..., self.codes]
         for mark, here in ((self.begin, index < self.head), (self.end, index >= self.length - 1)):
@@ -70,23 +70,22 @@ class PictureTokens:
 
 
 class ChameleonTarget(VlmTarget):
-    """The model with its head read directly."""
+    """A target whose logits come directly from the head, without stock's mask of image tokens."""
 
     def _logits(self, out: object, read: Read) -> Tensor:
         return self.logits(read.final).to(self.device)
 
     def _grid(self, read: Read) -> tuple[int, int] | None:
-        drawn = picture(PictureTokens)
-        return None if drawn is None else (drawn.side, drawn.side)
+        image = picture(PictureTokens)
+        return None if image is None else (image.side, image.side)
 
 
 class ChameleonPatch(DecoderOnlyPatch):
     """Adds to `generate` the argument `multimodal_generation_mode`, which the Anole port of transformers had.
 
-    "text-only", the default, is stock. "image-only" draws one picture per row: the mark of its beginning unless the
-    prompt ends with it, its codes, the mark of its end. It is guided where `guidance_scale` is given, by
-    `negative_prompt_ids` as in stock; without them the null prompt is the prompt's last token. There is no such call in
-    stock, so none can fall back to it.
+    "text-only", the default, is stock. "image-only" generates one image per row: the begin token unless the prompt ends
+    with it, the codes, the end token. With `guidance_scale` it is guided, by `negative_prompt_ids` as in stock; without
+    them the negative prompt is the prompt's last token. Stock has no such call, so none can fall back to it.
     """
 
     def generate(self, inputs: Tensor | None = None, *args: object, **kwargs: Any) -> object:  # type: ignore[override]
@@ -98,15 +97,15 @@ class ChameleonPatch(DecoderOnlyPatch):
         ids = kwargs.get("input_ids") if inputs is None else inputs
         if ids is None:
             raise ValueError("a picture needs a prompt of token ids; pass input_ids")
-        drawn = PictureTokens.of(self, ids)
+        image = PictureTokens.of(self, ids)
         limit = kwargs.get("max_new_tokens")
-        kwargs["max_new_tokens"] = drawn.length if limit is None else min(limit, drawn.length)
-        with calling(picture=drawn):
+        kwargs["max_new_tokens"] = image.length if limit is None else min(limit, image.length)
+        with calling(picture=image):
             return stock(self).generate(self, inputs, *args, **kwargs)
 
 
 class Chameleon(DecoderOnly):
-    """A call draws a picture, or is one of text."""
+    """A call generates either an image or text."""
 
     mixin = ChameleonPatch
     guided = True
@@ -115,12 +114,12 @@ class Chameleon(DecoderOnly):
         return (VlmTarget if picture(PictureTokens) is None else ChameleonTarget)(model, features, guidance)
 
     def request(self, request: Request) -> Request:
-        """Only what a picture may hold."""
-        drawn = picture(PictureTokens)
-        return request if drawn is None else replace(request, allowed=drawn.allowed)
+        """Allows only the tokens of an image in image mode."""
+        image = picture(PictureTokens)
+        return request if image is None else replace(request, allowed=image.allowed)
 
     def rule(self, named: Rule, call: Call) -> Rule:
-        """A relaxed rule is for pictures, of the image mode or of Lumina-mGPT's processors: text stays exact."""
+        """A relaxed rule applies to images, of the image mode or of Lumina-mGPT's processors; text stays exact."""
         if picture(PictureTokens) is not None:
             return named
         return exact if followed.picture_tokens(call.logits_processor) is None else super().rule(named, call)
@@ -128,7 +127,7 @@ class Chameleon(DecoderOnly):
     def decline(self, patch: Patch, why: Obstacle) -> None:
         if picture(PictureTokens) is not None:
             raise UnsupportedError(
-                f"stock has no image mode that this call could run on, and mmspec cannot: {why.reason}"
+                f"mmspec cannot accelerate this call, and stock has no image mode to run it: {why.reason}"
             )
         super().decline(patch, why)
 

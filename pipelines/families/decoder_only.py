@@ -1,4 +1,4 @@
-"""A transformers model as it stands: the mixin that makes its `generate` fast, and what has to be known of it."""
+"""The default family, for decoder-only models of transformers, with the mixin that accelerates `generate`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _keeps(model: GenerativeModel) -> bool:
 
 def _run(model: GenerativeModel, call: Call) -> tuple[object, ...]:
     patch, now = Patch.of(model), current.get()
-    if patch is None:  # disabled since this call began
+    if patch is None:  # it was disabled after this call began
         return ()
     if now is not None and now.patch in patch.by_request.values():
         patch = now.patch
@@ -45,7 +45,7 @@ def _run(model: GenerativeModel, call: Call) -> tuple[object, ...]:
         if why is None:
             with patch.running(model):
                 output, stats = generate(model, patch, call)
-            patch.book(stats)
+            patch.add_stats(stats)
             return (output,)
         patch.family.decline(patch, why)
     return ()
@@ -53,15 +53,15 @@ def _run(model: GenerativeModel, call: Call) -> tuple[object, ...]:
 
 def _leave(model: GenerativeModel, beams: bool) -> None:
     if (patch := Patch.of(model)) is not None:
-        why = "this kind of assisted decoding (early exit, other tokens) drafts by itself"
+        why = "only stock has this kind of assisted decoding (early exit, another tokenizer)"
         patch.family.decline(patch, Obstacle(BEAMS if beams else why))
 
 
 class DecoderOnlyPatch(loops(_run, _leave, _keeps)):  # type: ignore[misc]
-    """Mixin of an enabled model.
+    """Mixin for an enabled model.
 
-    Another thread may swap the class at any time. So methods take the stock ones from `stock(self)`, a call asks once
-    for its Patch, and what belongs to the kind of model rather than to the model is asked of `patch.family`.
+    Another thread may swap the class at any time. So stock methods are called through `stock(self)`, a call reads its
+    Patch once, and what depends on the kind of model is in `patch.family`.
     """
 
     _mmspec_patch: Patch
@@ -79,13 +79,13 @@ class DecoderOnlyPatch(loops(_run, _leave, _keeps)):  # type: ignore[misc]
         with calling(given=given, patch=patch, reached=False) as call:
             answer = super().generate(*args, **kwargs)  # type: ignore[misc]
         if patch is not None and custom is None and not call.reached:
-            patch.say(f"mmspec had no part in this call: generate did not come to the loop it replaces. {advice()}")
+            patch.warn_once(f"mmspec took no part in this call: generate never ran the loop it replaces. {advice()}")
         return answer
 
     def init_continuous_batching(self, *args: object, **kwargs: object) -> object:
-        """What stock's `generate_batch` begins with, and `generate` where it hands over to that."""
+        """Called first by stock's `generate_batch`, also if `generate` delegates to that."""
         reached()
-        self._say("mmspec does not accelerate generate_batch, whose cache is its own; ContinuousBatcher does")
+        self._warn("mmspec does not accelerate generate_batch, which has its own cache; use ContinuousBatcher")
         return stock(self).init_continuous_batching(self, *args, **kwargs)
 
     def save_pretrained(self, *args: object, **kwargs: object) -> object:
@@ -93,19 +93,19 @@ class DecoderOnlyPatch(loops(_run, _leave, _keeps)):  # type: ignore[misc]
 
         patch = Patch.of(self)
         if patch is not None and isinstance(patch.drafter, MtpDrafter):
-            self._say(
+            self._warn(
                 "save_pretrained leaves out the multi-token-prediction heads, which transformers does not load; a "
-                f"model that is loaded from the new folder has none. Keep those of {own_files.folder(self)}"
+                f"model that is loaded from the new folder has none. Keep those in {own_files.folder(self)}"
             )
         return stock(self).save_pretrained(self, *args, **kwargs)
 
-    def _say(self, what: str) -> None:
+    def _warn(self, message: str) -> None:
         if (patch := Patch.of(self)) is not None:
-            patch.say(what)
+            patch.warn_once(message)
 
 
 class DecoderOnly(Family[GenerativeModel]):
-    """Decoder-only models of transformers, with or without pictures."""
+    """Decoder-only models of transformers, with or without images."""
 
     mixin = DecoderOnlyPatch
 
@@ -117,7 +117,7 @@ class DecoderOnly(Family[GenerativeModel]):
         return table if len(table) == self.describe(model).vocab else None
 
     def rule(self, named: Rule, call: Call) -> Rule:
-        """Where a call's processors know which tokens are a picture's, a relaxed rule is for these."""
+        """If a call's processors know which tokens are image tokens, a relaxed rule applies only to these."""
         tokens = None if named.lossless else followed.picture_tokens(call.logits_processor)
         return named if tokens is None else only(named, tokens)
 
@@ -130,13 +130,13 @@ class DecoderOnly(Family[GenerativeModel]):
 
     def note(self, model: GenerativeModel) -> str | None:
         host = HostModel.of(model)
-        instead, name = host.instead, host.attention
-        if instead is None:
+        reader, name = host.draft_attention, host.attention
+        if reader is None:
             return None
         flash = "" if name == renamed.FLEX else ", and chains of one row"
         return (
-            f"{name!r} takes no tree mask: prompts{flash} are read by it, other drafts by {instead!r}. The model keeps "
-            f"{name!r} for all else, and after mmspec.disable"
+            f"{name!r} takes no tree mask: it reads prompts{flash}, and {reader!r} reads other drafts. The model "
+            f"keeps {name!r} for everything else, and after mmspec.disable"
         )
 
     def describe(self, model: GenerativeModel) -> TargetInfo:

@@ -1,4 +1,4 @@
-"""Emu3: its pictures are ordinary `generate` calls, guided by a negative prompt and kept on a grid by a grammar."""
+"""Emu3: images come from ordinary `generate` calls with a negative prompt, kept on a grid by a token constraint."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mmspec.rules import Rule, exact
 
 
 class Emu3(DecoderOnly):
-    """Both prompts in one batch: one forward per round where stock makes two per token."""
+    """Has both prompts in one batch: one forward per round, while stock makes two per token."""
 
     guided = True
 
     def rule(self, named: Rule, call: Call) -> Rule:
-        """A relaxed rule is for pictures, which a grammar keeps on their grid: text stays exact."""
+        """A relaxed rule applies only to images, which have a token constraint; text stays exact."""
         return named if constrained(call.logits_processor) else exact
 
     def codebook(self, model: GenerativeModel) -> Tensor:

@@ -1,4 +1,4 @@
-"""GLM-Image: two grids of picture tokens one after the other, at positions that the prefill lists beforehand."""
+"""GLM-Image: generates two grids of image tokens, one after the other, at positions that its prefill computes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class GlmTarget(VlmTarget):
         listed = read.listed
         if listed is not None:
             return Listed(listed)
-        embeds = read.arguments["inputs_embeds"]  # without grids stock counts the slots of the cache
+        embeds = read.arguments["inputs_embeds"]  # without grids stock counts cache slots
         return Onward(torch.full((3, len(embeds), 1), length, device=embeds.device))
 
     def _grid(self, read: Read) -> tuple[int, int] | None:
-        """Of the largest grid that is drawn: its tokens have one place in time, and most do."""
+        """The size of the largest grid: its tokens share one time position, which is the most frequent one."""
         listed = read.listed
         if listed is None:
             return None
@@ -42,7 +42,7 @@ class GlmImage(DecoderOnly):
         return GlmTarget(model, features, guidance)
 
     def taps(self, model: GenerativeModel, features: tuple[int, ...]) -> Taps:
-        return Taps([*super().taps(model, features).wanted, (model.model, Listing, {})])
+        return Taps([*super().taps(model, features).mixins, (model.model, Listing, {})])
 
     def codebook(self, model: GenerativeModel) -> Tensor:
         return pictures.glm_image(model)

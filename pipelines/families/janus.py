@@ -1,4 +1,4 @@
-"""Janus and Janus-Pro: `generate(generation_mode="image")` has a loop of its own in stock; this one takes its place."""
+"""Janus and Janus-Pro: replaces the separate loop that stock has for `generate(generation_mode="image")`."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from mmspec.types import Prompt, Scores, unfold
 
 
 class JanusPatch(janus.UpToTheLoop, DecoderOnlyPatch):
-    """Text goes the ordinary way; for pictures stock prepares the arguments, and leaves its loop to a session."""
+    """Text is left to DecoderOnlyPatch; for images stock prepares the arguments, and a session runs the loop."""
 
     def generate(  # type: ignore[override]  # stock's own arguments
         self, inputs: Tensor | None = None, attention_mask: Tensor | None = None,
         logits_processor: LogitsProcessorList | None = None, **kwargs: object,
     ) -> object:  # fmt: skip
-        given, patch = (inputs, attention_mask, logits_processor), Patch.of(self)
+        args, patch = (inputs, attention_mask, logits_processor), Patch.of(self)
         if patch is None or kwargs.get("generation_mode", "text") != "image":
             if patch is not None and patch.target is not None and patch.target.ends is None:
-                patch.decline(Obstacle("the drafter is one for pictures, and this call writes text"))
-                return janus.stock_generate(self, *given, **kwargs)
-            return DecoderOnlyPatch.generate(self, *janus.own(*given), **kwargs)
-        ready = janus.prepared(self, *given, **kwargs)
+                patch.decline(Obstacle("the drafter is for pictures, and this call generates text"))
+                return janus.stock_generate(self, *args, **kwargs)
+            return DecoderOnlyPatch.generate(self, *janus.own(*args), **kwargs)
+        ready = janus.prepared(self, *args, **kwargs)
         if not isinstance(ready, Prepared):
             return ready
         with unchanging():
@@ -56,26 +56,26 @@ class JanusPatch(janus.UpToTheLoop, DecoderOnlyPatch):
                 with patch.running(self):
                     return _draw(self, patch, ready)
         patch.decline(why)
-        return janus.stock_generate(self, *given, **kwargs)
+        return janus.stock_generate(self, *args, **kwargs)
 
 
 def _obstacle(model: GenerativeModel, patch: Patch, ready: Prepared) -> Obstacle | None:
-    """Why these pictures have to be drawn on the stock path, or None."""
+    """Why these images have to be generated on the stock path, or None."""
     config = ready.config
     if ready.owns_cache:
-        return Obstacle("a cache of the caller's own in image mode is filled by the stock loop only")
+        return Obstacle("only the stock loop fills a caller's own cache in image mode")
     if config.output_scores or config.output_logits or config.output_attentions or config.output_hidden_states:
-        return Obstacle("scores, logits, attentions and hidden states of image mode come from the stock loop only")
+        return Obstacle("only the stock loop returns scores, logits, attentions and hidden states of image mode")
     if not ready.guided:
         return Obstacle("image mode without guidance (guidance_scale ≤ 1) does not run in stock either")
-    if ready.strange:
-        why = f"the logits processor {ready.strange[0]} reads the prompt in image mode, or keeps state"
+    if ready.unsupported:
+        why = f"the logits processor {ready.unsupported[0]} reads the prompt in image mode, or keeps state"
         return Obstacle(why, always_falls_back=True)
     return obstacles.now(model, config, len(ready.ids)) or _unfit(model, patch)
 
 
 def _unfit(model: GenerativeModel, patch: Patch) -> Obstacle | None:
-    """Why the drafter is for text only, or None."""
+    """Why the drafter cannot draft images, or None."""
     try:
         patch.drafter.fit(_describe_pictures(model), patch.given)
     except ValueError as error:
@@ -84,7 +84,7 @@ def _unfit(model: GenerativeModel, patch: Patch) -> Obstacle | None:
 
 
 class JanusTarget(VlmTarget):
-    """Image mode: codes in, the head for codes, and both streams in one batch, as stock has them too."""
+    """Image mode: the embedding and head of image codes, and both streams in one batch, as in stock."""
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.model.prepare_embeddings_for_image_generation(ids).to(ids.device)
@@ -92,10 +92,10 @@ class JanusTarget(VlmTarget):
     def logits(self, hidden: Tensor, vocab: DraftVocab | None = None) -> Tensor:
         return janus.head(self.model, hidden)
 
-    def prefill(  # type: ignore[override]  # what stock prepares for pictures
+    def prefill(  # type: ignore[override]  # stock's arguments for images
         self, session: Session, inputs: Prepared, nodes: int
     ) -> tuple[Prompt, Scores]:
-        """Both streams in one forward, a row's one below the other."""
+        """Read both streams in one forward; the streams of a row are adjacent."""
         rows, L = inputs.ids.shape
         order = torch.arange(rows, device=inputs.ids.device).view(2, -1).T.flatten()
         embeds, arguments = inputs.embeds[order], {k: selected(v, order, rows) for k, v in inputs.arguments.items()}
@@ -103,14 +103,14 @@ class JanusTarget(VlmTarget):
         with reading() as read:
             out = janus.prefill(self.model, inputs.ids[order], embeds, arguments, slots)
         slots.advance(L)
-        given = read.arguments.get("position_ids")  # without any, stock counts the slots of the cache
+        given = read.arguments.get("position_ids")  # without any, stock counts cache slots
         first = inputs.ids.new_full((rows, 1), L) if given is None else given[:, -1:] + 1
         valid, ids = arguments["attention_mask"].bool(), inputs.ids[: rows // 2]
         session.cache = State(slots, Onward(first), valid, {}, {}, 2)
         hidden = self._features(read)
         hidden = None if hidden is None else unfold(hidden, 2)
         prompt = Prompt(
-            ids=torch.zeros_like(ids),  # words have no id among the codes
+            ids=torch.zeros_like(ids),  # text tokens have no id among the codes
             embeds=unfold(embeds, 2),
             hidden=hidden,
             visual=media(ids, self.model.config, {}),
@@ -128,15 +128,15 @@ class JanusTarget(VlmTarget):
 
 
 def _draw(model: GenerativeModel, patch: Patch, ready: Prepared) -> Tensor | ModelOutput:
-    """What stock's image mode returns."""
+    """Generate images; returns the same as stock's image mode."""
     config = ready.config
-    patch.fitting(model)  # whose drafter is the one to fit
+    patch.fitted_proposer(model)  # updates `patch.drafter` if the model was moved
     info = _describe_pictures(model)
     if info not in patch.fitted:
         fitted = patch.drafter.fit(info, patch.given)
         patch.fitted[info] = drafting.proposer(model, fitted, patch.config, info, drafts=False)
     drafter = patch.fitted[info]
-    patch.relaxes(bool(config.do_sample))
+    patch.warn_if_greedy(bool(config.do_sample))
     noise = TorchNoise() if config.do_sample and patch.config.reproducible else None
     guidance, warpers = ready.split
     # stock draws from distributions of the model's own precision, so its noise has that too
@@ -150,7 +150,7 @@ def _draw(model: GenerativeModel, patch: Patch, ready: Prepared) -> Tensor | Mod
             stats = session.stats
     if noise is not None:
         noise.close(limit)
-    patch.book(stats)
+    patch.add_stats(stats)
     sequences = torch.tensor([row.tokens for row in rows], dtype=ready.ids.dtype, device=ready.ids.device)
     return output(sequences) if config.return_dict_in_generate else sequences
 
@@ -161,19 +161,19 @@ def _describe_pictures(model: GenerativeModel) -> TargetInfo:
 
 
 class Janus(DecoderOnly):
-    """Text, and pictures in a mode of their own."""
+    """Text, and images in a separate mode."""
 
     mixin = JanusPatch
 
     def rule(self, named: Rule, call: Call) -> Rule:
-        """A relaxed rule is for pictures: text stays exact."""
+        """A relaxed rule applies only to images, which do not come here; text stays exact."""
         return exact
 
     def pictures(self, model: GenerativeModel) -> TargetInfo:
         return _describe_pictures(model)
 
     def embeddings(self, model: GenerativeModel) -> None:
-        """Codes enter through a table and an aligner of their own."""
+        """None, since image codes have a separate embedding and aligner."""
 
     def codebook(self, model: GenerativeModel) -> Tensor:
         return janus.codebook(model)

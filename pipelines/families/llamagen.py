@@ -1,4 +1,4 @@
-"""LlamaGenPipeline as `mmspec.enable` knows it: its calls stay, the drafter and the rule come from the patch."""
+"""The family of LlamaGenPipeline for `mmspec.enable`: its calls use the drafter and the rule of the patch."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from mmspec.session import Session
 
 
 class LlamaGenPatch:
-    """Mixin of an enabled pipeline."""
+    """Mixin for an enabled pipeline."""
 
     _mmspec_patch: Patch
 
     def _plan(self, sample: bool) -> DecodingPlan:
         patch = Patch.of(self)
-        if patch is None:  # disabled since this call began
+        if patch is None:  # it was disabled after this call began
             return stock(self)._plan(self, sample)
-        patch.relaxes(sample)
+        patch.warn_if_greedy(sample)
         return DecodingPlan(
-            patch.fitting(self), patch.rule, patch.config.reproducible, patch.config.compile, patch.book
+            patch.fitted_proposer(self), patch.rule, patch.config.reproducible, patch.config.compile, patch.add_stats
         )
 
     def _rounds(self, *args: object) -> Iterator[Session]:
@@ -39,7 +39,7 @@ class LlamaGenPatch:
 
 
 class LlamaGen(Family[LlamaGenPipeline]):
-    """`compile` captures the forward alone."""
+    """`compile` captures only the target's forward."""
 
     mixin = LlamaGenPatch
     drafter = "jacobi"
@@ -55,7 +55,7 @@ class LlamaGen(Family[LlamaGenPipeline]):
         )  # fmt: skip
 
     def codebook(self, model: LlamaGenPipeline) -> Tensor:
-        """[V, c], the vectors that the tokens stand for."""
+        """[V, c], the codebook vectors of the tokens."""
         return model.vqvae.codebook()
 
     def embeddings(self, model: LlamaGenPipeline) -> Tensor:

@@ -36,12 +36,12 @@ VideoLlavaForConditionalGeneration VipLlavaForConditionalGeneration
 
 # class -> why `enable` refuses it, or how stock fails
 _OTHERS = {
-    "BlipForConditionalGeneration": "get_decoder() does not give a text decoder with layers",
+    "BlipForConditionalGeneration": "get_decoder() does not return a text decoder with layers",
     "DiffusionGemmaForBlockDiffusion": "its decoder takes no position_ids, which the nodes of a tree need",
-    "EvollaForProteinText2Text": "its layers look at the protein through a mask made for one token at a time",
+    "EvollaForProteinText2Text": "its layers attend to the protein with a mask for one token at a time",
     "Florence2ForConditionalGeneration": "it is an encoder-decoder model; only decoder-only models are supported",
-    "GitForCausalLM": "get_decoder() does not give a text decoder with layers",
-    "Kosmos2ForConditionalGeneration": "its generate hands the writing on to a model that counts the cache's slots",
+    "GitForCausalLM": "get_decoder() does not return a text decoder with layers",
+    "Kosmos2ForConditionalGeneration": "its generate delegates to a model that counts the slots of the cache",
     "Llama4ForConditionalGeneration": (
         "stock generate fails: AttributeError: 'MoeCausalLMOutputWithPast' object has no attribute 'image_outputs'"
     ),

@@ -1,4 +1,4 @@
-"""Which models can be accelerated, and by which module; the tables say what is proved identical by tests."""
+"""The supported models: which tests prove identical, which family a class has, and how wrapped models are found."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from mmspec.pipelines.families.surveyed import FOUND, VERSION
 from mmspec.pipelines.host import adapters, loading, release, text_encoder
 from mmspec.registry import RULES, drafters
 
-if TYPE_CHECKING:  # `mmspec supported` need not load what accelerates
+if TYPE_CHECKING:  # `mmspec supported` does not need these imports
     from mmspec.pipelines.patching.family import Family
 
-# model_type → what the tests prove token-identical
+# model_type → what the tests prove to be token-identical
 PROVED: dict[str, str] = {
     "llava": "LLaVA-1.5: images",
     "llava_next": "LLaVA-NeXT: images, anyres tiles",
@@ -28,7 +28,7 @@ PROVED: dict[str, str] = {
     "gemma3": "Gemma3: images, sliding windows",
 }
 
-# model_type, or diffusers pipeline → how it makes pictures, token-identical likewise
+# model_type, or diffusers pipeline → how it generates images, also token-identical
 PICTURES: dict[str, str] = {
     "janus": 'Janus, Janus-Pro: generate(generation_mode="image"), guided',
     "emu3": "Emu3: generate with prefix_allowed_tokens_fn (marked mmspec_pure), negative_prompt_ids and guidance_scale",
@@ -50,7 +50,7 @@ FAMILIES: dict[str, str] = {
 }
 _USUAL = "families.decoder_only:DecoderOnly"
 
-# diffusers pipeline, or a model whose `generate` hands the writing on → the component that generates its tokens
+# diffusers pipeline, or a model whose `generate` delegates → the component that generates its tokens
 COMPONENTS: dict[str, str] = {
     "GlmImagePipeline": "vision_language_encoder",
     "Blip2ForConditionalGeneration": "language_model",
@@ -62,26 +62,26 @@ COMPONENTS: dict[str, str] = {
 
 
 def _entry(thing: object, table: dict[str, str]) -> str | None:
-    """What a table says of the class of `thing`, or of the nearest class above it."""
+    """The entry of a table for the class of `thing`, or for its nearest base class."""
     return next((table[cls.__name__] for cls in type(thing).__mro__ if cls.__name__ in table), None)
 
 
 def of(model: object) -> Family:
-    """The family of a model or pipeline; modules are loaded when they are needed."""
+    """The family of a model or pipeline; its module is imported on demand."""
     module, _, name = (_entry(model, FAMILIES) or _USUAL).partition(":")
     return getattr(importlib.import_module(f"mmspec.pipelines.{module}"), name)()
 
 
 def unwrap(model_or_pipe: object) -> Any:
-    """What is patched of it: the model inside a pipeline or a wrapper, or a pipeline of ours itself; see `opened`."""
-    return opened(model_or_pipe)[-1]
+    """The object to patch: the model inside a pipeline or a wrapper, or one of mmspec's pipelines; see `unwrap_all`."""
+    return unwrap_all(model_or_pipe)[-1]
 
 
-def opened(model_or_pipe: object) -> list[Any]:
-    """What was given, what is inside of it, and so on; what is patched comes last.
+def unwrap_all(model_or_pipe: object) -> list[Any]:
+    """The object itself, the object inside it, and so on; the last one is the object to patch.
 
     Raises:
-        TypeError: nothing in there generates.
+        TypeError: none of these generates tokens.
     """
     layers = [model_or_pipe]
     while (inner := _inside(layers[-1])) is not None:
@@ -95,13 +95,13 @@ def opened(model_or_pipe: object) -> list[Any]:
 
 
 def _inside(wrapper: Any) -> object:
-    """What a wrapper or a pipeline is around; None: it is neither."""
+    """The object inside a wrapper or a pipeline; None: it is neither."""
     component = _entry(wrapper, COMPONENTS)
     if component is not None:
         return getattr(wrapper, component)
     if _entry(wrapper, FAMILIES) is not None:
         return None
-    if hasattr(wrapper, "_orig_mod"):  # torch.compile; it hands `generate` on to the model, whose class decides
+    if hasattr(wrapper, "_orig_mod"):  # torch.compile; its `generate` is the model's, and depends on the model's class
         return wrapper._orig_mod
     if (adapted := adapters.inside(wrapper)) is not None:
         return adapted
@@ -117,7 +117,7 @@ def untested() -> list[str]:
 
 
 def supported() -> str:
-    """Print, and return, the model families that are proved identical, the drafters and the rules, one a line."""
+    """Print and return the model families that are proved identical, the drafters and the rules, one per line."""
     lines = [
         "Proved token-identical to stock generate (greedy, fp32, sdpa and eager, one row and four of unequal length):"
     ]

@@ -1,4 +1,4 @@
-"""The target's cache as transformers sees it; the only file that touches `transformers.Cache`."""
+"""The target's KV cache as a `transformers.Cache`; no other file uses that class."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from mmspec.pipelines.host.recurrent_state import AcceptedPath, RecurrentLayer, 
 from mmspec.prefix_store import LayerTensors
 from mmspec.ragged_cache import Lengths, RaggedBuffer, stacked
 
-_FEATURES = -1  # under which what drafters read is held, beside the layers
-_POSITIONS = -1  # under which positions are held, among the keys of indexers
+_FEATURES = -1  # the layer index under which `held` returns the drafter's features
+_POSITIONS = -1  # the layer index under which positions are stored among the indexers' keys
 
 
 class RaggedCache(Cache):
-    """Rows of unequal length in one cache. A forward appends its tokens to every row; `commit` says what stays.
+    """A KV cache for rows of unequal length. A forward appends its tokens to every row; `commit` keeps the accepted.
 
-    Sliding-window layers are held in full: a window by slots would drop what a shorter row still needs, so the window
-    is left to the mask.
+    Sliding-window layers are stored in full, and the window is applied by the mask: a window of slots would drop keys
+    that a shorter row still needs.
     """
 
     is_compileable = False
 
-    def __init__(self, batch: int, device: torch.device, reserve: int, looking: Iterable[int] = ()) -> None:
+    def __init__(self, batch: int, device: torch.device, reserve: int, crossed: Iterable[int] = ()) -> None:
         super().__init__(layers=[])
         self.slots: list[RaggedBuffer] = []
-        self.indexed: dict[int, RaggedBuffer] = {}  # keys by which a layer's indexer chooses what its attention sees
-        self.recurrent = RecurrentLayers()  # those that keep a state of another kind
-        self.pictures: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values, by layer that looks at nothing else
-        self.features: RaggedBuffer | None = None  # of each token what a drafter reads: features, and its embedding
-        self.looking = frozenset(looking)
-        self.end = 0  # slots in use, with those of the forward under way
+        self.indexed: dict[int, RaggedBuffer] = {}  # layer → the keys of its indexer
+        self.recurrent = RecurrentLayers()  # layers with a recurrent or convolutional state
+        self.pictures: dict[int, tuple[Tensor, Tensor]] = {}  # cross-attention layer → keys and values of images
+        self.features: RaggedBuffer | None = None  # a drafter's inputs for each token: features, and embedding
+        self.crossed = frozenset(crossed)
+        self.end = 0  # slots in use, including those of the current forward
         self.lengths = Lengths.of([0] * batch, device)
         self.reserve = reserve
 
@@ -44,7 +44,7 @@ class RaggedCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         while len(self.slots) <= layer_idx:
             self.slots.append(RaggedBuffer(self.reserve))
-        if layer_idx in self.looking:
+        if layer_idx in self.crossed:
             self.pictures[layer_idx] = key_states, value_states
             return self.pictures[layer_idx]
         keys, values = self.slots[layer_idx].append(key_states, value_states, self.lengths)
@@ -52,10 +52,10 @@ class RaggedCache(Cache):
         return keys, values
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        """As stock: new keys [B, n, D] of a layer's indexer behind those that are kept, all of them [B, T, D]."""
+        """Append new keys [B, n, D] of a layer's indexer and return all of them, [B, T, D], as stock does."""
         new = indexer_key_states[:, None]
-        held = self.indexed.setdefault(layer_idx, RaggedBuffer(self.reserve))
-        return held.append(new, new[..., :0], self.lengths)[0][:, 0]
+        buffer = self.indexed.setdefault(layer_idx, RaggedBuffer(self.reserve))
+        return buffer.append(new, new[..., :0], self.lengths)[0][:, 0]
 
     @property  # type: ignore[override]
     def layers(self) -> Layers:
@@ -63,10 +63,10 @@ class RaggedCache(Cache):
 
     @layers.setter
     def layers(self, _: object) -> None:
-        """transformers sets an empty list."""
+        """Ignore the empty list that transformers sets."""
 
     def _recurrent(self, layer_idx: int) -> RecurrentLayer:
-        """A layer's state; a draft that is being read is read by this layer from now on."""
+        """A layer's state; also makes it the current layer of the draft that is being read."""
         layer, draft = self.recurrent.setdefault(layer_idx, RecurrentLayer()), now().draft
         if draft is not None:
             draft.layer = layer
@@ -91,7 +91,7 @@ class RaggedCache(Cache):
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
     ) -> Tensor:
-        if now().draft is None:  # what a draft writes waits for `commit`
+        if now().draft is None:  # a draft's writes are applied by `commit`
             self._recurrent(layer_idx).replace(recurrent_states, state_idx)
         return recurrent_states
 
@@ -112,7 +112,7 @@ class RaggedCache(Cache):
     def get_max_length(self, *_: object) -> int:
         return -1
 
-    def _attending(self) -> list[RaggedBuffer]:
+    def _buffers(self) -> list[RaggedBuffer]:
         return [*self.slots, *self.indexed.values(), *([] if self.features is None else [self.features])]
 
     @property
@@ -124,26 +124,26 @@ class RaggedCache(Cache):
         return [False] * max(1, len(self.slots))
 
     def advance(self, count: int) -> None:
-        """All `count` tokens of the last forward stay, in every row."""
+        """Keep all `count` tokens of the last forward, in every row."""
         self.lengths = Lengths(tuple(n + count for n in self.lengths.host), self.lengths.device + count)
 
     def keep_features(self, features: Tensor, embeds: Tensor) -> None:
-        """Keep what a drafter reads of the tokens of the forward under way, [B, n, F] and [B, n, H]."""
+        """Store a drafter's inputs for the current forward's tokens: features [B, n, F] and embeddings [B, n, H]."""
         self.features = RaggedBuffer(self.reserve) if self.features is None else self.features
         self.features.append(features[:, None], embeds[:, None], self.lengths)
 
     def held(self, row: int, begin: int, end: int) -> LayerTensors:
-        """A view of what some slots of a row hold."""
-        places = [*enumerate(self.slots), *([] if self.features is None else [(_FEATURES, self.features)])]
-        both = ((index, name, getattr(layer, name)) for index, layer in places for name in ("keys", "values"))
+        """Views of a row's tensors in some slots."""
+        buffers = [*enumerate(self.slots), *([] if self.features is None else [(_FEATURES, self.features)])]
+        both = ((index, name, getattr(layer, name)) for index, layer in buffers for name in ("keys", "values"))
         return {(index, name): t[row, :, begin:end] for index, name, t in both if t is not None}
 
     def states(self, row: int) -> RecurrentLayers | None:
-        """A copy of what the layers with a recurrence hold of a row; None: there are none."""
+        """A copy of a row's recurrent states; None: the model has none."""
         return self.recurrent.copied(slice(row, row + 1)) or None
 
     def resume(self, held: LayerTensors, states: RecurrentLayers | None) -> None:
-        """Begin the only row with what `held` and `states` of another cache gave."""
+        """Fill an empty cache of one row from the results of another cache's `held` and `states`."""
         for index in {index for index, _ in held}:
             keys, values = held[index, "keys"][None], held[index, "values"][None]
             self.keep_features(keys[:, 0], values[:, 0]) if index == _FEATURES else self.update(keys, values, index)
@@ -151,28 +151,28 @@ class RaggedCache(Cache):
         self.advance(next(iter(held.values())).shape[1])
 
     def commit(self, kept: Tensor, counts: tuple[int, ...], device_counts: Tensor, in_place: bool) -> None:
-        """Of the nodes appended last, keep `kept[b, : counts[b]]` in row b; `in_place` says they lie there already."""
+        """Of the nodes appended last, keep `kept[b, : counts[b]]` in row b; `in_place`: they are already in place."""
         if self.recurrent:
             self.recurrent.commit(AcceptedPath(kept, device_counts))
         if not in_place:
-            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # autocast may leave keys in float32 alone
-            held = (t for layer in self._attending() for t in (layer.keys, layer.values))
-            for buffer in (t for t in held if t is not None and t.shape[-1]):
-                alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)
-            for (home, _), buffers in alike.items():
+            groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # autocast may leave only keys in float32
+            tensors = (t for layer in self._buffers() for t in (layer.keys, layer.values))
+            for buffer in (t for t in tensors if t is not None and t.shape[-1]):
+                groups.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+            for (home, _), buffers in groups.items():
                 start = self.lengths.on(home)
                 dispatch.compact_rows(buffers, start[:, None] + kept.to(home), start)
         self.lengths = self.lengths.plus(counts, device_counts)
 
     def keep(self, order: Tensor) -> None:
-        """Of the slots that all rows have filled, those at `order` [B, n], and no others."""
+        """Keep only the slots at `order` [B, n], which every row has filled."""
         for layer in self.slots:
             layer.keep(order)
         self.lengths = Lengths.of([order.shape[1]] * len(order), self.lengths.device.device)
 
     def select(self, rows: Tensor) -> RaggedCache:
         order = rows.tolist()
-        for layer in self._attending():
+        for layer in self._buffers():
             layer.select(rows, order, self.lengths.longest)
         self.recurrent.select(rows)
         self.pictures = {i: (k[rows.to(k.device)], v[rows.to(v.device)]) for i, (k, v) in self.pictures.items()}
@@ -180,24 +180,24 @@ class RaggedCache(Cache):
         return self
 
     def join(self, other: RaggedCache) -> RaggedCache:
-        for mine, theirs in zip(self._attending(), other._attending(), strict=True):
+        for mine, theirs in zip(self._buffers(), other._buffers(), strict=True):
             mine.join(theirs, self.lengths.longest)
         self.recurrent.join(other.recurrent)
         for index in self.pictures.keys() | other.pictures.keys():  # zeros for a row without a picture
-            pairs = zip(self._looked_at(index, other), other._looked_at(index, self), strict=True)
+            pairs = zip(self._pictures_of(index, other), other._pictures_of(index, self), strict=True)
             self.pictures[index] = tuple(stacked(*pair) for pair in pairs)  # type: ignore[assignment]
         self.lengths = self.lengths.join(other.lengths)
         return self
 
-    def _looked_at(self, index: int, other: RaggedCache) -> tuple[Tensor, ...]:
-        """A layer's pictures; none, of the other's sizes, where the rows have none."""
+    def _pictures_of(self, index: int, other: RaggedCache) -> tuple[Tensor, ...]:
+        """A layer's keys and values of images; zeros in the shape of the other's if the rows have none."""
         rows = len(self.lengths.host)
         own = self.pictures.get(index)
         return tuple(t.new_zeros(rows, *t.shape[1:]) for t in other.pictures[index]) if own is None else own
 
     @property
     def only_keys(self) -> bool:
-        """Whether keys and values are all it holds: only then can the caller be handed a cache."""
+        """Whether it stores only keys and values: a cache can be returned to the caller only then."""
         return not (self.recurrent or self.indexed or self.pictures)
 
     @staticmethod
@@ -206,15 +206,15 @@ class RaggedCache(Cache):
 
     @staticmethod
     def can_adopt(cache: Cache | None) -> bool:
-        """Whether every layer still holds all its keys: no sliding windows, no recurrent states."""
+        """Whether every layer still has all its keys: no sliding windows, no recurrent states."""
         return cache is None or all(type(layer) in (DynamicLayer, StaticLayer) for layer in cache.layers)
 
     @classmethod
     def adopt(
-        cls, cache: Cache | None, batch: int, device: torch.device, reserve: int, looking: Iterable[int] = ()
+        cls, cache: Cache | None, batch: int, device: torch.device, reserve: int, crossed: Iterable[int] = ()
     ) -> RaggedCache:
-        """An empty cache, or a copy of what a user's cache already holds (see `can_adopt`)."""
-        mine = cls(batch, device, reserve, looking)
+        """An empty cache, or a copy of a filled user's cache (see `can_adopt`)."""
+        mine = cls(batch, device, reserve, crossed)
         past = int(cache.get_seq_length()) if cache is not None else 0
         for index, layer in enumerate(cache.layers if cache is not None and past else []):
             assert isinstance(layer, (DynamicLayer, StaticLayer)) and not (layer.keys is None or layer.values is None)
@@ -232,7 +232,7 @@ class RaggedCache(Cache):
             theirs = cache.layers[index] if index < len(cache.layers) else None
             if theirs is not None:
                 theirs.reset()
-            if type(theirs) is DynamicLayer:  # a view will do: it never writes in place
+            if type(theirs) is DynamicLayer:  # a view suffices: DynamicLayer never writes in place
                 theirs.lazy_initialization(keys, values)
                 theirs.keys, theirs.values = keys, values
             else:
@@ -241,7 +241,7 @@ class RaggedCache(Cache):
 
 
 class PassThroughCache(RaggedCache):
-    """Hands the new keys and values on as if nothing were cached, and knows whose they are."""
+    """Returns the new keys and values as if nothing were cached, and records their layer."""
 
     is_initialized = True
 
@@ -258,7 +258,7 @@ class PassThroughCache(RaggedCache):
 
 
 class Layers:
-    """What models find that look into `cache.layers`: as many as hold something, and any other one, empty."""
+    """`cache.layers` for models that read it; its length counts the stored layers, any other index is an empty one."""
 
     def __init__(self, cache: RaggedCache) -> None:
         self.cache = cache
@@ -274,7 +274,7 @@ class Layers:
 
 
 class CacheLayer:
-    """A view of what one layer keeps, under the names of transformers."""
+    """A view of one layer, with the attributes of transformers."""
 
     _layer_type = "full_attention"
 
@@ -283,25 +283,25 @@ class CacheLayer:
 
     @property
     def keys(self) -> Tensor | None:
-        return self._held("keys")
+        return self._tensor("keys")
 
     @property
     def values(self) -> Tensor | None:
-        return self._held("values")
+        return self._tensor("values")
 
-    def _held(self, name: str) -> Tensor | None:
+    def _tensor(self, name: str) -> Tensor | None:
         if self.index in self.cache.pictures:
             return self.cache.pictures[self.index][name == "values"]
         slots = self.cache.slots
-        held: Tensor | None = getattr(slots[self.index], name) if self.index < len(slots) else None
-        return None if held is None else held[:, :, : self.cache.end]
+        tensor: Tensor | None = getattr(slots[self.index], name) if self.index < len(slots) else None
+        return None if tensor is None else tensor[:, :, : self.cache.end]
 
     @property
     def is_initialized(self) -> bool:
         return self.keys is not None
 
     def get_seq_length(self) -> int:
-        """With what the forward under way has appended."""
+        """The length including the tokens of the current forward."""
         return self.cache.end
 
     def update_index(self, new: Tensor) -> Tensor:
@@ -310,8 +310,8 @@ class CacheLayer:
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
-        """Positions [axes, B, T] of what is cached, which Qwen4-Exp keeps with its first indexer; None: nothing is."""
-        keys = None if (held := self.cache.indexed.get(_POSITIONS)) is None else held.keys
+        """Positions [axes, B, T] of the cached tokens, which Qwen4-Exp stores with its first indexer, or None."""
+        keys = None if (buffer := self.cache.indexed.get(_POSITIONS)) is None else buffer.keys
         return None if keys is None else keys[:, 0, : self.cache.lengths.longest].permute(2, 0, 1)
 
     @indexer_position_ids.setter

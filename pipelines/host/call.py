@@ -1,4 +1,4 @@
-"""The arguments of one call of `generate`, as stock hands them to its loop."""
+"""The arguments of one call of `generate`, as stock passes them to its decoding loop."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from mmspec.types import Round
 T = TypeVar("T")
 Steps = tuple[Tensor, ...]  # one [B, V] for each token
 
-# what a call tells of each token, of which generated ones have the last one's
+# arguments with an entry for each token; generated tokens have the entry of the prompt's last one
 TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "cross_attention_mask", "image_attention_mask")
-BOTH_WAYS = (*TYPES, "block_sequence_ids")  # what may make a decoder read in both directions
-ENCODED = "mm_encoder_outputs"  # what became of pictures that were encoded before the prefill
-ONCE = (LOGITS, "use_cache")  # what does not change what a forward computes of a token
-# what a prefill alone reads
+BOTH_WAYS = (*TYPES, "block_sequence_ids")  # arguments that may make a decoder's attention bidirectional
+ENCODED = "mm_encoder_outputs"  # the outputs of encoders that ran before the prefill
+ONCE = (LOGITS, "use_cache")  # arguments that do not change what a forward computes for a token
+# arguments that only the prefill reads
 PICTURES = (
     *("image_pixel_values", "flattened_patches", "audio_input_features", "audio_embed_sizes", "audio_attention_mask"),
     *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
@@ -41,34 +41,34 @@ PICTURES = (
 
 @dataclass
 class Custom:
-    """A `custom_generate` under way."""
+    """A running `custom_generate`."""
 
-    cache: object  # that it was given: it may look at it once a call has filled it
-    called: bool = False  # whether it has made any call
+    cache: object  # its cache argument, which it may read after a call has filled it
+    called: bool = False  # whether it has called a decoding loop
 
 
 @dataclass
 class Current:
-    """A call of `generate` under way on an enabled model, and what those around it know of it."""
+    """The context of a running call of `generate` on an enabled model."""
 
-    given: dict[str, Any] = field(default_factory=dict)  # what the user gave it, by name
+    given: dict[str, Any] = field(default_factory=dict)  # the user's arguments, by name
     patch: Any = None  # of the model, or of the drafter that the call names
-    custom: Custom | None = None  # of a `custom_generate`, or of one around it
-    reached: bool = False  # whether stock has handed over to a loop of ours
-    watch: Callable[[Round], None] | None = None  # is given every round
-    picture: object = None  # where the call is to draw one in a mode of the model's own: what its family has to know
+    custom: Custom | None = None  # the `custom_generate` that runs, or that the call runs in
+    reached: bool = False  # whether stock has called a loop of ours
+    watch: Callable[[Round], None] | None = None  # is called with every round
+    picture: object = None  # if the call generates an image in a mode of the model's own: its family's data on it
 
 
 current: ContextVar[Current | None] = ContextVar("mmspec_current", default=None)
 
 
 @contextmanager
-def calling(**known: Any) -> Iterator[Current]:
-    """Within, this is known of the call under way, beside what was known before."""
+def calling(**changes: Any) -> Iterator[Current]:
+    """A context in which `current` has these values, and the others of the surrounding call."""
     around = current.get()
-    if around is not None and around.reached:  # by what the loop of another call asks: nobody watches this one
+    if around is not None and around.reached:  # a call from inside another call's loop, which is not watched
         around = replace(around, watch=None)
-    token = current.set(now := Current(**known) if around is None else replace(around, **known))
+    token = current.set(now := Current(**changes) if around is None else replace(around, **changes))
     try:
         yield now
     finally:
@@ -76,24 +76,24 @@ def calling(**known: Any) -> Iterator[Current]:
 
 
 def picture(kind: type[T]) -> T | None:
-    """What a family knows of the picture that the call is to draw, where it is of this kind."""
+    """The family's data on the image that the current call generates, if it is of this class."""
     now = current.get()
     return now.picture if now is not None and isinstance(now.picture, kind) else None
 
 
 @dataclass
 class Call:
-    """The arguments that `generate` hands to `_sample`."""
+    """The arguments that `generate` passes to `_sample`."""
 
     input_ids: Tensor
     logits_processor: LogitsProcessorList
     stopping_criteria: StoppingCriteriaList
-    generation_config: Any  # a GenerationConfig, with what stock adds to it on the way
+    generation_config: Any  # a GenerationConfig, with the private attributes that stock adds
     synced_gpus: bool = False
     streamer: BaseStreamer | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     given: dict[str, Any] = field(default_factory=lambda: now.given if (now := current.get()) else {})  # see Current
-    begun: bool = False  # whether anything of the answer has left: then there is no way back to stock
+    begun: bool = False  # whether any part of the answer was streamed, so that stock can no longer take over
 
     def __post_init__(self) -> None:
         if (now := current.get()) is not None and now.custom is not None:
@@ -105,17 +105,17 @@ class Call:
 
     @property
     def guidance(self) -> Guidance | None:
-        """What makes one distribution of two streams; None: there is one stream."""
+        """Combines two streams into one distribution; None: there is one stream."""
         return self._split[0]
 
     @property
     def negative(self) -> NegativePrompt | None:
-        """What the second stream reads in the place of the prompt."""
+        """What the second stream reads instead of the prompt."""
         return self._split[1]
 
     @property
     def processors(self) -> LogitsProcessorList:
-        """What the call does to logits, guidance left out."""
+        """The call's logits processors, without guidance."""
         return self._split[2]
 
     @cached_property
@@ -124,46 +124,46 @@ class Call:
 
     @property
     def cache(self) -> Cache | None:
-        """The cache that came with the call: the caller's own, or an empty one that `generate` made."""
+        """The call's cache: the caller's own, or an empty one that `generate` created."""
         return self.arguments.get(CACHE)
 
     @property
     def filled(self) -> bool:
-        """Whether it already holds something, as in a second turn of a conversation."""
+        """Whether the cache already has tokens, for example in the second turn of a conversation."""
         return self.cache is not None and int(self.cache.get_seq_length()) > 0
 
     @property
     def pieces(self) -> int | None:
-        """Tokens that stock's prefill reads at once; None: all of them."""
+        """The number of tokens that stock's prefill reads at once; None: all of them."""
         return self.generation_config.prefill_chunk_size
 
     @cached_property
     def pad(self) -> int:  # read from the device once, not for every column
-        """What fills rows that have ended."""
+        """The token that fills rows that have ended."""
         pad = self.generation_config._pad_token_tensor
         return int(pad) if pad is not None else 0
 
     def unread(self, past: int) -> int:
-        """How many tokens stock's `_prefill` reads, where `past` are cached already."""
+        """How many tokens stock's `_prefill` reads if `past` are already cached."""
         embeds, mask = self.arguments.get("inputs_embeds"), self.arguments.get("attention_mask")
         L = self.input_ids.shape[1]
         if embeds is not None:
             return int(embeds.shape[1]) - past
         whole = getattr(self.generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
-        return len(range(L)[-(L - past) :]) if whole == L else L  # a mask that is longer tells that only new ids came
+        return len(range(L)[-(L - past) :]) if whole == L else L  # if the mask is longer, all ids are new
 
     @property
     def scored(self) -> bool:
         """Whether the processed scores of each step are collected."""
         return self.collects("output_scores")
 
-    def collects(self, what: str) -> bool:
-        """Whether something is collected of each step; stock leaves it out where it does not return a dict."""
-        return bool(self.generation_config.return_dict_in_generate and getattr(self.generation_config, what))
+    def collects(self, option: str) -> bool:
+        """Whether an output option is in effect; stock ignores these unless it returns a dict."""
+        return bool(self.generation_config.return_dict_in_generate and getattr(self.generation_config, option))
 
     @property
     def owned(self) -> bool:
-        """Whether it is the caller's own, or seen by a `custom_generate`."""
+        """Whether the cache is the caller's own, or a `custom_generate` has it."""
         now = current.get()
         if now is not None and now.custom is not None and now.custom.cache is self.cache:
             return True
@@ -171,16 +171,16 @@ class Call:
 
     @property
     def returns_cache(self) -> bool:
-        """Whether anybody may look at it afterwards."""
+        """Whether the caller may read the cache afterwards."""
         return bool(self.generation_config.return_dict_in_generate or self.filled or self.owned)
 
     def for_model(self, model: GenerativeModel) -> Call:
-        """The same call with int64 ids, and with all that a forward reads on the model's device, where stock moves it.
+        """The same call with int64 ids, and with all inputs of a forward on the model's device, as stock moves them.
 
-        A model that lies on the CPU may be one that moves at its forward, so it draws nothing there.
+        Nothing is moved to the CPU, since a model there may be moved to another device by its forward.
         """
         ids, device = self.input_ids, model.device
-        ids = ids if ids.is_floating_point() else ids.long()  # numbers that are no ids stock's embedding refuses
+        ids = ids if ids.is_floating_point() else ids.long()  # stock's embedding raises an error for floats
         if device.type in ("cpu", "meta") or device == ids.device:
             return replace(self, input_ids=ids)
 
@@ -199,5 +199,5 @@ class Call:
 def output(
     sequences: Tensor, cache: Cache | None = None, scores: Steps | None = None, logits: Steps | None = None
 ) -> GenerateDecoderOnlyOutput:
-    """What `generate` returns where it returns a dict; `scores` and `logits`, [B, V] of each step."""
+    """What `generate` returns if it returns a dict; `scores` and `logits` have one [B, V] for each step."""
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, **{CACHE: cache})  # type: ignore[arg-type]

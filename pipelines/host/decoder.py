@@ -1,4 +1,4 @@
-"""Where the layers are that write a model's text."""
+"""Finds a model's text decoder, head and embedding."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from mmspec.pipelines.host.kinds import GenerativeModel, TextDecoder, Weighted
 
 
 def decoder(model: GenerativeModel) -> TextDecoder:
-    """The module with the text's layers; where `get_decoder` names a whole language model, the decoder inside of it."""
-    named: Any = model.get_decoder()
-    return named if hasattr(named, "layers") else getattr(named, "model", named)
+    """The module with the text layers; if `get_decoder` returns a whole language model, the decoder inside it."""
+    found: Any = model.get_decoder()
+    return found if hasattr(found, "layers") else getattr(found, "model", found)
 
 
 def head(model: GenerativeModel) -> Weighted | None:
-    """What gives logits, of the model or of the language model inside of it; None: nothing does."""
+    """The head of the model, or of the language model inside it, that computes logits; None: there is none."""
     own, inner = model.get_output_embeddings(), getattr(model, "language_model", model)
     return inner.get_output_embeddings() if own is None and hasattr(inner, "get_output_embeddings") else own
 
 
 def embedding(model: GenerativeModel) -> Weighted:
-    """What embeds token ids."""
+    """The embedding of token ids."""
     return model.get_input_embeddings()
 
 
 def readers(text: TextDecoder) -> list[tuple[nn.Module, type]]:
-    """The modules of a decoder that read a draft in a way of their own, and what goes before the class of each."""
+    """The modules of a decoder that need special code to read a draft, each with the mixin for its class."""
     ours = {module: reader for module in each_module(text) if (reader := path_readers.reader(module)) is not None}
     rest = [(module, recurrent.reader(stock(module))) for module in recurrent.modules(text) if module not in ours]
     return [*ours.items(), *rest]
 
 
 def more_than_states(text: TextDecoder) -> bool:
-    """Whether layers of a decoder keep more than the text's keys and values and recurrent states: the keys of an
-    indexer, those of a picture, what is read path by path."""
+    """Whether layers of a decoder keep more than the text's keys and values and recurrent states: an indexer's keys, an
+    image's keys, or the state of modules that read path by path."""
     config = text.config
     kinds, crossed = getattr(config, "layer_types", None) or (), getattr(config, "cross_attention_layers", None)
     by_path = any(path_readers.reader(module) is not None for module in each_module(text))

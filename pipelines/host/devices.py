@@ -1,4 +1,4 @@
-"""Where a model computes, and who else computes it: devices of weights, offloading hooks, tensor parallel."""
+"""Which device a model runs on, and whether processes share it: weights, offloading hooks, tensor parallelism."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmspec.protocols import TargetInfo
 
 
 def execution(module: torch.nn.Module) -> torch.device:
-    """Where a module computes: where the hook of accelerate or diffusers brings it, else where its weights are."""
+    """The device that a module runs on: that of its accelerate or diffusers hook, else that of its weights."""
     hook = getattr(module, "_hf_hook", None)
     for each in getattr(hook, "hooks", [hook]):  # one, or several in a SequentialHook
         device = getattr(each, "execution_device", None)
@@ -22,26 +22,26 @@ def execution(module: torch.nn.Module) -> torch.device:
 
 
 def wake(module: torch.nn.Module) -> None:
-    """Bring a module that diffusers has offloaded to its device, as a call of `forward` would."""
+    """Move an offloaded module of diffusers to its device, as a call of `forward` would."""
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
         hook.pre_forward(module)
 
 
 def moved(before: TargetInfo, now: TargetInfo) -> bool:
-    """Whether a target computes elsewhere, or in another dtype."""
+    """Whether a target's device or dtype has changed."""
     return (before.device, before.dtype) != (now.device, now.dtype)
 
 
 def shared(model: object) -> bool:
-    """Whether several processes hold parts of its weights, and have to run the same forwards."""
+    """Whether several processes have parts of the model's weights, so that they have to run the same forwards."""
     if (getattr(model, "_tp_size", None) or 1) > 1:
         return True
     return isinstance(model, torch.nn.Module) and any(hasattr(weight, "device_mesh") for weight in model.parameters())
 
 
 def agreed(model: object, numbers: list[int]) -> list[int]:
-    """The first process's numbers in each of those that share a model: rows must draw alike in all of them."""
+    """The first process's numbers, in all processes that share a model: rows have to draw the same tokens in each."""
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None or not shared(model):
         return numbers

@@ -1,4 +1,4 @@
-"""Linear layers of a model that multiply few rows faster, while mmspec reads a draft."""
+"""Swaps in linear layers that are faster for few rows, used while mmspec reads a draft."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmspec.pipelines.host.hooks import stock
 
 
 class FewRows:
-    """Mixin of an `nn.Linear`; the stock path multiplies as ever."""
+    """Mixin for an `nn.Linear`; does not change the stock path."""
 
     weight: Tensor
     bias: Tensor | None
@@ -25,7 +25,7 @@ class FewRows:
 
 
 def gaining(*modules: nn.Module | None) -> Iterator[nn.Module]:
-    """All that gain of these modules and of those below them; none on a GPU."""
+    """All linear layers among these modules and their submodules that become faster; none on a GPU."""
     for module in each_module(*(m for m in modules if m is not None)):
         if stock(module) is nn.Linear and "forward" not in vars(module) and fits(module.weight):
             yield module

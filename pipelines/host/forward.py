@@ -1,6 +1,6 @@
-"""The forwards that stock's loop makes, what is read off them, and what the model's modules have to know meanwhile.
+"""Runs the forwards of stock's decoding loop, records their features, and passes context to the model's modules.
 
-What modules have to know is kept in one context variable, so that several threads may run the same model.
+The context is in one context variable, so that several threads may run the same model.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from mmspec.pipelines.host.kinds import Cache, GenerativeModel, Mask, ModelOutpu
 from mmspec.pipelines.host.names import CACHE, FEATURES, LOGITS
 from mmspec.types import FINAL
 
-Decode = Callable[..., ModelOutput]  # is given the decoder's own call, and what it was called with
+Decode = Callable[..., ModelOutput]  # its arguments are the decoder's own forward, then that forward's arguments
 
 
 @dataclass
 class Read:
-    """What one forward gave."""
+    """What was recorded in one forward."""
 
-    arguments: dict[str, Any] = field(default_factory=dict)  # what the decoder was called with, by name
+    arguments: dict[str, Any] = field(default_factory=dict)  # the decoder's keyword arguments
     final: Tensor = None  # type: ignore[assignment]  # its output features [B·S, N, H]; None until it has run
-    layers: dict[int, Tensor] = field(default_factory=dict)  # what entered a layer, by its number, [B·S, N, H]
-    listed: Tensor | None = None  # positions of the tokens to come, where the model lists them itself (GLM-Image)
+    layers: dict[int, Tensor] = field(default_factory=dict)  # layer index → its input [B·S, N, H]
+    listed: Tensor | None = None  # positions of the tokens to generate, if the model lists them (GLM-Image)
 
-    def features(self, wanted: tuple[int, ...]) -> list[Tensor]:
+    def features(self, indices: tuple[int, ...]) -> list[Tensor]:
         """The features that a drafter reads, [B·S, N, H] each."""
-        return [self.final if i == FINAL else self.layers[i] for i in wanted]
+        return [self.final if i == FINAL else self.layers[i] for i in indices]
 
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What the modules of a model have to know in a forward."""
+    """The context of a forward for the modules of a model."""
 
-    read: Read | None = None  # is filled by the modules that are tapped
-    decode: Decode | None = None  # is called in the place of the decoder
-    draft: Any = None  # the tree that layers with a recurrent state read, a `recurrent.Reading`
-    paths: Any = None  # the same as a row for each node, `by_path.Paths`
-    attention: str | None = None  # that attention modules use, in place of the one that their config names
+    read: Read | None = None  # is filled by modules with the mixin `Tap`
+    decode: Decode | None = None  # is called instead of the decoder
+    draft: Any = None  # the draft tree for layers with a recurrent state, a `recurrent.Reading`
+    paths: Any = None  # the draft tree as a row for each node, a `by_path.Paths`
+    attention: str | None = None  # the implementation for attention modules, instead of the one in their config
 
 
 _forward: ContextVar[ForwardContext] = ContextVar("mmspec_forward", default=ForwardContext())  # noqa: B039 it is frozen
@@ -54,35 +54,35 @@ now = _forward.get
 
 @contextmanager
 def during(**context: Any) -> Iterator[ForwardContext]:
-    """Within, modules know this as well."""
-    token = _forward.set(made := replace(now(), **context))
+    """A context in which these fields of the ForwardContext are set."""
+    token = _forward.set(changed := replace(now(), **context))
     try:
-        yield made
+        yield changed
     finally:
         _forward.reset(token)
 
 
 @contextmanager
 def reading(decode: Decode | None = None) -> Iterator[Read]:
-    """Within, a forward fills the Read."""
+    """A context in which a forward fills the Read."""
     with during(read=(read := Read()), decode=decode):
         yield read
 
 
 class Tap:
-    """Mixin of a module that is read: the decoder (`_mmspec_layer` is None), or one of its layers."""
+    """Mixin for a module that is recorded: the decoder (`_mmspec_layer` is None), or one of its layers."""
 
     _mmspec_layer: int | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        under_way, run = now(), partial(stock_class(type(self)).__call__, self)
-        read, layer = under_way.read, self._mmspec_layer
+        context, run = now(), partial(stock_class(type(self)).__call__, self)
+        read, layer = context.read, self._mmspec_layer
         if read is None:
             return run(*args, **kwargs)
         if layer is not None:
             read.layers[layer] = args[0] if args else kwargs["hidden_states"]
             return run(*args, **kwargs)
-        output = run(*args, **kwargs) if under_way.decode is None else under_way.decode(run, *args, **kwargs)
+        output = run(*args, **kwargs) if context.decode is None else context.decode(run, *args, **kwargs)
         final = getattr(output, FEATURES, None)
         read.arguments, read.final = kwargs, output[0] if final is None else final
         return output
@@ -91,14 +91,14 @@ class Tap:
 def prefill(
     model: GenerativeModel, call: Call, slots: Cache, decode: Decode | None = None, every: bool = False
 ) -> tuple[Read, ModelOutput, dict[str, Any]]:
-    """The model's own prefill of a call's prompt, in one piece, into `slots`.
+    """Run the model's own prefill of a call's prompt, in one piece, into `slots`.
 
     Args:
-        decode: see `reading`.
-        every: the decoder is to give the features of all tokens, though layers share keys.
+        decode: see ForwardContext.
+        every: make the decoder return the features of all tokens, even if its layers share keys.
 
     Returns:
-        What was read off it, its output, and the arguments of the next step.
+        What was recorded, the model's output, and the arguments of the next step.
     """
     ids, config, arguments = call.input_ids, call.generation_config, {**call.arguments, CACHE: slots}
     if every and LOGITS in arguments:  # a number would make the decoder drop all other features
@@ -113,29 +113,29 @@ def prefill(
 
 
 def next_positions(model: GenerativeModel, ids: Tensor, arguments: dict[str, Any]) -> Tensor | None:
-    """Take the position ids from a step's arguments, the next one at their end; None where the step drops them."""
+    """Pop the position ids from a step's arguments, where the next one is last; None if the model's step drops them."""
     step = model.prepare_inputs_for_generation(ids[:, -1:], next_sequence_length=1, **arguments)
     positions = arguments.pop("position_ids", None)
     return None if step.get("position_ids") is None else positions
 
 
 def split(arguments: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Of a step's arguments the types of the last token [B, 1], and what a draft's forward is given besides."""
+    """Split a step's arguments into the types of the last token [B, 1], and the other arguments for drafts."""
     types = {name: t[:, -1:] for name in TYPES if (t := arguments.get(name)) is not None}
-    aside = {CACHE, *PICTURES, *types}
-    return types, {name: value for name, value in arguments.items() if name not in aside} | {"attention_mask": None}
+    dropped = {CACHE, *PICTURES, *types}
+    return types, {name: value for name, value in arguments.items() if name not in dropped} | {"attention_mask": None}
 
 
 def step(
     model: GenerativeModel, arguments: dict[str, Any], types: dict[str, Tensor], slots: Cache, ids: Tensor,
     places: Tensor, mask: Mask,
 ) -> ModelOutput:  # fmt: skip
-    """The output of the model's own decoding step over nodes [B, N] at `places`, under a mask of ours."""
-    spread = {name: t.expand(-1, ids.shape[1], *t.shape[2:]) for name, t in types.items()}
-    arguments = {**arguments, CACHE: slots, "position_ids": places, **spread}
+    """Run the model's own decoding step over nodes [B, N] at positions `places`, with mmspec's mask."""
+    expanded = {name: t.expand(-1, ids.shape[1], *t.shape[2:]) for name, t in types.items()}
+    arguments = {**arguments, CACHE: slots, "position_ids": places, **expanded}
     inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=ids.shape[1], **arguments)
     inputs["attention_mask"] = mask
-    if inputs.get("position_ids") is None:  # GLM-Image drops them, and would take a draft for a prompt
+    if inputs.get("position_ids") is None:  # GLM-Image drops them, and would then read a draft as a prompt
         inputs["position_ids"] = places
     if LOGITS in inputs:
         inputs[LOGITS] = 0
@@ -143,14 +143,14 @@ def step(
 
 
 def plain(model: GenerativeModel, ids: Tensor, mask: Tensor, slots: Cache) -> tuple[Read, ModelOutput]:
-    """A forward over a prompt [B, L] of text, into `slots`: what was read off it, and its output."""
+    """Run a forward over a text prompt [B, L], into `slots`; returns what was recorded, and the model's output."""
     with reading() as read:
         out = model(ids, attention_mask=mask, use_cache=True, return_dict=True, **{CACHE: slots})
     return read, out
 
 
 def cacheless(model: GenerativeModel, ids: Tensor, valid: Tensor, arguments: dict[str, Tensor]) -> Read:
-    """What is read off a forward over whole texts [B, L], which keeps nothing."""
+    """What is recorded in a forward over whole texts [B, L] without a KV cache."""
     with reading() as read:
         model(input_ids=ids, attention_mask=valid.long(), use_cache=False, **{LOGITS: 1}, **arguments)
     return read

@@ -1,4 +1,4 @@
-"""The one way mmspec touches a model: the instance's class is swapped for a subclass, and swapped back."""
+"""Swaps an instance's class for a subclass, and back; mmspec changes models in no other way."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from typing import Any, SupportsIndex
 
 from mmspec.modes import stock_class
 
-_LOCK = threading.RLock()  # enable and disable may come from any thread
+_LOCK = threading.RLock()  # enable and disable may be called from any thread
 
 
 def stock(instance: object) -> Any:
-    """The instance's own class. Mixins call it in place of `super()`, which breaks once another thread has swapped."""
+    """The instance's own class. Mixins use it instead of `super()`, which breaks if another thread swaps the class."""
     return stock_class(type(instance))
 
 
 def swap(instance: object, mixin: type, **attributes: object) -> None:
-    """Put `mixin` in front of the instance's class, in place of what swap put there before.
+    """Put `mixin` in front of the instance's class, replacing an earlier mixin.
 
-    Names are kept, so transformers' registries still find the class. `attributes` live on the new class, not in
-    `vars(instance)`, which stays as it was; they go when the mixin goes, or the instance.
+    The class name is kept, so transformers' registries still find the class. `attributes` are stored on the new class,
+    so that `vars(instance)` is unchanged; they are deleted with the mixin or the instance.
     """
     base = stock(instance)
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    made: Any = type(base.__name__, (mixin, _Swapped, base), {**names, **attributes, "_mmspec_stock": base})
-    made._mmspec_named = tuple(attributes)
-    emptied = _emptied  # a model that lives until the interpreter ends outlives this module's globals
-    made._mmspec_instance = weakref.ref(instance, lambda _: emptied(made))
+    subclass: Any = type(base.__name__, (mixin, _Swapped, base), {**names, **attributes, "_mmspec_stock": base})
+    subclass._mmspec_named = tuple(attributes)
+    clear = _clear  # a model that lives until the interpreter exits outlives this module's globals
+    subclass._mmspec_instance = weakref.ref(instance, lambda _: clear(subclass))
     with _LOCK:
-        before, instance.__class__ = type(instance), made
-        _emptied(before)
+        before, instance.__class__ = type(instance), subclass
+        _clear(before)
 
 
 def restore(instance: object) -> None:
-    """Give the instance its own class back; nothing happens where it was never swapped."""
+    """Give the instance its own class back; does nothing if it was not swapped."""
     with _LOCK:
         before, instance.__class__ = type(instance), stock(instance)
-        _emptied(before)
+        _clear(before)
 
 
-def _emptied(kind: Any) -> None:
-    """Take off a class what it was given: a class refers to itself, so it stays until the garbage collector runs."""
+def _clear(kind: Any) -> None:
+    """Delete a swapped class's attributes now: the class refers to itself, so only the garbage collector frees it."""
     for name in kind.__dict__.get("_mmspec_named", ()):
         delattr(kind, name)
     if "_mmspec_named" in kind.__dict__:
@@ -51,7 +51,7 @@ def _emptied(kind: Any) -> None:
 
 
 def hold(instance: Any, mixin: type, **attributes: object) -> None:
-    """As `swap`, for something that several hold at once: only the first swaps. Each has to `release` it."""
+    """Like `swap`, with a count of users: only the first one swaps. Each has to call `release`."""
     with _LOCK:
         if (count := getattr(type(instance), "_mmspec_count", 0)) == 0:
             swap(instance, mixin, **attributes)
@@ -59,7 +59,7 @@ def hold(instance: Any, mixin: type, **attributes: object) -> None:
 
 
 def release(instance: Any) -> None:
-    """Undo one `hold`; the last one gives the class back."""
+    """Undo one `hold`; the last one restores the class."""
     with _LOCK:
         count = getattr(type(instance), "_mmspec_count", 0)
         if count > 1:
@@ -69,20 +69,20 @@ def release(instance: Any) -> None:
 
 
 class Taps:
-    """Mixins in front of the classes of some modules while anybody is inside; several calls may be at once.
+    """A context in which some modules have mixins; several calls may be inside at the same time.
 
     Args:
-        wanted: a module, its mixin, and the attributes that this goes with.
+        mixins: modules, each with its mixin and the attributes of that.
     """
 
-    def __init__(self, wanted: Iterable[tuple[object, type, Mapping[str, object]]]) -> None:
-        self.wanted = list(wanted)
+    def __init__(self, mixins: Iterable[tuple[object, type, Mapping[str, object]]]) -> None:
+        self.mixins = list(mixins)
         self._inside = 0
 
     def __enter__(self) -> None:
         with _LOCK:
             if self._inside == 0:
-                for module, mixin, attributes in self.wanted:
+                for module, mixin, attributes in self.mixins:
                     hold(module, mixin, **attributes)
             self._inside += 1
 
@@ -90,12 +90,12 @@ class Taps:
         with _LOCK:
             self._inside -= 1
             if self._inside == 0:
-                for wanted in self.wanted:
-                    release(wanted[0])
+                for module, _mixin, _attributes in self.mixins:
+                    release(module)
 
 
 class _Swapped:
-    """Pickles and copies as the stock class, so that a saved model knows nothing of mmspec."""
+    """Pickles and copies as the stock class, so that a saved model has no trace of mmspec."""
 
     _mmspec_stock: type
 

@@ -1,4 +1,4 @@
-"""Models of transformers and pipelines of diffusers that draw from prompts: loaded, called and decoded."""
+"""Image models of transformers and pipelines of diffusers: how they are loaded, called with prompts and decoded."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from mmspec.config import Options
 from mmspec.pipelines.host.kinds import GenerativeModel, Processor
 from mmspec.pipelines.host.loading import stock_class
 
-SIZE = "image_area"  # of a processor: how many pixels a picture has
-VAE_PARTS = 3  # end of file, end of image, end of sequence: what follows a picture of Emu3
+SIZE = "image_area"  # a processor's argument: the number of pixels of an image
+VAE_PARTS = 3  # tokens after an image of Emu3: end of file, end of image, end of sequence
 
 
 @dataclass(frozen=True)
 class ImageModel:
-    """What draws."""
+    """A model or pipeline that generates images from prompts."""
 
     target: object  # what `mmspec.enable` takes
-    # prompts and settings → a picture each. Sampling is from torch's global generator
-    draw: Callable[..., Sequence[Image.Image]]  # none where transformers cannot decode them
-    codes: int = 0  # how many codes a picture is made of; 0: not known
-    about: str = ""  # what tells its pictures from another's, beside the name of the model
+    # prompts and settings → an image each, sampled from torch's global generator
+    draw: Callable[..., Sequence[Image.Image]]  # returns none if transformers cannot decode them
+    codes: int = 0  # the size of the codebook; 0: unknown
+    about: str = ""  # what its images depend on besides the model's name
 
 
 def load(where: str, device: torch.device, dtype: torch.dtype, decoded: bool = True) -> ImageModel | None:
-    """The model or pipeline in a folder or on the Hub; None: it is none that this file knows how to call.
+    """Load the model or pipeline in a folder or on the Hub; None: this file does not know how to call it.
 
     Args:
-        decoded: leave out the models whose pictures transformers cannot decode.
+        decoded: return None for models whose images transformers cannot decode.
 
     Raises:
         OSError, ValueError: there is no such model, or its processor is missing.
@@ -53,7 +53,7 @@ def load(where: str, device: torch.device, dtype: torch.dtype, decoded: bool = T
 
 
 def codes_of(model: object) -> int:
-    """How many codes the pictures of a model are made of, by its config; 0: it does not say."""
+    """The size of a model's image codebook by its config; 0: the config does not say."""
     vq = getattr(getattr(model, "config", None), "vq_config", None)
     return getattr(vq, "num_embeddings", 0) or getattr(vq, "codebook_size", 0)
 
@@ -76,21 +76,21 @@ def _pipeline(where: str, device: torch.device, dtype: torch.dtype) -> ImageMode
     return ImageModel(pipe, draw)
 
 
-def _other(settings: Options) -> None:
-    """Refuse what has no place in a model's calls.
+def _refuse_size(settings: Options) -> None:
+    """Check the settings of a model with a fixed image size.
 
     Raises:
-        ValueError: a size, of a model that has one of its own.
+        ValueError: they have a size.
     """
     if settings.get(SIZE):
-        raise ValueError(f"{SIZE} is for Emu3; this model's pictures have a size of their own, so leave it out")
+        raise ValueError(f"{SIZE} is for Emu3; this model's pictures have a fixed size, so leave it out")
 
 
 def _sampling(settings: Options) -> dict[str, Any]:
-    """What `generate` is told of temperature, top-k and guidance; temperature 0 takes the likeliest."""
-    how = {name: settings[name] for name in ("top_k", "guidance_scale") if settings.get(name) is not None}
+    """Arguments of `generate` for temperature (0 is greedy), top-k and guidance."""
+    args = {name: settings[name] for name in ("top_k", "guidance_scale") if settings.get(name) is not None}
     heat = settings.get("temperature")
-    return {**how, "do_sample": False} if heat == 0 else {**how, "do_sample": True, "temperature": heat or 1.0}
+    return {**args, "do_sample": False} if heat == 0 else {**args, "do_sample": True, "temperature": heat or 1.0}
 
 
 def _chat(processor: Processor, prompts: Sequence[str]) -> list[str]:
@@ -104,9 +104,9 @@ def _chat(processor: Processor, prompts: Sequence[str]) -> list[str]:
 def _janus(
     model: GenerativeModel, processor: Processor, prompts: Sequence[str], settings: Options
 ) -> Sequence[Image.Image]:
-    _other(settings)
+    _refuse_size(settings)
     config: Any = model.generation_config
-    if not hasattr(config, "generation_kwargs"):  # releases that drop what they do not know of a file
+    if not hasattr(config, "generation_kwargs"):  # some releases drop unknown settings of the file
         config.generation_kwargs = {"boi_token_id": processor.tokenizer.boi_token_id}
     inputs = processor(
         text=_chat(processor, prompts), generation_mode="image", return_tensors="pt", padding=True
@@ -118,11 +118,11 @@ def _janus(
 def _emu3(
     model: GenerativeModel, processor: Processor, prompts: Sequence[str], settings: Options
 ) -> Sequence[Image.Image]:
-    """Guided by the empty prompt, on the grid that the processor makes of `image_area`."""
-    how = {SIZE: settings[SIZE]} if settings.get(SIZE) else {}
+    """Images guided by the empty prompt, on the grid that the processor computes from `image_area`."""
+    size = {SIZE: settings[SIZE]} if settings.get(SIZE) else {}
     both = [
         processor(
-            text=texts, return_for_image_generation=True, return_tensors="pt", padding=True, padding_side="left", **how
+            text=texts, return_for_image_generation=True, return_tensors="pt", padding=True, padding_side="left", **size
         )
         for texts in (list(prompts), [""] * len(prompts))
     ]  # fmt: skip
@@ -146,15 +146,15 @@ def _emu3(
 def _chameleon(
     model: GenerativeModel, processor: Processor, prompts: Sequence[str], settings: Options
 ) -> Sequence[Image.Image]:
-    """Tokens alone, of an enabled model: stock has no such call, and no decoder."""
-    _other(settings)
+    """Generates tokens but returns no images; needs an enabled model, since stock has no such call and no decoder."""
+    _refuse_size(settings)
     inputs = processor(text=list(prompts), return_tensors="pt", padding=True, padding_side="left").to(model.device)
     model.generate(**inputs, multimodal_generation_mode="image-only", **_sampling(settings))
     return []
 
 
 def _pictures(processor: Processor, pixels: Tensor) -> list[Image.Image]:
-    """What a decoder made, [B, 3, H, W], as pictures: the normalization of inputs undone."""
+    """Images from a decoder's output [B, 3, H, W], which is normalized like the model's inputs."""
     mean, std = (torch.tensor(getattr(processor.image_processor, name)) for name in ("image_mean", "image_std"))
     pixels = pixels.float().cpu() * std[:, None, None] + mean[:, None, None]
     return [Image.fromarray(one) for one in (255 * pixels).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()]
@@ -163,14 +163,14 @@ def _pictures(processor: Processor, pixels: Tensor) -> list[Image.Image]:
 def _emu3_grid(
     model: GenerativeModel, processor: Processor, height: int, width: int
 ) -> Callable[[int, Tensor], list[int]]:
-    """What may follow: rows of `width` codes, each with an end of line, then the marks that end a picture."""
+    """Allowed next tokens: rows of `width` codes, each with an end-of-line token, then the tokens that end an image."""
     tokenizer = processor.tokenizer
     codes = list(model.vocabulary_mapping.image_tokens)
     begin, line = tokenizer.image_wrapper_token_id, model.vocabulary_mapping.eol_token_id
     ends = [*tokenizer.convert_tokens_to_ids([processor.eof_token, processor.image_end_token]), tokenizer.eos_token_id]
 
     def allowed(row: int, ids: Tensor) -> list[int]:
-        place = int(len(ids) - (ids == begin).nonzero()[0]) - 1  # tokens after the mark of the picture's beginning
+        place = int(len(ids) - (ids == begin).nonzero()[0]) - 1  # tokens since the begin-of-image token
         if place < height * (width + 1):
             return [line] if place % (width + 1) == width else codes
         return [ends[min(place - height * (width + 1), VAE_PARTS - 1)]]

@@ -1,4 +1,4 @@
-"""What annotations call the things of the host: models, their decoders and processors, and what these take and give."""
+"""Types of transformers for annotations: models, decoders and processors, with their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from transformers.utils import ModelOutput
 
 __all__ = ["BatchFeature", "Cache", "GenerationConfig", "ModelOutput", "PreTrainedTokenizerBase", "PretrainedConfig"]
 
-Mask = Tensor | Mapping[str, Tensor | None] | None  # one for all layers, or for each type; None: all is seen
+Mask = Tensor | Mapping[str, Tensor | None] | None  # for all layers, or one for each layer type; None: no mask
 
 if TYPE_CHECKING:
     from transformers import GenerationMixin, PretrainedConfig
 
     class GenerativeModel(PreTrainedModel, GenerationMixin):
-        """A model with `generate`. What its own class adds is found by name."""
+        """A model with `generate`. `__getattr__` allows the attributes of its own class."""
 
         config: PretrainedConfig
         generation_config: GenerationConfig
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         ) -> ModelOutput: ...  # fmt: skip
 
     class TextDecoder(PreTrainedModel):
-        """The module with the layers that write a model's text."""
+        """The module with a model's text decoder layers."""
 
         config: PretrainedConfig
         layers: nn.ModuleList
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         def __getattr__(self, name: str) -> Any: ...
 
     class Weighted(nn.Module):
-        """What embeds ids, or gives logits; where it is quantized, its weight may be packed."""
+        """An embedding or a head; its weight may be packed if it is quantized."""
 
         weight: Tensor
         out_features: int
@@ -59,14 +59,14 @@ else:
 
 
 class Configured(Protocol):
-    """A model or a pipeline, by what it says of itself."""
+    """A model or a pipeline with a config."""
 
     @property
     def config(self) -> object: ...
 
 
 class Processor(Protocol):
-    """What makes a model's inputs of texts and pictures; of a model of text alone it is the tokenizer."""
+    """Turns texts and images into a model's inputs; for a text-only model it is the tokenizer."""
 
     @property
     def __call__(self) -> Callable[..., BatchFeature | BatchEncoding]: ...

@@ -1,4 +1,4 @@
-"""Models of transformers by name: which class loads one, what prepares its inputs, and what a drafter has to know."""
+"""Loads models of transformers by name, with their processors, and drafters with what they need of their targets."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from mmspec.drafters.feature import FeatureDrafter
 from mmspec.pipelines.host.kinds import GenerativeModel, PretrainedConfig, Processor
 from mmspec.protocols import TargetInfo
 
-__all__ = ["AutoProcessor", "BatchFeature", "CompileConfig", "load_drafter"]  # what others take from here, too
+__all__ = ["AutoProcessor", "BatchFeature", "CompileConfig", "load_drafter"]  # re-exported
 WITH_PICTURES = frozenset(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())  # class names
 
 
 def model_and_processor(where: str | Path, dtype: torch.dtype | str) -> tuple[GenerativeModel, Processor]:
-    """The model, and its processor; of a model of text alone its tokenizer.
+    """Load the model and its processor, which is a tokenizer for a text-only model.
 
     Raises:
-        OSError, ValueError: there is no such model, or none that writes text.
+        OSError, ValueError: there is no such model, or it does not generate text.
     """
     auto = _auto(AutoConfig.from_pretrained(where))
     processor = AutoTokenizer if auto is AutoModelForCausalLM else AutoProcessor
@@ -42,7 +42,7 @@ def model_and_processor(where: str | Path, dtype: torch.dtype | str) -> tuple[Ge
 
 
 def draft_model(name: str | Path) -> GenerativeModel:
-    """A model from a folder, or from the hub's cache; nothing is fetched.
+    """Load a model from a folder or from the hub's cache; nothing is downloaded.
 
     Raises:
         ValueError: there is none on this machine.
@@ -52,30 +52,30 @@ def draft_model(name: str | Path) -> GenerativeModel:
         return auto.from_pretrained(name, local_files_only=True, dtype="auto").eval()
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"draft={str(name)!r} is no model on this machine ({str(error).splitlines()[0]}); nothing is downloaded "
-            "unasked: load it with from_pretrained, and pass the model"
+            f"draft={str(name)!r} is no model on this machine ({str(error).splitlines()[0]}), and enable downloads "
+            "nothing: load it with from_pretrained, and pass the model"
         ) from error
 
 
 def _auto(config: PretrainedConfig) -> Any:
-    """What loads a model with this config; of text alone, AutoModelForCausalLM."""
-    sees = type(config) in AutoModelForImageTextToText._model_mapping
+    """The auto class for a model with this config: AutoModelForCausalLM only for a text-only model."""
+    images = type(config) in AutoModelForImageTextToText._model_mapping
     text = type(config) in AutoModelForCausalLM._model_mapping
-    return AutoModelForCausalLM if text and not sees else AutoModelForImageTextToText
+    return AutoModelForCausalLM if text and not images else AutoModelForImageTextToText
 
 
 def is_model(thing: object) -> bool:
-    """Whether it is a model of transformers, of whatever kind."""
+    """Whether it is a model of transformers, of any kind."""
     return isinstance(thing, transformers.PreTrainedModel)
 
 
 def stock_class(name: str) -> type[GenerativeModel]:
-    """A class of transformers, of a model that not every release has."""
+    """A model class of transformers by name, since not every release has it."""
     return getattr(transformers, name)
 
 
 def generates(architectures: Iterable[str]) -> bool:
-    """Whether one of these is the class of a model of transformers that generates."""
+    """Whether one of these is a model class of transformers with `generate`."""
     return any(hasattr(getattr(transformers, str(name), None), "generate") for name in architectures)
 
 
@@ -83,33 +83,33 @@ def load_drafter(
     name_or_path: str | Path, *, target: GenerativeModel | TargetInfo | str | Path | None = None,
     revision: str | None = None, allow_pickle: bool = False, layout: str | None = None,
 ) -> FeatureDrafter:  # fmt: skip
-    """A drafter with its weights, frozen and in eval mode, in the types of the file; `enable` fits it to its target.
+    """Load a drafter with its weights, frozen, in eval mode and in the dtype of the file; `enable` fits it to a target.
 
     Args:
         name_or_path: a folder, a file with config.json beside it, or owner/name on the hub.
-        target: what it drafts for: a model, its TargetInfo, or its name or folder. Needed where the file does not say
-            which layers it reads (EAGLE-3 as published). A name also replaces the one recorded in the file.
+        target: the model that it drafts for: the model itself, its TargetInfo, or its name or folder. Needed if the
+            file does not say which layers it reads (EAGLE-3 as published). A name also replaces that in the file.
         revision: branch, tag or commit on the hub.
-        allow_pickle: run the code that a .bin file asks for; only for files whose author you trust.
-        layout: one of `layouts.LAYOUTS`; None: what config.json and the tensors' names show. An MSD drafter whose
-            config.json was lost needs it: its tensors are those of an EAGLE drafter.
+        allow_pickle: run the code that a .bin file contains; only for files whose author you trust.
+        layout: one of `layouts.LAYOUTS`; None: detect it from config.json and the tensors' names. An MSD drafter whose
+            config.json was lost needs it, since its tensors are those of an EAGLE drafter.
 
     Returns:
-        The drafter; hand it to `enable(model, drafter=...)`, or use it several times.
+        The drafter; pass it to `enable(model, drafter=...)`. It can be used several times.
 
     Raises:
-        FileNotFoundError: nothing there, or no config.json or weights in it.
-        ValueError: an unknown layout, missing, extra or misshapen tensors, a damaged file, a network we do not have.
+        FileNotFoundError: there is nothing, or no config.json or weights in it.
+        ValueError: an unknown layout, missing, extra or misshapen tensors, a damaged file, an unknown network.
     """
     info = target if target is None or isinstance(target, TargetInfo) else partial(_number, target)
-    made = load.load_drafter(name_or_path, target=info, revision=revision, allow_pickle=allow_pickle, layout=layout)
+    drafter = load.load_drafter(name_or_path, target=info, revision=revision, allow_pickle=allow_pickle, layout=layout)
     if isinstance(target, (str, Path)):
-        made.config = replace(made.config, target=str(target))
-    return made
+        drafter.config = replace(drafter.config, target=str(target))
+    return drafter
 
 
 def _number(target: object, what: str) -> int:
-    """A number of a model, or of the one of a name or folder: "layers" of its decoder or its "vocab"."""
+    """The number of decoder "layers" or the "vocab" size of a model, given itself or by its name or folder."""
     config = getattr(target, "config", None)
     if isinstance(target, (str, Path)):
         try:

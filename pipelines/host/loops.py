@@ -1,4 +1,4 @@
-"""The methods that `generate` ends in, overridden on an enabled model: a call in our words, or stock's own loop."""
+"""Overrides the decoding loops that `generate` calls on an enabled model: runs a call in mmspec, or in stock's loop."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ like_generate = functools.wraps(GenerationMixin.generate)
 def loops(
     run: Callable[[Any, Call], tuple[object, ...]], leave: Callable[[Any, bool], None], keeps: Callable[[Any], bool]
 ) -> type:
-    """A mixin of enabled models; `generate` lands in one of its methods for every mode that transformers has.
+    """A mixin for enabled models; `generate` calls one of its methods in every mode that transformers has.
 
-    Another thread may swap a model's class at any time, so these are functions, and stock's methods come from
-    `stock(self)`.
+    Another thread may swap a model's class at any time, so the arguments are functions of the model, and stock's
+    methods are called through `stock(self)`.
 
     Args:
-        run: what a call returns, alone in a tuple; (): stock has to run it.
-        leave: says why a call, with beams or with drafts of its own, runs in stock's loop.
-        keeps: whether a model's prompts are kept, so that pictures may wait for the prefill, which may have read them
-            before.
+        run: runs a call, and returns its result in a tuple; (): stock has to run it.
+        leave: declines a call, with beams (True) or stock's assisted generation (False), which stock's loop then runs.
+        keeps: whether a model has a prefix cache, so that images are encoded in the prefill, and only if needed.
     """
 
     class Loops:
         def _maybe_prepare_encoder_kwargs_for_generation(self, *args: object, **kwargs: object) -> object:
-            """Not for prompts that are never kept, nor for stock's prefill in pieces, which does not take pictures."""
+            """Skip stock's encoding of images if the prefill encodes them: with a prefix cache, and not in pieces."""
             prepare = stock(self)._maybe_prepare_encoder_kwargs_for_generation
             if keeps(self) and not self.config.is_encoder_decoder:  # type: ignore[attr-defined]
                 arguments = bound(prepare, *args, **kwargs)
@@ -72,7 +71,7 @@ def loops(
 
 
 def reached() -> None:
-    """The call under way has come to a loop of ours."""
+    """Note that the current call has reached one of our loops."""
     if (now := current.get()) is not None:
         now.reached = True
 
@@ -81,5 +80,6 @@ def as_call(
     model: GenerativeModel, input_ids: Tensor, logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, **arguments: object,
 ) -> Call:  # fmt: skip
-    """As `custom_generate`: what `generate` hands to its loop. Stock gives it no tokenizer: see `at_strings`."""
+    """For use as `custom_generate`: captures the arguments that `generate` passes to its loop, which have no tokenizer
+    (see `at_strings`)."""
     return Call(input_ids, logits_processor, stopping_criteria, generation_config, arguments=arguments)

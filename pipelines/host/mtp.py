@@ -1,4 +1,4 @@
-"""Multi-token-prediction heads as transformers builds and loads them: further layers of a model's own classes."""
+"""Multi-token-prediction heads, built and loaded by transformers: additional layers of the model's own classes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mmspec.pipelines.host.kinds import GenerativeModel, PretrainedConfig, TextD
 
 
 class MtpHeads(MtpModel):
-    """`count` further layers of a model's own classes, each behind its two norms and a projection; their rotary."""
+    """`count` additional layers of a model's own classes, each after two norms and a projection; and their rotary."""
 
     def __init__(self, model: GenerativeModel, count: int) -> None:
         config, text = _config(model, count), decoder(model)
-        PreTrainedModel.__init__(self, config)  # MtpModel's own would take the target in, and wants a config that tells
+        PreTrainedModel.__init__(self, config)  # MtpModel's own would register the target
         block, norm = block_class(text), stock(text.norm)
         self.layers = nn.ModuleList(MtpLayer(config, block, norm, k) for k in range(count))
         self.rotary = copy.deepcopy(getattr(text, "rotary_emb", None))
@@ -33,7 +33,7 @@ class MtpHeads(MtpModel):
 
     @property
     def attention(self) -> str:
-        """The implementation by which they attend."""
+        """The name of their attention implementation."""
         return str(self.config._attn_implementation)
 
     @property
@@ -43,7 +43,7 @@ class MtpHeads(MtpModel):
 
     @property
     def windows(self) -> list[int | None]:
-        """How many places each layer sees; None: all."""
+        """The window of each layer in positions; None: no limit."""
         return [self.config.sliding_window if kind == "sliding_attention" else None for kind in self.kinds]
 
     @property
@@ -52,24 +52,24 @@ class MtpHeads(MtpModel):
 
 
 def filled(model: GenerativeModel, tensors: dict[str, Tensor]) -> MtpHeads:
-    """Heads of the target's own classes holding exactly these tensors, which transformers converts as the target's.
+    """Heads of the target's own classes with exactly these tensors, converted by transformers as the target's are.
 
     Raises:
-        ValueError: some are missing, or of other names or shapes.
+        ValueError: tensors are missing, or have other names or shapes.
     """
     count = len({key.split(".")[1] for key in tensors})
-    made = MtpHeads(model, count)
+    heads = MtpHeads(model, count)
     load = LoadStateDictConfig(weight_mapping=_conversions(model), device_map={"": "cpu"}, dtype=model.dtype)
     with _quiet():
-        info, _ = convert_and_load_state_dict_in_model(model=made, state_dict=dict(tensors), load_config=load)
-    wrong = [f"{name} is {list(mine)}, expected {list(theirs)}" for name, mine, theirs in info.mismatched_keys]
-    lack, more = sorted(info.missing_keys), sorted(info.unexpected_keys)
-    if lack or more or wrong:
+        info, _ = convert_and_load_state_dict_in_model(model=heads, state_dict=dict(tensors), load_config=load)
+    wrong = [f"{name} is {list(got)}, expected {list(expected)}" for name, got, expected in info.mismatched_keys]
+    missing, more = sorted(info.missing_keys), sorted(info.unexpected_keys)
+    if missing or more or wrong:
         raise ValueError(
-            f"missing: {listed(lack)}; unexpected: {listed(more)}; wrong shapes: {listed(sorted(wrong))}. Is the "
+            f"missing: {listed(missing)}; unexpected: {listed(more)}; wrong shapes: {listed(sorted(wrong))}. Is the "
             "checkpoint complete, of this model, and not quantized?"
         )
-    return made.eval()
+    return heads.eval()
 
 
 @contextmanager
@@ -85,20 +85,20 @@ def _quiet() -> Iterator[None]:
 
 
 def _conversions(model: GenerativeModel) -> list[Any]:
-    """What transformers makes of the target's own layers when it loads them, such as one tensor of single experts."""
+    """The conversions with which transformers loads the target's own layers, such as merging experts into a tensor."""
     kinds = dict.fromkeys((decoder(model).config.model_type, model.config.model_type))
-    each = [get_checkpoint_conversion_mapping(kind) or [] for kind in kinds]
-    return [one for some in each for one in some if not isinstance(one, PrefixChange)]
+    mappings = [get_checkpoint_conversion_mapping(kind) or [] for kind in kinds]
+    return [one for mapping in mappings for one in mapping if not isinstance(one, PrefixChange)]
 
 
 def block_class(text: TextDecoder) -> type:
-    """The class of the target's layers, one with attention where they are of several classes."""
+    """The class of the target's layers; if they have several classes, one with attention."""
     attending = (layer for layer in reversed(text.layers) if hasattr(layer, "self_attn"))
     return stock(next(attending, text.layers[-1]))
 
 
 def _config(model: GenerativeModel, count: int) -> PretrainedConfig:
-    """The text config, for `count` further layers whose attention sees everything unless the config says otherwise."""
+    """The text config for `count` additional layers, which have full attention unless the config says otherwise."""
     config = copy.deepcopy(decoder(model).config)
     for name, own in (("layer_types", "mtp_layer_types"), ("mlp_layer_types", "mtp_mlp_layer_types")):
         kinds = getattr(config, name, None)
@@ -106,7 +106,7 @@ def _config(model: GenerativeModel, count: int) -> PretrainedConfig:
             usual = "full_attention" if name == "layer_types" else kinds[-1]
             setattr(config, name, list(getattr(config, own, None) or [usual] * count)[:count])
     config.num_hidden_layers = count
-    if hasattr(config, "first_k_dense_replace"):  # of the target's layers; heads have experts
+    if hasattr(config, "first_k_dense_replace"):  # applies to the target's first layers; heads have experts
         config.first_k_dense_replace = 0
     config._attn_implementation = "eager" if config._attn_implementation == "eager" else "sdpa"
     return config

@@ -1,7 +1,7 @@
-"""What the installed transformers calls things, found by signature and never by version number.
+"""Names that differ between releases of transformers, found by signature and never by version number.
 
 Up to 5.23 a model's KV cache is called `past_key_values` (`cache_params` in some layers), from 5.24 on `cache`
-everywhere. Stock passes on only the name of its release, and drops the other one where both arrive.
+everywhere. Stock passes on only the name of its own release, and drops the other if it gets both.
 """
 
 from __future__ import annotations
@@ -25,52 +25,52 @@ def signature(function: Callable[..., object]) -> inspect.Signature:
 
 
 def has(function: Callable[..., object], parameter: str) -> bool:
-    """Whether a function of the host has this parameter."""
+    """Whether a function of transformers has this parameter."""
     return parameter in signature(function).parameters
 
 
 CACHE = next((name for name in _CACHES if has(GenerationMixin.prepare_inputs_for_generation, name)), "")
 if not CACHE:
     raise ImportError(f"prepare_inputs_for_generation takes no KV cache under a known name: {', '.join(_CACHES)}")
-# Kosmos-2.5 counts what is cached under another name
+# Kosmos-2.5's name for the number of cached tokens
 CACHED = "cache_length" if CACHE == "cache" else "past_key_values_length"
 
-FEATURES = "last_hidden_state"  # of what a decoder gives
-LOGITS = "logits_to_keep"  # of which tokens a forward gives logits: a number of last ones (0: all), or a list
+FEATURES = "last_hidden_state"  # in a decoder's output
+LOGITS = "logits_to_keep"  # the tokens for which a forward returns logits: the number of last ones (0: all), or a list
 
 
 def origin(model: Configured) -> tuple[str, str | None]:
-    """The folder or hub name that a model or pipeline was loaded from, "" where nobody knows, and the revision."""
+    """The folder or hub name that a model or pipeline was loaded from ("" if unknown), and the revision."""
     config = model.config
     return getattr(config, "_name_or_path", None) or "", getattr(config, "_commit_hash", None)
 
 
 def own_setting(model: Configured, name: str) -> object:
-    """What a model's config says under a name of ours; None: nothing."""
+    """The value of one of mmspec's own settings in a model's config, or None."""
     return getattr(model.config, name, None)
 
 
 def translated(kwargs: Mapping[str, object]) -> dict[str, Any]:
-    """A user's keyword arguments, the KV cache under the name of the installed release.
+    """A user's keyword arguments, with the KV cache under the name of the installed release.
 
-    An older name is warned of at the caller's caller, as stock would.
+    For an older name there is a FutureWarning at the caller's caller, as from stock.
     """
-    named = dict(kwargs)
+    arguments = dict(kwargs)
     for old in _CACHES[1:]:
-        if old in named and old != CACHE and CACHE not in named:
+        if old in arguments and old != CACHE and CACHE not in arguments:
             what = f"`{old}` is deprecated in the installed transformers; use `{CACHE}` instead."
             warnings.warn(what, FutureWarning, stacklevel=3)
-            named[CACHE] = named.pop(old)
-    return named
+            arguments[CACHE] = arguments.pop(old)
+    return arguments
 
 
 def bound(method: Callable[..., Any], *args: object, **kwargs: object) -> dict[str, Any]:
-    """What each parameter of a stock method gets in this call, by name, without `self`; further keywords beside."""
-    which = signature(method)
-    call = which.bind(None, *args, **kwargs)
+    """The arguments of a stock method in this call by name, without `self`, with those of `**kwargs` merged in."""
+    parameters = signature(method)
+    call = parameters.bind(None, *args, **kwargs)
     call.apply_defaults()
     arguments = dict(list(call.arguments.items())[1:])
-    for name, parameter in which.parameters.items():
+    for name, parameter in parameters.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             arguments |= arguments.pop(name)
     return arguments
@@ -79,7 +79,7 @@ def bound(method: Callable[..., Any], *args: object, **kwargs: object) -> dict[s
 def by_name(
     method: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[object, ...], dict[str, Any]]:
-    """The arguments of a call of a stock method, all but the first by name; as they came where stock refuses them."""
+    """The arguments of a stock method call, all but the first by name; unchanged if stock would refuse them."""
     names = list(signature(method).parameters)[2:]
     more = dict(zip(names, args[1:], strict=False))
     if len(more) < len(args) - 1 or more.keys() & kwargs.keys():
@@ -88,10 +88,10 @@ def by_name(
 
 
 def cache_name(function: Callable[..., object]) -> str:
-    """How a stock function calls the KV cache.
+    """The name of a stock function's parameter for the KV cache.
 
     Raises:
-        TypeError: it takes none under a name that mmspec knows.
+        TypeError: it has none with a name that mmspec knows.
     """
     for name in _CACHES:
         if has(function, name):

@@ -1,4 +1,4 @@
-"""Layers that quantize what they read, as far as they do so over all tokens of a forward."""
+"""Finds layers that quantize their inputs with one scale for all tokens of a forward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmspec.pipelines.host.decoder import head
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.kinds import GenerativeModel
 
-# modules of layers that choose a scale for all of their input
+# Python modules whose layers choose one scale for their whole input
 _DYNAMIC = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic", "torch.nn.quantized.dynamic")
 
 
@@ -22,7 +22,7 @@ def shared_scale(model: GenerativeModel) -> str | None:
     return (
         f"its {stock(layer).__name__} layers quantize their input with one scale for all tokens of a forward "
         "(quantize_dynamic, or torchao with PerTensor), so several drafted tokens in one forward get other values than "
-        "one at a time; quantize the weights alone, or with one scale for each token"
+        "one at a time; quantize only the weights, or with one scale for each token"
     )
 
 

@@ -1,4 +1,4 @@
-"""How far a model's positions reach: tables that end, and rotary frequencies that change as a text grows."""
+"""The limits of a model's positions: the size of a learned table, and lengths at which rotary frequencies change."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from mmspec.session import Session
 
 Stop = Callable[[list[int], int], int | None]  # `Row.stop`
 
-MARGIN = 128  # slots by which a row may be behind the longest one, and the nodes of its draft
+MARGIN = 128  # allowance in slots for rows that are shorter than the longest one, and for the nodes of a draft
 
 
 def table(decoder: TextDecoder) -> int | None:
-    """Positions that its learned table holds (OPT, BioGPT); None where there is none."""
+    """The number of positions in a decoder's learned table (OPT, BioGPT); None: it has no table."""
     sizes = [
-        module.num_embeddings - getattr(module, "offset", 0)  # OPT's table begins with two rows that are no positions
+        module.num_embeddings - getattr(module, "offset", 0)  # the first two rows of OPT's table are not positions
         for name, module in decoder.named_children()
         if isinstance(module, nn.Embedding) and ("position" in name or name == "wpe")
     ]
     return min(sizes, default=None)
 
 
-def turn(decoder: TextDecoder) -> int | None:
-    """Length past which rotary frequencies or scales depend on the longest position in the batch; None: they never do.
+def rotary_limit(decoder: TextDecoder) -> int | None:
+    """Length beyond which rotary frequencies or scales depend on the batch's longest position; None: they never do.
 
-    A draft reaches further than the text, so that it could change them for tokens that stock decoding reads unchanged.
+    A draft is longer than the text, so it could change them for tokens of the text, unlike in stock.
     """
     lengths = []
     for module in each_module(decoder):
         own = vars(module)
-        kinds = own.get("rope_type")  # one, or one for each type of layers
+        kinds = own.get("rope_type")  # a string, or a dict by layer type
         for layer, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
             if kind == "longrope":
                 parameters = module.config.rope_parameters
@@ -44,30 +44,30 @@ def turn(decoder: TextDecoder) -> int | None:
         if own.get("attn_temperature_tuning"):  # Llama-4 counts slots of the cache
             lengths.append(int(module.floor_scale) - MARGIN)
     if type(decoder).__name__ == "InklingTextModel" and decoder.config.log_scaling_n_floor is not None:
-        lengths.append(decoder.config.log_scaling_n_floor - MARGIN)  # counts them likewise
+        lengths.append(decoder.config.log_scaling_n_floor - MARGIN)  # also counts slots
     return min(lengths, default=None)
 
 
-def within(stop: Stop | None, most: int, held: int) -> Stop:
-    """A row's condition, on a table that holds `held` positions: as stock, it fails where the row goes on past them.
+def within(stop: Stop | None, most: int, limit: int) -> Stop:
+    """A row's stop condition that raises IndexError, as stock does, if the row needs more positions than there are.
 
     Args:
         stop: the row's own condition, if any.
-        most: tokens that the row may have, the last of which is not read any more.
-        held: for the message.
+        most: the maximum number of tokens of the row; the last one is not read.
+        limit: the size of the model's table, for the message.
     """
 
     def stops(tokens: list[int], new: int) -> int | None:
         length = None if stop is None else stop(tokens, new)
         if (len(tokens) if length is None else length) > most:
-            raise IndexError(f"the model has {held} learned positions and the text needs more; lower max_new_tokens")
+            raise IndexError(f"the model has {limit} learned positions and the text needs more; lower max_new_tokens")
         return length
 
     return stops
 
 
 def bound(session: Session, table: int) -> None:
-    """Let rows fail where they go on past the model's learned positions, and not where a draft would."""
+    """Make rows raise an error if their text, not just a draft, exceeds the model's learned positions."""
     begin = torch.zeros(len(session.cache.open_slots), 1, dtype=torch.long, device=session.pending.device)
     furthest = session.cache.places.at(begin).reshape(-1, len(session.rows), session.cache.streams).amax((0, 2))
     for row, place in zip(session.rows, furthest.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Which models can read a draft's tree: what their decoder, its layers, its attention and their head have to be."""
+"""Which models can read a draft tree: the requirements on their decoder, layers, attention and head."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.target import masks
 
 _LAYERS = set(masks.KINDS)
-_BLOCKS = ("index_kpool", "indexer_compress_ratio", "index_block_size")  # of an indexer that chooses blocks, not keys
-# class → why it cannot be accelerated, where nothing but its forward tells
-_STRANGE = {
-    "Kosmos2ForConditionalGeneration": "its generate hands the writing on to a model that counts the cache's slots",
-    "EvollaForProteinText2Text": "its layers look at the protein through a mask made for one token at a time",
+_BLOCKS = ("index_kpool", "indexer_compress_ratio", "index_block_size")  # settings of an indexer that selects blocks
+# class → why it cannot be accelerated, for reasons that only its forward shows
+_REFUSED = {
+    "Kosmos2ForConditionalGeneration": "its generate delegates to a model that counts the slots of the cache",
+    "EvollaForProteinText2Text": "its layers attend to the protein with a mask for one token at a time",
 }
 
 
-def two_parts(model: GenerativeModel) -> bool:
-    """Whether an encoder reads the prompt, and what is generated stands alone."""
+def encoder_decoder(model: GenerativeModel) -> bool:
+    """Whether it is an encoder-decoder model."""
     return bool(getattr(model.config, "is_encoder_decoder", False))
 
 
 def unsupported(model: GenerativeModel) -> str | None:
     """Why this model cannot be accelerated, or None."""
-    if two_parts(model):
+    if encoder_decoder(model):
         return "it is an encoder-decoder model; only decoder-only models are supported"
-    if stock(model).__name__ in _STRANGE:
-        return _STRANGE[stock(model).__name__]
+    if stock(model).__name__ in _REFUSED:
+        return _REFUSED[stock(model).__name__]
     text = decoder(model) if hasattr(model, "get_decoder") else None
     if text is None or text is model or not hasattr(text, "layers"):
-        return "get_decoder() does not give a text decoder with layers"
+        return "get_decoder() does not return a text decoder with layers"
     if head(model) is None:
-        return "get_output_embeddings() gives no head"
+        return "get_output_embeddings() returns no head"
     if "position_ids" not in inspect.signature(text.forward).parameters:
         return "its decoder takes no position_ids, which the nodes of a tree need"
-    strange = recurrent.unknown(text, path_readers.READERS)
-    if strange is not None:
-        return f"{strange} keeps a state that cannot be rolled back after a rejected draft"
+    unknown = recurrent.unknown(text, path_readers.READERS)
+    if unknown is not None:
+        return f"{unknown} keeps a state that cannot be rolled back after a rejected draft"
     kept = any(recurrent.modules(text))
     if getattr(model, "_is_stateful", False) and not kept:
         return "it keeps a recurrent state, which cannot be rolled back after a rejected draft"
     counting = [m for m in text.modules() if "get_query_offset" in recurrent.names(stock(m), helpers=True)]
     if counting and not any(path_readers.reader(m) for one in counting for m in one.modules()):
-        return "its attention measures distances by slots of the cache, where the nodes of a tree lie side by side"
+        return "its attention measures distances in cache slots, which are not the positions of tree nodes"
     indexers = [
         m for m in text.modules() if "update_indexer" in recurrent.names(stock(m)) and not path_readers.reader(m)
     ]
     if indexers and any(getattr(text.config, name, None) for name in _BLOCKS):
-        return "its indexer chooses blocks of the cache, which the nodes of a tree would shift"
+        return "its indexer selects blocks of the cache, which the nodes of a tree would shift"
     layers = set(getattr(text.config, "layer_types", None) or ["full_attention"])
     layers -= recurrent.KINDS if kept else set()
     if layers - _LAYERS:
@@ -60,7 +60,7 @@ def unsupported(model: GenerativeModel) -> str | None:
 
 
 def head_shape(model: GenerativeModel) -> tuple[int, int]:
-    """Rows and width of its head; where that is quantized, `weight` may be a function, or packed."""
+    """Rows and width of the model's head; `weight` of a quantized head may be a function, or packed."""
     last = head(model)
     assert last is not None
     if hasattr(last, "out_features"):

@@ -1,8 +1,8 @@
-"""Decoder layers that keep a recurrent or convolutional state: stock's own forward, reading a draft's tree in one go.
+"""Decoder layers with a recurrent or convolutional state: they read a draft tree in one forward of stock's own code.
 
-A module that keeps such a state calls, in the middle of its forward, one of the functions in SCANS. `reader` makes a
-class to put before the module's own, whose forward is stock's own code with these functions replaced, in that forward
-alone. While a draft is read they take its tree into account and keep what every node wrote; else they are stock's.
+A module with such a state calls one of the functions in SCANS in the middle of its forward. `reader` builds a mixin for
+the module's class, whose forward is stock's code with these functions replaced, only in that forward. While a draft is
+read, the replacements follow its tree and record what every node adds to the state; otherwise they call stock's.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from mmspec.pipelines.host.forward import during, now
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.recurrent_state import RecurrentLayer, Writes
 
-TreeScan = Callable[..., tuple[Tensor, Tensor]]  # what the nodes read, and what they write
-Scan = Callable[..., tuple[Tensor, Tensor | None]]  # what the tokens read, and the state after them
+TreeScan = Callable[..., tuple[Tensor, Tensor]]  # returns the nodes' outputs, and what they write
+Scan = Callable[..., tuple[Tensor, Tensor | None]]  # returns the tokens' outputs, and the state after them
 
 
 @dataclass
 class Reading:
-    """A draft that is being read, and the layer that reads it."""
+    """A draft that is being read, and the layer that reads it now."""
 
     parents: Tensor  # [B, n]
     depth: Tensor  # [B, n]
     ancestors: Tensor  # bool [B, n, n]
     scan: TreeScan = dispatch.recurrent_tree
     layer: RecurrentLayer | None = None
-    index: int = 0  # of the convolution that stock will call next
+    index: int = 0  # the `state_idx` of the convolution that stock will call next
     _windows: dict[int, Tensor] = field(default_factory=dict)
 
     def windows(self, width: int, device: torch.device) -> Tensor:
-        """As `ops.conv_windows`, made once for all layers."""
+        """See `ops.conv_windows`; computed once for all layers."""
         if width not in self._windows:
             self._windows[width] = ops.conv_windows(self.parents, self.depth, width)
         return self._windows[width].to(device)
@@ -53,12 +53,12 @@ class Reading:
     def read(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, beta: Tensor | None, turned: bool
     ) -> Tensor:
-        """What the nodes read, [B, H, n, V] in float32, from their queries, keys and values [B, H, n, …]; what they
-        write is kept with the layer.
+        """The nodes' outputs, [B, H, n, V] in float32, from their queries, keys and values [B, H, n, …]; their writes
+        are stored in the layer.
 
         Args:
             beta: of the delta rule, [B, H, n].
-            turned: whether stock keeps the state as [B, H, V, K]; a node writes the same, its sides exchanged.
+            turned: whether stock keeps the state as [B, H, V, K]; then the two factors of a write are swapped.
         """
         assert self.layer is not None
         ancestors = self.ancestors.to(k.device)
@@ -74,7 +74,7 @@ class Reading:
 def reads(
     parents: Tensor, depth: Tensor, ancestors: Tensor, scan: TreeScan = dispatch.recurrent_tree
 ) -> Iterator[None]:
-    """Within, forwards read the nodes of this tree, by `scan`: a capture can follow `ops.recurrent_tree`, no kernel."""
+    """A context in which forwards read this tree by `scan`; captures need `ops.recurrent_tree`, which is no kernel."""
     with during(draft=Reading(parents, depth, ancestors, scan)):
         yield
 
@@ -94,7 +94,7 @@ def _conv(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _delta(stock: Scan) -> Scan:
-    """Gated delta rule; with a decay for each channel it is Kimi's."""
+    """The gated delta rule; with a decay for each channel, Kimi's."""
 
     def gated_delta_rule(
         query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *,
@@ -118,7 +118,7 @@ def _delta(stock: Scan) -> Scan:
 
 
 def _ssd(stock: Callable[..., Any]) -> Scan:
-    """State space duality, as Mamba-2 has it."""
+    """State space duality, as in Mamba-2."""
 
     def mamba2_scan(
         x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
@@ -144,7 +144,7 @@ def _ssd(stock: Callable[..., Any]) -> Scan:
 
 
 def _ssd_step(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same for one token, as stock calls it: every argument spread over the state's [H, V, K]."""
+    """`_ssd` for one token; stock passes every argument expanded to the state's [H, V, K]."""
 
     def selective_state_update(
         state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
@@ -164,8 +164,8 @@ def _ssd_step(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return selective_state_update
 
 
-# function that a stock forward calls → what makes its replacement; those of a name's beginning that stock tells apart
-# by the package they come from are one and the same here
+# function that a stock forward calls → what builds its replacement; stock's variants of a function from different
+# packages have one replacement
 SCANS: dict[str, Callable[..., Callable[..., object]]] = {
     "causal_conv1d_fn": _conv,
     "torch_chunk_gated_delta_rule": _delta,
@@ -180,7 +180,7 @@ _WRITES = {"update_conv_state": {"causal_conv1d_fn"}, "update_recurrent_state": 
 
 
 def modules(decoder: Module) -> list[Module]:
-    """The modules of a decoder that keep a state other than keys and values."""
+    """The modules of a decoder with a state other than keys and values."""
     return [module for module in each_module(decoder) if _keeps(stock(module))]
 
 
@@ -190,7 +190,7 @@ def _keeps(cls: type) -> bool:
 
 
 def unknown(decoder: Module, known: Collection[str] = ()) -> str | None:
-    """The class of a module whose state cannot be read as a tree, or None; those `known` can, in another way."""
+    """The class of a module that cannot read a tree, or None; the classes in `known` can, by other code."""
     for module in modules(decoder):
         if type(module).__name__ in known:
             continue
@@ -202,7 +202,7 @@ def unknown(decoder: Module, known: Collection[str] = ()) -> str | None:
 
 
 def reader(cls: type) -> type:
-    """A mixin for modules of this class, whose forward then reads the trees of drafts."""
+    """A mixin for modules of this class, with a forward that reads draft trees."""
     return type("TreeReader", (), {"forward": _rebound(cls.forward)})  # type: ignore[attr-defined]
 
 
@@ -213,7 +213,7 @@ def _functions(cls: type) -> list[FunctionType]:
 
 
 def names(cls: type, helpers: bool = False) -> set[str]:
-    """What the functions of a class call and read, by name; with `helpers` those that they call in their file, too."""
+    """The names that a class's functions use; with `helpers` also those that functions they call in its file use."""
     own = _functions(cls)
     if helpers:
         called = (function.__globals__.get(name) for function in own for name in function.__code__.co_names)
@@ -222,7 +222,7 @@ def names(cls: type, helpers: bool = False) -> set[str]:
 
 
 def _rebound(function: FunctionType) -> FunctionType:
-    """The same code with the functions of SCANS replaced, decorators around it included."""
+    """The same function, including its decorators, with the functions of SCANS replaced."""
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
         own = function.__globals__
@@ -233,6 +233,6 @@ def _rebound(function: FunctionType) -> FunctionType:
 
 
 def _with(function: FunctionType, names: dict[str, object], closure: tuple[CellType, ...] | None) -> FunctionType:
-    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied

@@ -1,6 +1,6 @@
-"""What mmspec says and does on a release of transformers that it was not tested with.
+"""Error handling for releases of transformers that mmspec was not tested with.
 
-Importing this module imports nothing of the host, so that it can say why something of the host is missing.
+Importing this module does not import transformers, so that it can report why an import from there fails.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ def tested() -> bool:
 
 
 def advice() -> str:
-    """Which release is installed, which are tested, and the command that installs one of those."""
-    known = contract.TESTED["transformers"]
+    """A sentence with the installed release, the tested ones, and the command that installs one of those."""
+    spec = contract.TESTED["transformers"]
     return (
-        f'transformers {installed()} is installed, and mmspec is tested with {known}: pip install "transformers{known}"'
+        f'transformers {installed()} is installed, and mmspec is tested with {spec}: pip install "transformers{spec}"'
     )
 
 
 def broken(names: Collection[str] = ()) -> str | None:
-    """What mmspec assumes of the host and the installed release does not keep, in a sentence; None: nothing.
+    """Which of mmspec's assumptions are false for the installed release, in a sentence; None: all hold.
 
     Args:
-        names: of the classes that are needed beside what all models need.
+        names: class names; rows for these are checked besides those for all models.
     """
     rows = contract.broken(models=names)
     return None if not rows else f"{rows[0]}{f' (and {len(rows) - 1} more)' if rows[1:] else ''}. {advice()}"
 
 
 def with_advice(refused: UnsupportedError) -> UnsupportedError:
-    """The same refusal, which says what is installed and what is tested."""
-    known = contract.TESTED["transformers"] in str(refused)
-    return refused if known else UnsupportedError(f"{refused}. {advice()}")
+    """The same error, with `advice()` at its end."""
+    included = contract.TESTED["transformers"] in str(refused)
+    return refused if included else UnsupportedError(f"{refused}. {advice()}")
 
 
 def changed(error: Exception) -> str:
-    """Why something failed that does not fail on a tested release."""
+    """The reason for an error that does not occur on a tested release, in a sentence."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -64,10 +64,10 @@ def changed(error: Exception) -> str:
 
 
 class Untouched:
-    """A model that was left as it is, because mmspec cannot read the installed transformers.
+    """The handle of a model that was left unchanged, because mmspec does not work with the installed transformers.
 
     Attributes:
-        model: what was given to `enable`.
+        model: what was passed to `enable`.
     """
 
     drafter = None
@@ -86,10 +86,10 @@ class Untouched:
 
 
 def leave(model: object, why: str, config: SpecConfig) -> Untouched:
-    """Leave a model as it is, with a warning.
+    """Leave a model unchanged, with a warning.
 
     Raises:
-        UnsupportedError: that is not what `on_unsupported` asks for.
+        UnsupportedError: `on_unsupported` is "error".
     """
     if config.on_unsupported == "error":
         raise UnsupportedError(f"mmspec cannot accelerate {type(model).__name__}: {why}")
@@ -98,10 +98,10 @@ def leave(model: object, why: str, config: SpecConfig) -> Untouched:
 
 
 def missing(name: str, error: Exception) -> Callable[..., object]:
-    """What stands for a public function of mmspec whose module does not load with the installed release.
+    """A replacement for a public function of mmspec whose module cannot be imported with the installed release.
 
     Raises:
-        Exception: `error` itself, on a tested release that keeps all that mmspec assumes.
+        Exception: `error` itself, on a tested release for which all of mmspec's assumptions hold.
     """
     if tested() and broken() is None:
         raise error
@@ -116,12 +116,12 @@ def missing(name: str, error: Exception) -> Callable[..., object]:
     def refuse(*_: object, **__: object) -> NoReturn:
         raise UnsupportedError(f"mmspec.{name} is not available: {why}")
 
-    known: dict[str, Callable[..., object]] = {"enable": enable, "disable": disable}
-    return known.get(name, refuse)
+    replacements: dict[str, Callable[..., object]] = {"enable": enable, "disable": disable}
+    return replacements.get(name, refuse)
 
 
 def guarded(enable: Callable[..., Any]) -> Callable[..., Any]:
-    """`enable`, which on an untested release refuses, or leaves the model, where it would fail for the host's sake."""
+    """Wrap `enable`: on an untested release, errors caused by transformers become UnsupportedError or a warning."""
 
     @functools.wraps(enable)
     def wrapped(model_or_pipe: object, drafter: object = None, **options: object) -> Any:

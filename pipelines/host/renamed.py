@@ -1,4 +1,4 @@
-"""Attention modules that use another implementation for a while: their config names it to them, and to nobody else."""
+"""Switches attention modules to another implementation for a while, through a config that only they see."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from mmspec.pipelines.host.forward import now
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.kinds import PretrainedConfig, TextDecoder
 
-TREES = ("sdpa", "eager", tree_attention.NAME)  # what takes a tree's mask
+TREES = ("sdpa", "eager", tree_attention.NAME)  # implementations that take a tree mask
 FLEX = "flex_attention"
 
 
 class Renamed:
-    """Mixin of an attention module, which asks its config for the implementation."""
+    """Mixin for an attention module that reads the name of its implementation from its config."""
 
     @property
-    def config(self) -> PretrainedConfig | _Named:
+    def config(self) -> PretrainedConfig | _Overridden:
         own, instead = self.__dict__["config"], now().attention
-        return own if instead is None else _Named(own, instead)
+        return own if instead is None else _Overridden(own, instead)
 
 
-class _Named:
-    """A config with another attention implementation; the model's own stays as it is, for all other threads."""
+class _Overridden:
+    """A config with another attention implementation; the model's own config is unchanged for all other threads."""
 
     def __init__(self, own: PretrainedConfig, name: str) -> None:
         self._own, self._attn_implementation = own, name
@@ -36,10 +36,10 @@ class _Named:
 
 
 def for_drafts(decoder: TextDecoder) -> str | None:
-    """What reads a draft's tree where the decoder's own attention takes no mask, FlashAttention and FlexAttention.
+    """What reads draft trees if the decoder's own implementation takes no tree mask (FlashAttention, FlexAttention).
 
-    On CUDA tree attention in place of sdpa, which repeats keys and values under a mask. None: it reads them itself, or
-    nobody knows what it is.
+    On CUDA, tree attention also replaces sdpa, which repeats keys and values under a mask. None: the decoder's own
+    implementation reads drafts, or is unknown.
     """
     name = decoder.config._attn_implementation
     if name == "sdpa" and devices.execution(decoder).type == "cuda" and modules(decoder):
@@ -50,7 +50,7 @@ def for_drafts(decoder: TextDecoder) -> str | None:
 
 
 def unfit(text: TextDecoder) -> str | None:
-    """Why the attention that a decoder's config names cannot read a tree, nor another in its place; or None."""
+    """Why neither the attention that a decoder's config names nor a replacement can read a tree; None: one can."""
     name = text.config._attn_implementation
     if name in TREES or for_drafts(text) is not None:
         return None
@@ -62,11 +62,11 @@ def unfit(text: TextDecoder) -> str | None:
 
 
 def modules(decoder: TextDecoder) -> list[nn.Module]:
-    """The modules of a decoder that ask their config for an implementation when they attend."""
+    """The modules of a decoder whose forward reads the attention implementation from their config."""
     layers = [module for layer in decoder.layers for module in layer.modules()]
-    return [module for module in layers if "config" in module.__dict__ and _asks(stock(module))]
+    return [module for module in layers if "config" in module.__dict__ and _reads_name(stock(module))]
 
 
 @cache
-def _asks(cls: type) -> bool:
+def _reads_name(cls: type) -> bool:
     return "_attn_implementation" in recurrent.names(cls)

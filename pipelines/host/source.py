@@ -1,6 +1,6 @@
-"""What stands in a package's source files, read by `ast` without importing it: definitions, parameters, calls.
+"""Reads definitions, parameters and calls from a package's source files by `ast`, without importing it.
 
-Of a file only the top-level statement that is looked at is parsed, which keeps the whole contract under a second.
+Only the top-level statement that is needed is parsed, so that checking the whole contract takes less than a second.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _DEFINING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_BEGIN = re.compile(r"^(?=[A-Za-z_@])(?!else\b|elif\b|except\b|finally\b)", re.MULTILINE)  # of a top-level statement
+_BEGIN = re.compile(r"^(?=[A-Za-z_@])(?!else\b|elif\b|except\b|finally\b)", re.MULTILINE)  # a top-level statement
 _NAMED = re.compile(r"^(?:async def|def|class)\s+(\w+)|^(\w+)\s*[:=]", re.MULTILINE)
 
 
 @cache
 def package(name: str, where: Path | None = None) -> Path | None:
-    """The folder of an installed package, or of one in the folder `where`; None: it is not there."""
+    """The folder of an installed package, or of a package in the folder `where`; None: there is none."""
     if where is not None:
         return where / name if (where / name).is_dir() else None
     spec = importlib.util.find_spec(name)
@@ -30,7 +30,7 @@ def package(name: str, where: Path | None = None) -> Path | None:
 
 @cache
 def version(name: str, where: Path | None = None) -> str:
-    """What `__version__` says in a package's own file; "" where it says nothing."""
+    """`__version__` in a package's `__init__.py`; "" if it is not there."""
     folder = package(name, where)
     match = folder and re.search(r"^__version__ = [\"'](.+?)[\"']", _text(folder / "__init__.py"), re.MULTILINE)
     return match[1] if match else ""
@@ -49,7 +49,7 @@ class Module:
 
     @cached_property
     def _parts(self) -> list[str]:
-        """The file's top-level statements, decorators apart from what they decorate."""
+        """The file's top-level statements; decorators are separate from what they decorate."""
         begins = [match.start() for match in _BEGIN.finditer(self.text)]
         return [self.text[a:b] for a, b in zip(begins, [*begins[1:], len(self.text)], strict=True)]
 
@@ -64,19 +64,19 @@ class Module:
 
     @cached_property
     def bound(self) -> set[str]:
-        """Names that the file defines or imports at its top level, conditions included."""
+        """Names that the file defines or imports at its top level, also inside of `if` and `try`."""
         others = "".join(part for part in self._parts if part.startswith(("import ", "from ", "if ", "try:")))
         try:
             return set(self._by_name) | set(_bound(ast.parse(others).body))
         except SyntaxError:
             return set(_bound(self.whole.body))
 
-    @cache  # noqa: B019 as long as the module, which is kept
+    @cache  # noqa: B019 module objects are cached anyway
     def find(self, name: str) -> ast.AST | None:
-        """The statement that defines a name: a class, a function, an assignment; an import counts as one."""
+        """The statement that defines a name: a class, a function, an assignment or an import."""
         try:
             body: list[ast.stmt] = ast.parse(self._by_name.get(name, "")).body
-        except SyntaxError:  # text at a line's beginning within the statement
+        except SyntaxError:  # the statement has text at the beginning of a line, such as in a string
             body = []
         return _defined(body or self.whole.body, name)
 
@@ -87,18 +87,18 @@ def module(path: Path) -> Module:
 
 
 def look(dotted: str, where: Path | None = None) -> tuple[ast.AST, Module] | str:
-    """What a dotted name stands for, with its file; or the first part of it that is not there, as a sentence.
+    """The node of a dotted name and its file; or a sentence that names the first part that is not there.
 
-    A part may be `a|b`, either.
+    A part may be `a|b`, which means one of the two.
     """
     name, *parts = dotted.split(".")
     here = package(name, where)
     if here is None:
         return f"there is no package {name}"
     while parts:
-        some = parts[0].split("|")
-        inner = next((here / one for one in some if (here / one).is_dir()), None)
-        file = next((here / f"{one}.py" for one in some if (here / f"{one}.py").is_file()), None)
+        names = parts[0].split("|")
+        inner = next((here / one for one in names if (here / one).is_dir()), None)
+        file = next((here / f"{one}.py" for one in names if (here / f"{one}.py").is_file()), None)
         if inner is None and file is None:
             return _inside(module(here / "__init__.py"), parts, f"{here.name}/")
         parts = parts[1:]
@@ -109,15 +109,15 @@ def look(dotted: str, where: Path | None = None) -> tuple[ast.AST, Module] | str
     return _inside(module(here / "__init__.py"), [], here.name)
 
 
-def _inside(file: Module, parts: list[str], said: str) -> tuple[ast.AST, Module] | str:
+def _inside(file: Module, parts: list[str], where: str) -> tuple[ast.AST, Module] | str:
     node: ast.AST | None = None
     for n, part in enumerate(parts):
         body = getattr(node, "body", [])
         some = ((file.find(one) if n == 0 else _defined(body, one)) for one in part.split("|"))
         node = next((one for one in some if one is not None), None)
         if node is None:
-            return f"there is no {part.replace('|', ' or ')} in {said}"
-        said = part
+            return f"there is no {part.replace('|', ' or ')} in {where}"
+        where = part
     return (file.whole if node is None else node), file
 
 
@@ -131,7 +131,7 @@ def _defined(body: list[ast.stmt], name: str) -> ast.AST | None:
 
 
 def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements, those under a condition too."""
+    """Statements, including those inside of `if` and `try`."""
     for one in body:
         yield one
         if isinstance(one, (ast.If, ast.Try)):
@@ -151,13 +151,13 @@ def _bound(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def parameters(function: ast.AST) -> tuple[list[str], set[str]]:
-    """The names of a function's parameters in their order, self left out, and of those that have a default.
+    """The names of a function's parameters in order, without self, and of those that have a default.
 
     Raises:
-        TypeError: it is no function.
+        TypeError: it is not a function.
     """
     if not isinstance(function, Function):
-        raise TypeError("it is no function")
+        raise TypeError("it is not a function")
     args = function.args
     names = [one.arg for one in (*args.posonlyargs, *args.args)]
     optional = set(names[len(names) - len(args.defaults) :] if args.defaults else [])
@@ -167,13 +167,13 @@ def parameters(function: ast.AST) -> tuple[list[str], set[str]]:
 
 
 def members(cls: ast.AST) -> set[str]:
-    """What a class defines, and what its methods set on self.
+    """The names that a class defines, and that its methods set on self.
 
     Raises:
-        TypeError: it is no class.
+        TypeError: it is not a class.
     """
     if not isinstance(cls, ast.ClassDef):
-        raise TypeError("it is no class")
+        raise TypeError("it is not a class")
     stored = (n for n in ast.walk(cls) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
     return set(_bound(cls.body)) | {n.attr for n in stored if isinstance(n.value, ast.Name) and n.value.id == "self"}
 
@@ -191,16 +191,16 @@ def words(node: ast.AST) -> set[str]:
 
 
 def calls(node: ast.AST) -> dict[str, set[str]]:
-    """What a piece of source calls, `f` or as a method `.f`, and the keywords of these calls."""
-    made: dict[str, set[str]] = {}
+    """The functions `f` and methods `.f` that a piece of source calls, and the keywords of these calls."""
+    found: dict[str, set[str]] = {}
     for one in ast.walk(node):
         if isinstance(one, ast.Call) and isinstance(one.func, (ast.Name, ast.Attribute)):
             name = one.func.id if isinstance(one.func, ast.Name) else f".{one.func.attr}"
-            made.setdefault(name, set()).update(k.arg for k in one.keywords if k.arg is not None)
-    return made
+            found.setdefault(name, set()).update(k.arg for k in one.keywords if k.arg is not None)
+    return found
 
 
-# keywords by which stock may call a function that ours stands for: another one would be left out unseen
+# keywords that stock may pass to a function that we replace: our replacement would silently ignore any other
 ARGUMENTS = {
     "causal_conv1d_fn": "x weight bias activation seq_idx",
     **dict.fromkeys(
@@ -216,55 +216,54 @@ ARGUMENTS = {
 }
 
 
-def _lacking(names: str, there: Collection[str]) -> list[str]:
-    return [each.replace("|", " or ") for each in names.split() if not set(each.split("|")) & set(there)]
+def _missing(names: str, found: Collection[str]) -> list[str]:
+    return [each.replace("|", " or ") for each in names.split() if not set(each.split("|")) & set(found)]
 
 
 def _knows(node: ast.AST, names: str, file: Module) -> str:
-    there, _ = parameters(node)
-    lack = _lacking(names, there)
-    return f"it has no parameter {', '.join(lack)}; it has {', '.join(there) or 'none'}" if lack else ""
+    found, _ = parameters(node)
+    missing = _missing(names, found)
+    return f"it has no parameter {', '.join(missing)}; it has {', '.join(found) or 'none'}" if missing else ""
 
 
 def _takes(node: ast.AST, names: str, file: Module) -> str:
-    there, optional = parameters(node)
-    known = {one for each in names.split() for one in each.split("|")}
-    more = [each for each in there if each not in known | optional]
-    return _knows(node, names, file) or (f"it wants {', '.join(more)} besides" if more else "")
+    found, optional = parameters(node)
+    expected = {one for each in names.split() for one in each.split("|")}
+    more = [each for each in found if each not in expected | optional]
+    return _knows(node, names, file) or (f"it also requires {', '.join(more)}" if more else "")
 
 
 def _order(node: ast.AST, names: str, file: Module) -> str:
-    there, wanted = parameters(node)[0], names.split()
-    first = there[: len(wanted)]
+    found, wanted = parameters(node)[0], names.split()
+    first = found[: len(wanted)]
     if len(first) < len(wanted) or any(one not in each.split("|") for one, each in zip(first, wanted, strict=True)):
         expected = ", ".join(wanted).replace("|", " or ")
-        return f"its parameters are {', '.join(there) or 'none'}; expected {expected} first"
+        return f"its parameters are {', '.join(found) or 'none'}; expected {expected} first"
     return _takes(node, names, file)
 
 
 def _holds(node: ast.AST, names: str, file: Module) -> str:
-    lack = _lacking(names, members(node))
-    return f"it has no {', '.join(lack)}" if lack else ""
+    missing = _missing(names, members(node))
+    return f"it has no {', '.join(missing)}" if missing else ""
 
 
 def _says(node: ast.AST, names: str, file: Module) -> str:
-    lack = _lacking(names, words(node))
-    return f"its source does not name {', '.join(lack)}" if lack else ""
+    missing = _missing(names, words(node))
+    return f"its source does not contain {', '.join(missing)}" if missing else ""
 
 
 def _calls(node: ast.AST, names: str, file: Module) -> str:
-    made = calls(node)
-    lack = _lacking(names, made)
-    loose = [name for name in names.split() if not name.startswith(".") and name not in file.bound]
-    more = {
-        name: made[name] - set(ARGUMENTS[name].split()) for name in names.split() if name in ARGUMENTS and name in made
-    }
-    strange = [f"{name}({word}=)" for name, words in more.items() for word in sorted(words)]
-    if lack:
-        return f"it does not call {', '.join(lack)}"
-    if loose:
-        return f"its file does not bind {', '.join(loose)}"
-    return f"it calls {', '.join(strange)}, an argument that is not known" if strange else ""
+    found = calls(node)
+    missing = _missing(names, found)
+    unbound = [name for name in names.split() if not name.startswith(".") and name not in file.bound]
+    both = [name for name in names.split() if name in ARGUMENTS and name in found]
+    more = {name: found[name] - set(ARGUMENTS[name].split()) for name in both}
+    unknown = [f"{name}({word}=)" for name, words in more.items() for word in sorted(words)]
+    if missing:
+        return f"it does not call {', '.join(missing)}"
+    if unbound:
+        return f"its file does not bind {', '.join(unbound)}"
+    return f"it calls {', '.join(unknown)}, with an unknown argument" if unknown else ""
 
 
 def _line(node: ast.AST, piece: str, file: Module) -> str:

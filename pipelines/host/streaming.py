@@ -1,4 +1,4 @@
-"""What watches a call of `generate`: a streamer and a stopping criterion of transformers."""
+"""A streamer and a stopping criterion of transformers, to follow and to stop a call of `generate`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class StepStreamer(BaseStreamer):
-    """Calls `each` with the new tokens of a step, one of each row; the prompt, which comes first, is left out."""
+    """Calls `each` with the new tokens of a step, one of each row; the prompt, which stock puts first, is skipped."""
 
     def __init__(self, each: Callable[[list[int]], None]) -> None:
         self._each, self._prompt_seen = each, False
@@ -29,7 +29,7 @@ class StepStreamer(BaseStreamer):
 class Stopped(StoppingCriteria):
     """Ends every row once one of these events is set."""
 
-    looks_at_nothing = True  # see stopping.py
+    ignores_tokens = True  # see stopping.py
 
     def __init__(self, events: Sequence[threading.Event]) -> None:
         self.events = events

@@ -1,4 +1,4 @@
-"""The text models of diffusers pipelines: LlamaGen's T5 and its tokenizer, and those that write tokens."""
+"""The text models of diffusers pipelines: LlamaGen's T5 encoder and tokenizer, and models that generate tokens."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["PreTrainedTokenizerFast", "T5EncoderModel", "encoder_and_tokenizer",
 
 
 def encoder_and_tokenizer(where: str | Path) -> tuple[T5EncoderModel, Any]:
-    """From a folder or the hub, in the types of the files."""
+    """Load both from a folder or the hub, in the dtype of the files."""
     return T5EncoderModel.from_pretrained(where, dtype="auto"), AutoTokenizer.from_pretrained(where)
 
 
 def writer(pipe: object) -> GenerativeModel | None:
-    """The component of a diffusers pipeline that writes tokens, as to lengthen a prompt; None: it has none.
+    """The component of a diffusers pipeline that generates tokens, for example to extend a prompt; None: none does.
 
-    It is the one that can generate, if the pipeline's own code calls a `generate` at all; most pipelines only encode
-    with their language models.
+    It is the one that can generate, if the pipeline's own code calls a `generate` at all; most pipelines use their
+    language models only as encoders.
 
     Raises:
-        TypeError: several can.
+        TypeError: several components can generate.
     """
     parts = getattr(pipe, "components", None)
     if not isinstance(parts, dict) or not any(map(_generates, type(pipe).__mro__)):
@@ -33,8 +33,8 @@ def writer(pipe: object) -> GenerativeModel | None:
     writers = {name: part for name, part in parts.items() if getattr(part, "can_generate", bool)() is True}
     if len(writers) > 1:
         raise TypeError(
-            f"{type(pipe).__name__} has several models that can write: {', '.join(writers)}; enable one of them, as "
-            f"pipe.{next(iter(writers))}"
+            f"{type(pipe).__name__} has several models that can generate: {', '.join(writers)}; enable one of them, "
+            f"such as pipe.{next(iter(writers))}"
         )
     return next(iter(writers.values()), None)
 

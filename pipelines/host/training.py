@@ -1,4 +1,4 @@
-"""What drafters are trained by: accelerate's Accelerator, one for each process."""
+"""The class of accelerate that training uses, one instance for each process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tree attention as an attention implementation of transformers, which stands in for sdpa under drafts on CUDA.
+"""Tree attention as an attention implementation of transformers; it replaces sdpa for drafts on CUDA.
 
-Elsewhere it can be chosen: `model.set_attn_implementation("mmspec_tree")`.
+On other devices it can be chosen with `model.set_attn_implementation("mmspec_tree")`.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from mmspec.kernels import dispatch, smoke
 from mmspec.kernels import reference as ops
 
 NAME = "mmspec_tree"
-KINDS = ("full_attention", "sliding_attention")  # types of layers that the kernel reads
-_UNKNOWN = ("position_bias", "softcap", "s_aux")  # arguments that change the scores; sdpa knows which it can take
+KINDS = ("full_attention", "sliding_attention")  # layer types that the kernel supports
+_UNKNOWN = ("position_bias", "softcap", "s_aux")  # arguments that change the scores; left to transformers' sdpa
 
 
 @dataclass(frozen=True)
 class PackedMask:
-    """What a tree's 4-D mask says, in few bytes."""
+    """A tree's 4-D mask in compact form."""
 
     lengths: Tensor  # int64 [B], cached slots of each row, before the nodes
     bits: Tensor  # int64 [B, n, W], which nodes each query sees
-    open_slots: Tensor  # bool [B, L], false at cached slots that hold padding
+    open_slots: Tensor  # bool [B, L], false at cached slots with padding
     first: Tensor | None = None  # int64 [B, n], the first cached slot within the query's window
-    causal: bool = False  # whether each query sees all slots but those of later queries, in every row alike
+    causal: bool = False  # whether in every row each query sees all slots except those of later queries
 
 
 def marked(
     mask: Tensor, lengths: Tensor, open_slots: Tensor, ancestors: Tensor, depth: Tensor, window: int | None = None,
     causal: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The mask, with a note of what it says; whoever passes it on unchanged is served by the kernel.
+    """Attach a PackedMask to a mask; if it reaches `attend` unchanged, the kernel is used.
 
     Args:
-        mask: bool [B, 1, n, T], as sdpa wants it.
+        mask: bool [B, 1, n, T], in the format of sdpa.
         lengths: int64 [B], cached slots of each row.
         open_slots: bool [B, L].
         ancestors: bool [B, n, N].
         depth: int64 [B, N], of the nodes; the n queries are the first of them.
-        window: how many positions back a query sees, itself included; None: all.
-        causal: whether the nodes are a chain behind rows of equal length without padding.
+        window: how many positions a query sees, including its own; None: all.
+        causal: whether the nodes are a chain after rows of equal length without padding.
     """
     first = None
     if window is not None:
@@ -66,9 +66,9 @@ def marked(
 def attend(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Drafts by the kernel; prefills, vision towers and all that has no marked mask by sdpa, which the mask serves too.
+    """Attention by the kernel for drafts, and by sdpa for prefills, vision towers and any mask without a PackedMask.
 
-    Where it stands in for sdpa, no draft has its keys and values repeated for each head that shares them.
+    Where it replaces sdpa, keys and values of drafts are not repeated for the heads that share them.
 
     Args:
         query: [B, heads, n, D]; key and value: [B, kv_heads, T, D].
@@ -78,12 +78,12 @@ def attend(
     """
     packed: PackedMask | None = getattr(attention_mask, "_mmspec_packed", None)
     plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _UNKNOWN)
-    plain = plain and query.dtype == key.dtype == value.dtype  # under autocast they may differ, which sdpa can take
+    plain = plain and query.dtype == key.dtype == value.dtype  # may differ under autocast, which sdpa supports
     if attention_mask is None or not plain or attention_mask.shape[-1] != key.shape[2]:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     scale = kwargs.get("scaling")
     own = vars(module).get("config") if module is not None else None
-    if packed is None and (own is None or own._attn_implementation == NAME):  # it does not stand in for another
+    if packed is None and (own is None or own._attn_implementation == NAME):  # it replaces no other implementation
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if packed is None or (query.is_cuda and not trusted(*_shape(query, key, value))):
         out = sdpa(query, key, value, attention_mask, scale)
@@ -98,7 +98,7 @@ def attend(
 
 
 def flash_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether torch has flash attention for these, where no mask is needed."""
+    """Whether torch's flash attention supports these tensors without a mask."""
     if not query.is_cuda:
         return False
     params = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, query.shape[1] != key.shape[1])
@@ -106,27 +106,27 @@ def flash_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _shape(query: Tensor, key: Tensor, value: Tensor) -> tuple[torch.device, torch.dtype, int, int, int, int, str]:
-    """What `trusted` is asked about."""
-    wish = os.environ.get(dispatch.VARIABLE, "")
-    return query.device, query.dtype, query.shape[1], key.shape[1], key.shape[3], value.shape[3], wish
+    """The arguments of `trusted`."""
+    backend = os.environ.get(dispatch.VARIABLE, "")
+    return query.device, query.dtype, query.shape[1], key.shape[1], key.shape[3], value.shape[3], backend
 
 
 @lru_cache(maxsize=64)
 def trusted(
-    device: torch.device, dtype: torch.dtype, heads: int, groups: int, width: int, wide: int, wish: str
+    device: torch.device, dtype: torch.dtype, heads: int, groups: int, width: int, wide: int, backend: str
 ) -> bool:
-    """Whether the kernel gives on this device what its definition gives, for heads of this build; tried once.
+    """Whether the kernel agrees with its reference on this device, for heads of these sizes; tested once.
 
-    Where it does not, a warning says so, and drafts attend by sdpa in groups.
+    If it does not, there is a warning, and drafts use grouped sdpa.
     """
-    if wish == "reference" or dtype not in smoke.TOLERANCES:
+    if backend == "reference" or dtype not in smoke.TOLERANCES:
         return False
     sizes = {"B": 2, "N": 7, "T": 75, "heads": heads, "kv_heads": groups, "D": width}
     try:
         with torch.random.fork_rng(devices=[]):
             given = smoke.attention(sizes, device, dtype)
         given |= {"values": given["values"][..., :wide] if wide <= width else F.pad(given["values"], (0, wide - width))}
-        kernel = dispatch.chosen("tree_attention", device.type, wish)
+        kernel = dispatch.chosen("tree_attention", device.type, backend)
         if kernel is ops.tree_attention:  # there is no Triton
             return False
         near = smoke.near(kernel(**given), ops.tree_attention(**given), *smoke.TOLERANCES[dtype])
@@ -134,7 +134,7 @@ def trusted(
     except Exception as error:  # a compiler or a launch may fail in any way
         wrong = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if wrong is not None:
-        warnings.warn(f"mmspec's drafts attend by sdpa on {device}, without tree attention: {wrong}", stacklevel=2)
+        warnings.warn(f"mmspec's drafts use sdpa on {device} instead of tree attention: {wrong}", stacklevel=2)
     return wrong is None
 
 

@@ -1,4 +1,4 @@
-"""Prompts as LlamaGen reads them: captions cleaned as in training, T5 features, moved to the end of the prefix."""
+"""Prepares prompts for LlamaGen: captions are cleaned as in training, and their T5 features left-padded."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mmspec.pipelines.host.text_encoder import PreTrainedTokenizerFast, T5Encode
 
 
 def cleaned(texts: list[str]) -> list[str]:
-    """DeepFloyd's caption cleaning, twice; without the two libraries that it needs, lower case only."""
+    """Clean captions twice, as DeepFloyd does; without the two libraries for that, only lower-case them."""
     if not (is_ftfy_available() and is_bs4_available()):
         warnings.warn(
-            "prompts are only lower-cased, not cleaned as in training, which changes what LlamaGen draws for unusual "
+            "prompts are only lower-cased, not cleaned as in training, which changes LlamaGen's pictures for unusual "
             "ones; pip install ftfy beautifulsoup4, or pass clean_caption=False",
             stacklevel=2,
         )
         return lowered(texts)
     from diffusers.pipelines.pixart_alpha.pipeline_pixart_alpha import PixArtAlphaPipeline
 
-    cleaner = object.__new__(PixArtAlphaPipeline)  # the same cleaning, which reads nothing of the pipeline
+    cleaner = object.__new__(PixArtAlphaPipeline)  # the cleaning uses no attribute of the pipeline
     return cleaner._text_preprocessing(texts, clean_caption=True)
 
 
@@ -33,7 +33,7 @@ def lowered(texts: list[str]) -> list[str]:
 def read(
     texts: list[str], tokenizer: PreTrainedTokenizerFast, encoder: T5EncoderModel, length: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Features [B, length, width] of texts, left-padded with zeros, and where they stand, bool [B, length].
+    """Features [B, length, width] of texts, left-padded with zeros, and which are valid, bool [B, length].
 
     Raises:
         ValueError: a text of more than `length` tokens.
@@ -42,10 +42,10 @@ def read(
     longest, worst = max(zip(tokenized.input_ids, texts, strict=True), key=lambda one: len(one[0]))
     if len(longest) > length:
         raise ValueError(
-            f"the prompt {worst[:60]!r} has {len(longest)} tokens with its end mark; this model reads {length} at "
-            "most, so shorten it"
+            f"the prompt {worst[:60]!r} has {len(longest)} tokens with the end token; this model reads at most "
+            f"{length}, so shorten it"
         )
     ids, mask = (torch.tensor(tokenized[name], device=device) for name in ("input_ids", "attention_mask"))
     features = encoder(ids, attention_mask=mask)[0] * mask[..., None]
-    place = (torch.arange(length, device=device) + mask.sum(1, keepdim=True)) % length  # what was right moves left
+    place = (torch.arange(length, device=device) + mask.sum(1, keepdim=True)) % length  # right to left padding
     return features.gather(1, place[..., None].expand_as(features)), mask.bool().gather(1, place)

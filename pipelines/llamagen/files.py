@@ -1,4 +1,4 @@
-"""LlamaGen's published files (the authors' .pt, or the Llama-like names of LANTERN's repositories) as our models."""
+"""Loads LlamaGen's published files: the authors' .pt, or those of LANTERN's repositories with Llama-like names."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mmspec.pipelines.host.text_encoder import encoder_and_tokenizer
 from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 
 OF = "LlamaGen"
-CONTAINERS = ("model", "module", "state_dict")  # of DDP, DeepSpeed, others; FSDP files are bare
+CONTAINERS = ("model", "module", "state_dict")  # keys of DDP, DeepSpeed, others; FSDP files have none
 HEADS = {  # (dim, layers) of the published variants → heads
     (768, 12): 12, (1024, 24): 16, (1280, 36): 20, (1536, 48): 24, (2560, 48): 40,
     (2048, 22): 32, (3200, 24): 32, (4096, 32): 32,
 }  # fmt: skip
-STRAY = ("freqs_cis", "quantize.codebook_used")  # tables and counters, no weights
+STRAY = ("freqs_cis", "quantize.codebook_used")  # tables and counters, which are not weights
 _WRAPPERS = ("module.", "_orig_mod.")
 _LLAMA = (  # Llama-like name → the authors'; q, k and v are fused afterwards
     (r"^model\.(cls_embedding|layers|norm)\.", r"\1."),
@@ -42,12 +42,12 @@ def pipeline(
     path: str | Path, vq_path: str | Path, text_encoder: str | None = None, image_size: int | None = None,
     heads: int | None = None, allow_pickle: bool = False,
 ) -> LlamaGenPipeline:  # fmt: skip
-    """A pipeline of LlamaGen's published files.
+    """A pipeline from LlamaGen's published files.
 
     Args:
-        path, vq_path: of the transformer and of the VQ tokenizer; see `read`.
-        text_encoder: T5 for a text-conditional model, a folder or a name on the hub; None: left out.
-        image_size: pixels along a side; None: as the file says, if it does.
+        path, vq_path: the files of the transformer and of the VQ tokenizer; see `read`.
+        text_encoder: T5 for a text-conditional model, a folder or a name on the hub; None: no text encoder.
+        image_size: pixels along a side; None: read it from the file, if possible.
         heads: see `transformer`.
     """
     codes = vq(read(vq_path, allow_pickle))
@@ -61,7 +61,7 @@ def pipeline(
 
 
 def read(path: str | Path, allow_pickle: bool = False) -> dict[str, Tensor]:
-    """As `tensors_in`, of a .pt or .safetensors file, or of a folder, out of whatever wrapper they lie in."""
+    """The tensors of a .pt or .safetensors file, or of a folder, without the prefixes of wrappers."""
     tensors = tensors_in(Path(path).expanduser(), CONTAINERS, OF, allow_pickle)
     for wrapper in _WRAPPERS:
         if all(key.startswith(wrapper) for key in tensors):
@@ -72,15 +72,15 @@ def read(path: str | Path, allow_pickle: bool = False) -> dict[str, Tensor]:
 def transformer(
     tensors: Mapping[str, Tensor], grid: int | None = None, heads: int | None = None
 ) -> LlamaGenTransformer:
-    """The transformer with these weights, in the types they have; its sizes are read off them.
+    """The transformer with these weights, in their dtypes; its sizes are inferred from them.
 
     Args:
-        tensors: under the authors' names or Llama-like ones.
-        grid: tokens along a side of the picture; None: as the file's own position table says, if it has one.
+        tensors: with the authors' names or Llama-like ones.
+        grid: tokens along a side of the image; None: the size of the position table in the file, if it has one.
         heads: attention heads; None: those of the published variant of this size.
 
     Raises:
-        ValueError: a missing or unexpected tensor, a wrong shape, or sizes that the file does not say.
+        ValueError: a missing or unexpected tensor, a wrong shape, or a size that cannot be inferred.
     """
     tensors = _authors(tensors)
     positions = tensors.get("freqs_cis")
@@ -97,7 +97,7 @@ def transformer(
 
 
 def vq(tensors: Mapping[str, Tensor]) -> LlamaGenVQ:
-    """The VQ tokenizer with these weights; its sizes are read off them."""
+    """The VQ tokenizer with these weights; its sizes are inferred from them."""
     tensors = {key: t for key, t in tensors.items() if key not in STRAY}
     need(tensors, OF, "quantize.embedding.weight", "encoder.conv_in.weight", "encoder.conv_out.weight")
     base = tensors["encoder.conv_in.weight"].shape[0]
@@ -114,7 +114,7 @@ def vq(tensors: Mapping[str, Tensor]) -> LlamaGenVQ:
 
 
 def _authors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Under the authors' names, q, k and v in one."""
+    """Rename tensors to the authors' names, and fuse q, k and v."""
     if not any(key.startswith("model.") for key in tensors):
         return dict(tensors)
     named: dict[str, Tensor] = {}
@@ -131,17 +131,17 @@ def _authors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _sizes(tensors: Mapping[str, Tensor], heads: int | None) -> dict[str, int]:
-    """What the shapes say of the transformer's configuration; the picture's size is not in them."""
+    """The transformer's configuration inferred from the shapes, except for the image size."""
     first = "layers.0."
     need(tensors, OF, "tok_embeddings.weight", f"{first}attention.wqkv.weight", f"{first}feed_forward.w1.weight")
     vocab, dim = tensors["tok_embeddings.weight"].shape
     layers = count(tensors, r"layers\.(\d+)\.")
     heads = heads or HEADS.get((dim, layers))
     if heads is None:
-        known = ", ".join(f"{d}x{n}" for d, n in HEADS)
+        sizes = ", ".join(f"{d}x{n}" for d, n in HEADS)
         raise ValueError(
-            f"a transformer of width {dim} and {layers} layers is none of the published ones ({known}); say how many "
-            "attention heads it has: heads=… (CLI: --heads)"
+            f"a transformer of width {dim} and {layers} layers is none of the published ones ({sizes}); pass its "
+            "number of attention heads: heads=… (CLI: --heads)"
         )
     rows, hidden = (tensors[first + name].shape[0] for name in ("attention.wqkv.weight", "feed_forward.w1.weight"))
     kv_heads, rest = divmod(rows - dim, 2 * (dim // heads))
@@ -152,7 +152,7 @@ def _sizes(tensors: Mapping[str, Tensor], heads: int | None) -> dict[str, int]:
 
 
 def _multiple(dim: int, hidden: int) -> int:
-    """What the inner width 8/3·dim was rounded up to a multiple of."""
+    """The number to a multiple of which the inner width 8/3·dim was rounded up."""
     for multiple in (256, 128, 64, 32, 16, 8, 4, 2, 1):
         if -(-int(8 * dim / 3) // multiple) * multiple == hidden:
             return multiple
@@ -161,7 +161,7 @@ def _multiple(dim: int, hidden: int) -> int:
 
 def _condition(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     table = tensors.get("cls_embedding.embedding_table.weight")
-    if table is not None:  # the last row stands for no class
+    if table is not None:  # the last row is the null class
         return {"prefix": 1, "classes": table.shape[0] - 1}
     need(tensors, OF, "cls_embedding.uncond_embedding")
     prefix, width = tensors["cls_embedding.uncond_embedding"].shape

@@ -1,4 +1,4 @@
-"""LlamaGen as a diffusers pipeline: a prompt or a class to a picture, one token after the other, or drafted."""
+"""LlamaGen as a diffusers pipeline: images from a prompt or a class, token by token or with speculative decoding."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from mmspec.rules import Rule, exact
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats
 
-# What the authors sample with, by kind of condition; a pipeline's own `defaults` come before these.
+# The authors' sampling settings, by kind of condition; a pipeline's own `defaults` override these.
 TEXT = {"guidance_scale": 7.5, "top_k": 1000, "top_p": 1.0, "temperature": 1.0, "clean_caption": True}
 CLASS = {"guidance_scale": 4.0, "top_k": 2000, "top_p": 1.0, "temperature": 1.0, "clean_caption": True}
-for module in (LlamaGenTransformer.__module__, LlamaGenVQ.__module__):  # diffusers then loads them from the hub, too
+for module in (LlamaGenTransformer.__module__, LlamaGenVQ.__module__):  # lets diffusers load them from the hub, too
     LOADABLE_CLASSES.setdefault(module, {})
 
 
 @dataclass
 class LlamaGenOutput(BaseOutput):
-    """What a call returns.
+    """The result of a call.
 
     Attributes:
-        images: PIL pictures, or an array or tensor of them, or the token ids for `output_type="latent"`.
-        tokens: the token ids [B, grid, grid] behind them.
-        stats: what happened in this call.
-        spent: per picture, what a relaxed rule cost in total variation, 0 without one. Its mean over many
-            pictures bounds how far their distribution is from the model's own, in total variation.
+        images: PIL images, or an array or tensor of them, or the token ids for `output_type="latent"`.
+        tokens: the token ids [B, grid, grid] of the images.
+        stats: the statistics of this call.
+        spent: for each image, the total-variation cost of a relaxed rule, 0 without one. Its mean over many images
+            bounds the total-variation distance of their distribution from the model's own.
     """
 
     images: Pictures
@@ -61,24 +61,24 @@ class LlamaGenOutput(BaseOutput):
 
 @dataclass(frozen=True)
 class DecodingPlan:
-    """How a call decodes; the stock pipeline's is plain decoding with the noise fixed by the rows' seeds."""
+    """How a call decodes; the default is plain decoding with noise that is fixed by the rows' seeds."""
 
     drafter: Proposer
     rule: Rule
     reproducible: bool
     compile: bool = False
-    book: Callable[[Stats], None] = lambda stats: None
+    add_stats: Callable[[Stats], None] = lambda stats: None
 
 
 class LlamaGenPipeline(DiffusionPipeline):
-    """Pictures from LlamaGen (Sun et al. 2024, arXiv 2406.06525), text- or class-conditional.
+    """Generates images with LlamaGen (Sun et al. 2024, arXiv 2406.06525), text- or class-conditional.
 
     Args:
         transformer: the model.
-        vqvae: the tokenizer whose codes it draws.
+        vqvae: the VQ tokenizer of its tokens.
         text_encoder: T5, for a text-conditional model.
         tokenizer: that of the text encoder.
-        defaults: of the sampling arguments of a call, where they are not the authors': any of TEXT.
+        defaults: defaults of a call's sampling arguments that differ from the authors'; any of TEXT.
     """
 
     model_cpu_offload_seq = "text_encoder->transformer->vqvae"
@@ -102,40 +102,40 @@ class LlamaGenPipeline(DiffusionPipeline):
         guidance_interval: int = -1, clean_caption: bool | None = None, output_type: str = "pil",
         return_dict: bool = True, callback_on_step_end: Callable[..., object] | None = None,
     ) -> LlamaGenOutput | tuple[Pictures]:  # fmt: skip
-        """Draw pictures.
+        """Generate images.
 
         Args:
             prompt: one or several texts, or
             class_labels: one or several class numbers.
-            guidance_scale: 7.5 for text and 4.0 for classes unless given; 1 or less leaves the unconditional half out.
-            top_k: 1000 for text and 2000 for classes unless given; 0 keeps every token. Ties at the k-th are kept.
-            top_p: 1.0 unless given, which keeps every token.
-            temperature: 1.0 unless given; 0 takes the likeliest token.
-            num_images_per_prompt: pictures of each prompt or class.
-            generator: one, or one per picture, which then does not depend on what else is drawn in the call.
-            guidance_interval: k ≥ 0 guides the first k + 2 tokens only; −1 all of them.
+            guidance_scale: by default 7.5 for text and 4.0 for classes; 1 or less omits the unconditional half.
+            top_k: by default 1000 for text and 2000 for classes; 0 keeps every token. Ties at the k-th are kept.
+            top_p: by default 1.0, which keeps every token.
+            temperature: by default 1.0; 0 takes the likeliest token.
+            num_images_per_prompt: the number of images for each prompt or class.
+            generator: one, or one per image, which then does not depend on the other images of the call.
+            guidance_interval: k ≥ 0 guides only the first k + 2 tokens; −1 all of them.
             clean_caption: clean prompts as in training, which needs `ftfy` and `beautifulsoup4`.
             output_type: "pil", "pt" ([B, 3, h, w]) or "np" ([B, h, w, 3]), pixels in [0, 1], or "latent": token ids.
-            return_dict: give a LlamaGenOutput rather than a tuple.
-            callback_on_step_end: called after each round with this pipeline, the round's number, how many tokens every
-                picture has, and {"tokens": [list of token ids per picture]}.
+            return_dict: return a LlamaGenOutput instead of a tuple.
+            callback_on_step_end: called after each round with this pipeline, the round's number, the number of tokens
+                that every image has, and {"tokens": [list of token ids per image]}.
 
         Returns:
             LlamaGenOutput, or (images,) with `return_dict=False`.
 
         Raises:
-            ValueError: an argument that makes no sense, with what is allowed.
+            ValueError: an invalid argument; the message says what is allowed.
         """
         given = {"guidance_scale": guidance_scale, "top_k": top_k, "top_p": top_p, "temperature": temperature}
-        how = self._settings({**given, "clean_caption": clean_caption}, output_type, num_images_per_prompt)
-        condition, valid = self._condition(prompt, class_labels, how["clean_caption"])
+        args = self._settings({**given, "clean_caption": clean_caption}, output_type, num_images_per_prompt)
+        condition, valid = self._condition(prompt, class_labels, args["clean_caption"])
         condition, valid = (t.repeat_interleave(num_images_per_prompt, 0) for t in (condition, valid))
         tokens_each, each = self.transformer.config.grid**2, enumerate(seeds(generator, len(valid)))
         rows = [Row([], 0, tokens_each, seed, index=b) for b, seed in each]
         first = None if guidance_interval < 0 else guidance_interval + 2
-        guidance = Guidance(how["guidance_scale"], tokens=first) if how["guidance_scale"] > 1 else None
+        guidance = Guidance(args["guidance_scale"], tokens=first) if args["guidance_scale"] > 1 else None
         with self.progress_bar(total=rows[0].limit) as bar:
-            for step, session in enumerate(self._rounds(rows, Condition(condition, valid), guidance, how)):
+            for step, session in enumerate(self._rounds(rows, Condition(condition, valid), guidance, args)):
                 stats, done = session.stats, min(row.generated for row in rows)
                 bar.update(done - bar.n)
                 if callback_on_step_end is not None:
@@ -147,54 +147,54 @@ class LlamaGenPipeline(DiffusionPipeline):
         return LlamaGenOutput(images, tokens, stats, [row.spent for row in rows]) if return_dict else (images,)
 
     def _rounds(
-        self, rows: list[Row], condition: Condition, guidance: Guidance | None, how: Options
+        self, rows: list[Row], condition: Condition, guidance: Guidance | None, args: Options
     ) -> Iterator[Session]:
-        """The session after each round, the prefill's first; it still holds the rows that ended in that round."""
-        plan, home = self._plan(how["temperature"] > 0), devices.execution(self.transformer)
+        """The session after each round, starting with the prefill's; it still has the rows that ended in the round."""
+        plan, home = self._plan(args["temperature"] > 0), devices.execution(self.transformer)
         devices.wake(self.transformer)
         condition = Condition(condition.what.to(home), condition.valid.to(home))
         noise = CounterNoise() if plan.reproducible else None
-        request = Request(Sampler(warpers(how), how["temperature"] > 0, noise))
+        request = Request(Sampler(warpers(args), args["temperature"] > 0, noise))
         for row in rows:
             row.rule, row.request = plan.rule, request
-        held = captures.of(self.transformer, plan.compile)
-        target = LlamaGenTarget(self.transformer, plan.drafter.features, guidance, held, len(rows))
+        captured = captures.of(self.transformer, plan.compile)
+        target = LlamaGenTarget(self.transformer, plan.drafter.features, guidance, captured, len(rows))
         session, _ = start(target, plan.drafter, list(rows), condition)
         yield session
         for _ in decode(session, target, plan.drafter):
             yield session
-        plan.book(session.stats)
+        plan.add_stats(session.stats)
 
     def _plan(self, sample: bool) -> DecodingPlan:
         return DecodingPlan(Plain(), exact, True)
 
     def _settings(self, given: Options, output_type: str, pictures: int) -> dict[str, Any]:
-        """The sampling arguments, with the pipeline's defaults and then the authors' where nothing was given."""
-        how = {**(CLASS if self.transformer.config.classes else TEXT), **self.config.defaults}
-        how |= {name: value for name, value in given.items() if value is not None}
+        """The sampling arguments, filled up with the pipeline's defaults, then with the authors'."""
+        args = {**(CLASS if self.transformer.config.classes else TEXT), **self.config.defaults}
+        args |= {name: value for name, value in given.items() if value is not None}
         if output_type not in OUTPUTS:
             raise ValueError(f"output_type must be one of {', '.join(OUTPUTS)}; got {output_type!r}")
         for name, fine, allowed in (
-            ("guidance_scale", math.isfinite(how["guidance_scale"]), "a number"),
-            ("top_k", how["top_k"] >= 0, "a whole number ≥ 0 (0: off)"),
-            ("top_p", 0 < how["top_p"] <= 1, "in (0, 1]"),
-            ("temperature", how["temperature"] >= 0, "≥ 0 (0: the likeliest token)"),
+            ("guidance_scale", math.isfinite(args["guidance_scale"]), "a number"),
+            ("top_k", args["top_k"] >= 0, "a whole number ≥ 0 (0: off)"),
+            ("top_p", 0 < args["top_p"] <= 1, "in (0, 1]"),
+            ("temperature", args["temperature"] >= 0, "≥ 0 (0: the likeliest token)"),
         ):
             if not fine:
-                raise ValueError(f"{name} must be {allowed}; got {how[name]!r}")
+                raise ValueError(f"{name} must be {allowed}; got {args[name]!r}")
         if not is_whole(pictures, 1):
             raise ValueError(f"num_images_per_prompt must be a whole number ≥ 1; got {pictures!r}")
-        return how
+        return args
 
     def _condition(
         self, prompt: str | Sequence[str] | None, class_labels: Labels | None, clean_caption: bool
     ) -> tuple[Tensor, Tensor]:
-        """Class ids [B] or text features [B, P, width], and which places of the prefix are real, bool [B, P]."""
+        """Class ids [B] or text features [B, P, width], and which places of the prefix are valid, bool [B, P]."""
         classes = self.transformer.config.classes
         kind = f"class_labels (0 to {classes - 1})" if classes else "a prompt"
         if (prompt is None) == (class_labels is None) or (class_labels is None) == bool(classes):
-            came = [name for name, value in (("prompt", prompt), ("class_labels", class_labels)) if value is not None]
-            raise ValueError(f"this model draws from {kind}, and from nothing else; got {' and '.join(came) or 'none'}")
+            got = [name for name, value in (("prompt", prompt), ("class_labels", class_labels)) if value is not None]
+            raise ValueError(f"this model draws from {kind} only; got {' and '.join(got) or 'none'}")
         if class_labels is None:
             texts: list[Any] = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
             return self.encode_prompt(texts, clean_caption)
@@ -204,7 +204,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         return labels, valid
 
     def encode_prompt(self, prompts: list[str], clean_caption: bool = True) -> tuple[Tensor, Tensor]:
-        """T5 features [B, P, width] of texts, moved to the end of the prefix, zero elsewhere; and where they stand."""
+        """T5 features [B, P, width] of texts, at the end of the prefix, zero elsewhere; and which are valid."""
         if self.text_encoder is None or self.tokenizer is None:
             raise ValueError("a prompt needs the components text_encoder and tokenizer; load the pipeline with them")
         if not prompts or not all(isinstance(text, str) and text.strip() for text in prompts):
@@ -223,7 +223,7 @@ class LlamaGenPipeline(DiffusionPipeline):
 def _check(
     transformer: LlamaGenTransformer, vqvae: LlamaGenVQ, text_encoder: T5EncoderModel | None, defaults: Options | None
 ) -> None:
-    """Refuse components that do not belong together."""
+    """Raise ValueError for components that do not belong together."""
     vocab, codes = transformer.config.vocab, vqvae.config.codes
     if vocab != codes:
         raise ValueError(
@@ -233,7 +233,7 @@ def _check(
     if text_encoder is not None and text_encoder.config.d_model != transformer.config.caption_width:
         raise ValueError(
             f"the transformer reads text features of width {transformer.config.caption_width}, but this text encoder "
-            f"gives {text_encoder.config.d_model}; load the one that the model was trained with"
+            f"has {text_encoder.config.d_model}; load the one that the model was trained with"
         )
     unknown = sorted(set(defaults or {}) - set(TEXT))
     if unknown:

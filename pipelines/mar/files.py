@@ -1,4 +1,4 @@
-"""MAR's published files (the authors' .pth or the safetensors of mirrors, and the LDM-style VAE) as our models."""
+"""Loads MAR's published files: the authors' .pth or the safetensors of mirrors, and the LDM-style VAE."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mmspec.pipelines.drawing.weight_files import count, filled, need, tensors_i
 from mmspec.pipelines.mar.pipeline import MARPipeline
 
 OF = "MAR"
-CONTAINERS = ("model_ema", "model", "state_dict")  # the first there is: samples come from the averaged weights
+CONTAINERS = ("model_ema", "model", "state_dict")  # the first found is used, so averaged weights if possible
 HEADS = {768: 12, 1024: 16, 1280: 16}  # dim of the published variants → heads
 SCALE = 0.2325  # of the published VAE's latents
 GROUPS = 32  # of its group norms
-STRAY = ("loss.",)  # networks that only judged the VAE's training
+STRAY = ("loss.",)  # networks that were only used in the VAE's training
 _LDM = (  # LDM's names → diffusers'; the decoder counts its levels the other way round, see `_diffusers`
     (r"\.mid\.block_1\.", ".mid_block.resnets.0."),
     (r"\.mid\.block_2\.", ".mid_block.resnets.1."),
@@ -39,17 +39,17 @@ _ATTENTION = (("norm", "group_norm"), ("q", "to_q"), ("k", "to_k"), ("v", "to_v"
 def pipeline(
     path: str | Path, vae_path: str | Path, heads: int | None = None, allow_pickle: bool = False
 ) -> MARPipeline:
-    """A pipeline of MAR's published files.
+    """A pipeline from MAR's published files.
 
     Args:
-        path, vae_path: of the transformer and of the VAE; see `read`.
+        path, vae_path: the files of the transformer and of the VAE; see `read`.
         heads: see `transformer`.
     """
     return MARPipeline(transformer(read(path, allow_pickle), heads), MARScheduler(), vae(read(vae_path, allow_pickle)))
 
 
 def read(path: str | Path, allow_pickle: bool = False) -> dict[str, Tensor]:
-    """As `tensors_in`, of a .pth, .ckpt or .safetensors file, or of a folder: the averaged weights if it has some."""
+    """The tensors of a .pth, .ckpt or .safetensors file, or of a folder: the averaged weights if there are any."""
     path = Path(path).expanduser()
     if not path.exists():
         raise FileNotFoundError(f"there is no file or folder {path}")
@@ -58,14 +58,14 @@ def read(path: str | Path, allow_pickle: bool = False) -> dict[str, Tensor]:
 
 
 def transformer(tensors: Mapping[str, Tensor], heads: int | None = None) -> MARTransformer2DModel:
-    """The transformer with these weights, in the types they have; its sizes are read off them.
+    """The transformer with these weights, in their dtypes; its sizes are inferred from them.
 
     Args:
-        tensors: under the authors' names.
+        tensors: with the authors' names.
         heads: attention heads; None: those of the published variant of this width.
 
     Raises:
-        ValueError: a missing or unexpected tensor, a wrong shape, or sizes that the file does not say.
+        ValueError: a missing or unexpected tensor, a wrong shape, or a size that cannot be inferred.
     """
     need(
         tensors, OF, "mask_token", "class_emb.weight", "z_proj.weight", "encoder_pos_embed_learned",
@@ -75,8 +75,8 @@ def transformer(tensors: Mapping[str, Tensor], heads: int | None = None) -> MART
     heads = heads or HEADS.get(dim)
     if heads is None:
         raise ValueError(
-            f"a transformer of width {dim} is none of the published ones ({', '.join(map(str, HEADS))}); say how many "
-            "attention heads it has: heads=… (CLI: --heads)"
+            f"a transformer of width {dim} is none of the published ones ({', '.join(map(str, HEADS))}); pass its "
+            "number of attention heads: heads=… (CLI: --heads)"
         )
     config = {
         "dim": dim, "heads": heads, "layers": count(tensors, r"encoder_blocks\.(\d+)\."), "grid": math.isqrt(L),
@@ -89,10 +89,10 @@ def transformer(tensors: Mapping[str, Tensor], heads: int | None = None) -> MART
 
 
 def vae(tensors: Mapping[str, Tensor], scale: float = SCALE) -> AutoencoderKL:
-    """The VAE with these weights, under LDM's names; its sizes are read off them.
+    """The VAE with these weights, with LDM's names; its sizes are inferred from them.
 
     Args:
-        scale: what its latents are multiplied by to have unit variance.
+        scale: the factor that gives its latents unit variance.
     """
     tensors = {key: t for key, t in tensors.items() if not key.startswith(STRAY)}
     levels = count(tensors, r"encoder\.down\.(\d+)\.")
@@ -107,7 +107,7 @@ def vae(tensors: Mapping[str, Tensor], scale: float = SCALE) -> AutoencoderKL:
 
 
 def _diffusers(tensors: Mapping[str, Tensor], levels: int) -> dict[str, Tensor]:
-    """Under diffusers' names; 1x1 convolutions of the attention as matrices."""
+    """Rename tensors to diffusers' names, and flatten the attention's 1x1 convolutions to matrices."""
     named: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         for pattern, name in _LDM:
@@ -126,7 +126,7 @@ def build_vae(
     channels: Sequence[int], latent: int, groups: int, side: int, layers: int = 1, attention: bool = False,
     scaling_factor: float = 1.0,
 ) -> AutoencoderKL:  # fmt: skip
-    """An AutoencoderKL with one level per entry of `channels`, random weights."""
+    """An AutoencoderKL with random weights, and one level per entry of `channels`."""
     return AutoencoderKL(**_vae_config(channels, latent, groups, side, layers, attention, scaling_factor))
 
 

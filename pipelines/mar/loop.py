@@ -1,4 +1,4 @@
-"""How MAR draws: the distribution of every token, the canvas that fills up, and plain decoding."""
+"""MAR's generation: the distribution of every token, the state of images while they fill up, and plain decoding."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mmspec.models.mar import MARTransformer2DModel
 from mmspec.models.mar_head import PlainHead
 from mmspec.models.mar_scheduler import MARScheduler
 
-COINS, PATHS, DRAFTS, ORDER = range(4)  # a picture's independent streams of noise
+COINS, PATHS, DRAFTS, ORDER = range(4)  # the independent noise streams of an image
 GUIDANCE = ("linear", "constant")
-STEPS = {  # how the denoising steps of a token go from the upper number to the lower one, by its share of the way
+STEPS = {  # the schedules by which a token's denoising steps decrease from the upper number to the lower, by progress
     "linear": lambda share: 1 - share,
     "cosine": lambda share: math.cos(math.pi / 2 * share),
     "two-stage": lambda share: float(share < 0.5),
@@ -30,14 +30,14 @@ STEPS = {  # how the denoising steps of a token go from the upper number to the 
 
 @dataclass(frozen=True)
 class MarDistribution:
-    """What a picture is drawn from: for every token, by its turn, its guidance and its denoising steps."""
+    """The distribution of an image: for every token, by its turn, its guidance and its denoising steps."""
 
-    # of every iteration, the first token that it draws and the first that it does not
+    # for every iteration the range of tokens that it draws: the first, and the end
     turns: tuple[tuple[int, int], ...]
     guidance: tuple[float, ...]  # the strength for each token
-    steps: tuple[int, ...]  # denoising steps of each token; those of one iteration are alike
+    steps: tuple[int, ...]  # denoising steps of each token; equal within an iteration
     temperature: float  # of the noise of the steps
-    guided: bool  # false leaves the forward without the class out
+    guided: bool  # False: no forward without the class
 
 
 def distribution(
@@ -48,10 +48,10 @@ def distribution(
     2505.20297).
 
     Args:
-        tokens: L of a picture.
-        iterations: the cosine schedule spreads the tokens over them; one each where there are as many.
+        tokens: L, the number of tokens of an image.
+        iterations: the cosine schedule spreads the tokens over them; with L iterations each draws one.
         scale, schedule: of the guidance, which stays ("constant") or grows from 1 with the share drawn ("linear").
-        steps: denoising steps of every token, or the numbers for the first and the last, with `annealing` between.
+        steps: denoising steps of every token, or those of the first and the last, with the schedule `annealing`.
     """
     turns, first = [], 0
     for s in range(iterations):
@@ -77,21 +77,21 @@ def _steps(s: int, iterations: int, steps: int | tuple[int, int], annealing: str
 
 @dataclass
 class MarState:
-    """B pictures as they fill up: everything that changes while they are drawn."""
+    """The state of B images: everything that changes while they are generated."""
 
     tokens: Tensor  # fp32 [B, L, C], zero where nothing is drawn yet
     order: Tensor  # int64 [B, L], the place of each token by its turn
     labels: Tensor  # int64 [B]
     seeds: Tensor  # int64 [B]
-    counts: list[int]  # how many tokens each picture has
+    counts: list[int]  # how many tokens each image has
 
     def put(self, rows: Tensor, turns: Tensor, x: Tensor) -> None:
-        """Write tokens x [R, C] of pictures `rows` [R] at `turns` [R]; `counts` are the caller's."""
+        """Write tokens x [R, C] of images `rows` [R] at `turns` [R]; the caller updates `counts`."""
         self.tokens[rows, self.order[rows, turns]] = x.to(self.tokens.dtype)
 
 
 def canvas(model: MARTransformer2DModel, labels: Tensor, seeds: list[int]) -> MarState:
-    """Empty pictures, their random orders drawn."""
+    """Empty images with random orders."""
     B, L, device = len(labels), model.tokens, labels.device
     of = torch.tensor(seeds, dtype=torch.int64, device=device)
     order = ops.uniform(stream(of, ORDER)[:, None], torch.arange(L, device=device)).argsort(dim=1, stable=True)
@@ -99,7 +99,7 @@ def canvas(model: MARTransformer2DModel, labels: Tensor, seeds: list[int]) -> Ma
 
 
 def normal(seeds: Tensor, kind: int, tokens: int, turns: Tensor, trial: int, steps: int, channels: int) -> Tensor:
-    """fp32 standard normal [R, steps + 1, channels] for tokens by seeds [R] and turns [R], and a trial's number."""
+    """fp32 normal noise [R, steps + 1, channels] for tokens with seeds [R] and turns [R], and a trial number."""
     cell = (trial * tokens + turns)[:, None] * ((steps + 1) * channels)
     counter = cell + torch.arange((steps + 1) * channels, device=seeds.device)
     u = ops.uniform(stream(seeds, kind)[:, None], counter)
@@ -107,22 +107,22 @@ def normal(seeds: Tensor, kind: int, tokens: int, turns: Tensor, trial: int, ste
 
 
 def coins(seeds: Tensor, tokens: int, turns: Tensor, trial: int | Tensor) -> Tensor:
-    """fp64 (fp32 on MPS) [R] in [0, 1), as `normal`."""
+    """Uniform fp64 (fp32 on MPS) [R] in [0, 1), with the arguments of `normal`."""
     return ops.uniform(stream(seeds, COINS), trial * tokens + turns)
 
 
 @dataclass
 class MarRunner:
-    """A model with its sampler, as one call uses them; counts what it does."""
+    """A model with its sampler, for one call; counts its work."""
 
     model: MARTransformer2DModel
     scheduler: MARScheduler
     distribution: MarDistribution
-    fast: bool = True  # compute once what the head's steps share; false asks it as it is defined
-    compile: bool = False  # its steps, too
+    fast: bool = True  # compute only once what the head's steps share; False: run the head as it is defined
+    compile: bool = False  # compile the fast head's steps
     passes: int = 0  # forwards of the trunk
-    rows: int = 0  # in them
-    evaluations: int = 0  # tokens times steps that the head was asked at
+    rows: int = 0  # rows in these forwards
+    evaluations: int = 0  # evaluations of the head: tokens times steps
     chain: Callable[[int], denoising.Chain] = field(init=False)
     draw: denoising.Draw = field(init=False)
 
@@ -135,7 +135,7 @@ class MarRunner:
         self._guidance = torch.tensor(self.distribution.guidance, dtype=torch.float32, device=device)
 
     def work(self) -> dict[str, int]:
-        """What it did so far."""
+        """The work so far."""
         return {"passes": self.passes, "rows": self.rows, "evaluations": self.evaluations}
 
     def read(self, tokens: Tensor, order: Tensor, counts: list[int], labels: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class MarRunner:
         return z.unflatten(0, (2, R))
 
     def net(self, z: Tensor, turns: Tensor, steps: int) -> Net:
-        """The head bound to tokens with conditioning z [streams, R, D] by their turns [R]."""
+        """The head for tokens with conditioning z [streams, R, D] and turns [R]."""
         strength = self._guidance[turns] if self.distribution.guided else None
         null = z[1] if self.distribution.guided else None
         if self.fast:
@@ -159,32 +159,32 @@ class MarRunner:
         return PlainHead(self.model.diffloss, self.chain(steps), z[0], null, strength)
 
 
-def plain(runner: MarRunner, drawn: MarState, upto: int | None = None) -> Iterator[MarState]:
-    """Draw all pictures in step, an iteration of the distribution at a time, until they have `upto` tokens; None:
-    all."""
-    B, device = len(drawn.order), drawn.order.device
+def plain(runner: MarRunner, state: MarState, upto: int | None = None) -> Iterator[MarState]:
+    """Draw all images together, one iteration of the distribution at a time, until they have `upto` tokens (None: all
+    of them)."""
+    B, device = len(state.order), state.order.device
     rows = torch.arange(B, device=device)
     for first, last in runner.distribution.turns:
         if upto is not None and first >= upto:
             return
-        z = runner.read(drawn.tokens, drawn.order, drawn.counts, drawn.labels)
+        z = runner.read(state.tokens, state.order, state.counts, state.labels)
         turns, of = torch.arange(first, last, device=device).repeat(B), rows.repeat_interleave(last - first)
-        chosen = z[:, of, drawn.order[of, turns]]
-        drawn.put(of, turns, fresh(runner, chosen, drawn, of, turns, runner.distribution.steps[first], PATHS).x)
-        drawn.counts = [last] * B
-        yield drawn
+        chosen = z[:, of, state.order[of, turns]]
+        state.put(of, turns, fresh(runner, chosen, state, of, turns, runner.distribution.steps[first], PATHS).x)
+        state.counts = [last] * B
+        yield state
 
 
 def fresh(
-    runner: MarRunner, z: Tensor, drawn: MarState, rows: Tensor, turns: Tensor, steps: int, kind: int,
+    runner: MarRunner, z: Tensor, state: MarState, rows: Tensor, turns: Tensor, steps: int, kind: int,
     guided: Tensor | None = None,
 ) -> denoising.Path:  # fmt: skip
-    """Paths of tokens at `turns` [R] of pictures `rows` [R], all of as many steps; z [streams, R, D].
+    """Denoising paths of tokens at `turns` [R] of images `rows` [R], with equal numbers of steps; z [streams, R, D].
 
-    `guided` [R] are the turns whose guidance counts; None: their own.
+    `guided` [R] are the turns whose guidance is used; None: their own.
     """
-    chain, L = runner.chain(steps), drawn.order.shape[1]
-    noise = normal(drawn.seeds[rows], kind, L, turns, 0, len(chain), drawn.tokens.shape[2])
+    chain, L = runner.chain(steps), state.order.shape[1]
+    noise = normal(state.seeds[rows], kind, L, turns, 0, len(chain), state.tokens.shape[2])
     runner.evaluations += len(rows) * len(chain) * (1 + runner.distribution.guided)
     return runner.draw(
         runner.net(z, turns if guided is None else guided, steps), chain, noise, runner.distribution.temperature

@@ -1,4 +1,4 @@
-"""MAR as a diffusers pipeline: a class to a picture, its continuous tokens drawn in a random order."""
+"""MAR as a diffusers pipeline: class-conditional images, whose continuous tokens are drawn in a random order."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from mmspec.pipelines.mar.plan import MarStats, Speculation, tally
 from mmspec.pipelines.mar.speculate import draw
 from mmspec.pipelines.patching.family import Family
 
-# What the authors sample with for speed; a pipeline's own `defaults` come before these.
+# The authors' settings for fast sampling; a pipeline's own `defaults` override these.
 DEFAULTS = {
     "guidance_scale": 3.0, "guidance_schedule": "linear", "num_inference_steps": 64, "num_diffusion_steps": 100,
     "annealing": "linear", "temperature": 1.0,
 }  # fmt: skip
-for module in (MARTransformer2DModel.__module__, MARScheduler.__module__):  # diffusers then loads them, too
+for module in (MARTransformer2DModel.__module__, MARScheduler.__module__):  # lets diffusers load them, too
     LOADABLE_CLASSES.setdefault(module, {"MARScheduler": ["save_pretrained", "from_pretrained"]})
 
 
 @dataclass
 class MAROutput(BaseOutput):
-    """What a call returns.
+    """The result of a call.
 
     Attributes:
-        images: PIL pictures, or an array or tensor of them, or the tokens for `output_type="latent"`.
-        tokens: fp32 [B, grid², channels], in reading order.
-        work: forwards of the trunk, rows in them, and evaluations of the head; `draft_` ones are those of a draft.
-        stats: what happened to drafted tokens, by turn; None without speculation.
+        images: PIL images, or an array or tensor of them, or the tokens for `output_type="latent"`.
+        tokens: fp32 [B, grid², channels], in raster order.
+        work: forwards of the trunk, rows in them, and evaluations of the head; with `draft_` those of a draft model.
+        stats: statistics of drafted tokens, by turn; None without speculation.
     """
 
     images: Pictures
@@ -54,13 +54,13 @@ class MAROutput(BaseOutput):
 
 
 class MARPipeline(DiffusionPipeline):
-    """Pictures from MAR (Li et al. 2024, arXiv 2406.11838), class-conditional.
+    """Generates class-conditional images with MAR (Li et al. 2024, arXiv 2406.11838).
 
     Args:
         transformer: the model with its diffusion head.
         scheduler: the head's sampler.
         vae: decodes the tokens.
-        defaults: of the sampling arguments of a call, where they are not the authors': any of DEFAULTS.
+        defaults: defaults of a call's sampling arguments that differ from the authors'; any of DEFAULTS.
         id2label: names of the classes.
     """
 
@@ -93,58 +93,58 @@ class MARPipeline(DiffusionPipeline):
         fast_head: bool = True, compile: bool = False, output_type: str = "pil", return_dict: bool = True,
         callback_on_step_end: Callable[..., object] | None = None,
     ) -> MAROutput | tuple[Pictures]:  # fmt: skip
-        """Draw a picture of each class.
+        """Generate an image of each class.
 
         Args:
-            class_labels: one or several class numbers, or names that the pipeline's `id2label` has.
-            guidance_scale: 3.0 unless given; 1 leaves the unconditional half out.
+            class_labels: one or several class numbers, or names in the pipeline's `id2label`.
+            guidance_scale: by default 3.0; 1 omits the unconditional half.
             guidance_schedule: "linear" grows the guidance from 1 with the share of tokens drawn, "constant" does not.
-            num_inference_steps: iterations, 64 unless given; as many as there are tokens draws them one by one.
-            num_diffusion_steps: denoising steps of a token, 100 unless given; two numbers: from the first to the last
+            num_inference_steps: the number of iterations, by default 64; with one per token they are drawn one by one.
+            num_diffusion_steps: denoising steps of a token, by default 100; two numbers: of the first and the last
                 token (DiSA), which is another distribution than that of the larger number.
-            annealing: "linear", "cosine" or "two-stage", between two numbers of denoising steps.
-            temperature: of the noise of the steps, 1.0 unless given.
-            generator: one, or one per picture, which then does not depend on what else is drawn in the call.
-            fast_head: compute once what the head's steps share; false asks the head as it is defined.
-            compile: the fast head's steps, anew for 1, 2, 4, 8 … tokens at a time, which takes seconds each; checked
-                against the uncompiled ones.
+            annealing: "linear", "cosine" or "two-stage", the schedule between two numbers of denoising steps.
+            temperature: of the noise of the steps, by default 1.0.
+            generator: one, or one per image, which then does not depend on the other images of the call.
+            fast_head: compute only once what the head's steps share; False runs the head as it is defined.
+            compile: compile the fast head's steps, separately for 1, 2, 4, 8 … tokens at a time, which takes seconds
+                each; checked against the uncompiled ones.
             output_type: "pil", "pt" ([B, 3, h, w]) or "np" ([B, h, w, 3]), pixels in [0, 1], or "latent": tokens.
-            return_dict: give a MAROutput rather than a tuple.
-            callback_on_step_end: called after each iteration with this pipeline, its number, how many tokens every
-                picture has, and {"tokens": [B, grid², channels]}.
+            return_dict: return a MAROutput instead of a tuple.
+            callback_on_step_end: called after each iteration with this pipeline, its number, the number of tokens that
+                every image has, and {"tokens": [B, grid², channels]}.
 
         Raises:
-            ValueError: an argument that makes no sense, with what is allowed.
+            ValueError: an invalid argument; the message says what is allowed.
         """
         given = {
             "guidance_scale": guidance_scale, "guidance_schedule": guidance_schedule, "temperature": temperature,
             "num_inference_steps": num_inference_steps, "num_diffusion_steps": num_diffusion_steps,
             "annealing": annealing,
         }  # fmt: skip
-        how = self._settings(given, output_type)
+        args = self._settings(given, output_type)
         labels = self._labels(class_labels)
         devices.wake(self.transformer)
-        runner, speculation, stats = self._runner(how, fast_head, compile), self._speculation, None
+        runner, speculation, stats = self._runner(args, fast_head, compile), self._speculation, None
         draft_runner = runner
         if speculation is not None:
             stats = tally(self.transformer.tokens)
             if speculation.draft is not None:
                 draft_runner = replace(runner, model=speculation.draft)
-        drawn = canvas(self.transformer, labels, seeds(generator, len(labels)))
+        state = canvas(self.transformer, labels, seeds(generator, len(labels)))
         if speculation is None or stats is None:
-            rounds = plain(runner, drawn)
+            rounds = plain(runner, state)
         else:
-            rounds = draw(runner, drawn, speculation, draft_runner, stats)
+            rounds = draw(runner, state, speculation, draft_runner, stats)
         self._follow(mode_of(runner.model, draft_runner.model), rounds, callback_on_step_end)
-        images = drawn.tokens if output_type == "latent" else self.picture(drawn.tokens, output_type)
+        images = state.tokens if output_type == "latent" else self.picture(state.tokens, output_type)
         self.maybe_free_model_hooks()
         work = runner.work()
         if draft_runner is not runner:
             work |= {f"draft_{name}": n for name, n in draft_runner.work().items()}
-        return MAROutput(images, drawn.tokens, work, stats) if return_dict else (images,)
+        return MAROutput(images, state.tokens, work, stats) if return_dict else (images,)
 
     def _follow(self, mode: Mode, rounds: Iterator[MarState], callback: Callable[..., object] | None) -> None:
-        """Draw to the end, with a bar and the caller's callback, which is outside of the mode."""
+        """Run all rounds, with a progress bar and the caller's callback, which runs outside of the mode."""
         with self.progress_bar(total=self.transformer.tokens) as bar:
             for step, state in enumerate(each_in(mode, rounds)):
                 done = min(state.counts)
@@ -155,7 +155,7 @@ class MARPipeline(DiffusionPipeline):
     def enable_speculation(
         self, draft: MARTransformer2DModel | MARPipeline | str | Path | None = None, **settings: Any
     ) -> None:
-        """Draft tokens and test them in every call from now on, by the distribution of one token an iteration.
+        """Use speculative decoding in all later calls, for the distribution of one token per iteration.
 
         Args:
             draft: a smaller MAR on the same VAE: a transformer, a pipeline with one, or a folder or hub name of
@@ -163,62 +163,62 @@ class MARPipeline(DiffusionPipeline):
             settings: `ahead`, `rule`, `eta`, `prefill` and `width`, see `mmspec.pipelines.mar.plan.Speculation`.
 
         Raises:
-            ValueError: settings out of range, a draft that does not fit, or a scheduler without `final_noise` where
-                the exact rule needs it.
+            ValueError: settings out of range, a draft model that does not fit, or a scheduler without `final_noise`,
+                which the exact rule needs.
         """
         if isinstance(draft, (str, Path)):
             draft = MARTransformer2DModel.from_pretrained(draft).to(self.transformer.device, self.transformer.dtype)
         model: Any = getattr(draft, "transformer", draft)
-        wish = Speculation(model, **settings)
+        speculation = Speculation(model, **settings)
         if model is not None:
             for name in ("channels", "grid", "classes"):
                 own, its = getattr(self.transformer.config, name), getattr(model.config, name)
                 if own != its:
                     raise ValueError(f"a draft must have the model's {name}, {own}; this one has {its}")
-        if wish.rule == "gaussian_path" and not self.scheduler.config.final_noise:
+        if speculation.rule == "gaussian_path" and not self.scheduler.config.final_noise:
             raise ValueError(
                 "the exact rule needs noise at every step: pipe.scheduler = "
                 "MARScheduler.from_config(pipe.scheduler.config, final_noise=True, skip_terminal=True)"
             )
-        self._speculation = wish
+        self._speculation = speculation
 
     def disable_speculation(self) -> None:
-        """Draw plainly again."""
+        """Turn speculative decoding off."""
         self._speculation = None
 
-    def _runner(self, how: Options, fast: bool, compile: bool) -> MarRunner:
+    def _runner(self, args: Options, fast: bool, compile: bool) -> MarRunner:
         if compile and not fast:
             raise ValueError("compile=True compiles the fast head; leave fast_head=False out")
-        steps = how["num_diffusion_steps"]
+        steps = args["num_diffusion_steps"]
         steps = steps if isinstance(steps, int) else tuple(steps)
         definition = distribution(
-            self.transformer.tokens, how["num_inference_steps"], how["guidance_scale"], how["guidance_schedule"],
-            steps, how["annealing"], how["temperature"],
+            self.transformer.tokens, args["num_inference_steps"], args["guidance_scale"], args["guidance_schedule"],
+            steps, args["annealing"], args["temperature"],
         )  # fmt: skip
         return MarRunner(self.transformer, self.scheduler, definition, fast, compile)
 
     def _settings(self, given: Options, output_type: str) -> dict[str, Any]:
-        """The sampling arguments, with the pipeline's defaults and then the authors' where nothing was given."""
-        how = {**DEFAULTS, **self.config.defaults, **{name: v for name, v in given.items() if v is not None}}
+        """The sampling arguments, filled up with the pipeline's defaults, then with the authors'."""
+        args = {**DEFAULTS, **self.config.defaults, **{name: v for name, v in given.items() if v is not None}}
         L = self.transformer.tokens
         if given["num_inference_steps"] is None:
-            how["num_inference_steps"] = min(how["num_inference_steps"], L)
+            args["num_inference_steps"] = min(args["num_inference_steps"], L)
         for name, fine, allowed in (
             ("output_type", output_type in OUTPUTS, f"one of {', '.join(OUTPUTS)}"),
-            ("guidance_schedule", how["guidance_schedule"] in GUIDANCE, f"one of {', '.join(GUIDANCE)}"),
-            ("annealing", how["annealing"] in STEPS, f"one of {', '.join(STEPS)}"),
-            ("guidance_scale", math.isfinite(how["guidance_scale"]), "a number"),
+            ("guidance_schedule", args["guidance_schedule"] in GUIDANCE, f"one of {', '.join(GUIDANCE)}"),
+            ("annealing", args["annealing"] in STEPS, f"one of {', '.join(STEPS)}"),
+            ("guidance_scale", math.isfinite(args["guidance_scale"]), "a number"),
             (
                 "num_inference_steps",
-                how["num_inference_steps"] in range(1, L + 1),
+                args["num_inference_steps"] in range(1, L + 1),
                 f"from 1 to the picture's {L} tokens",
             ),
-            ("num_diffusion_steps", _steps(how["num_diffusion_steps"]), "a whole number, or two of them"),
-            ("temperature", 0 <= how["temperature"] < math.inf, "≥ 0 (0: no noise in the steps)"),
+            ("num_diffusion_steps", _steps(args["num_diffusion_steps"]), "a whole number, or two of them"),
+            ("temperature", 0 <= args["temperature"] < math.inf, "≥ 0 (0: no noise in the steps)"),
         ):
             if not fine:
-                raise ValueError(f"{name} must be {allowed}; got {({**how, 'output_type': output_type})[name]!r}")
-        return how
+                raise ValueError(f"{name} must be {allowed}; got {({**args, 'output_type': output_type})[name]!r}")
+        return args
 
     def _labels(self, given: Labels) -> Tensor:
         """Class ids [B] of numbers or names."""
@@ -226,7 +226,7 @@ class MARPipeline(DiffusionPipeline):
         return torch.tensor(class_ids(given, self.transformer.config.classes, names), device=self._execution_device)
 
     def picture(self, tokens: Tensor, output_type: str = "pil") -> Pictures:
-        """Pictures of tokens [B, grid², channels], as the call returns them; zero where nothing is drawn yet."""
+        """Images of tokens [B, grid², channels] in the call's form; tokens that are not drawn yet are zero."""
         devices.wake(self.vae)
         grid = self.transformer.config.grid
         latents = tokens.transpose(1, 2).unflatten(2, (grid, grid)) / self.vae.config.scaling_factor
@@ -235,16 +235,16 @@ class MARPipeline(DiffusionPipeline):
 
 
 def _steps(given: object) -> bool:
-    """Whether it is one number of steps, or those of the first and the last token."""
+    """Whether this is a valid number of steps, or two, for the first and the last token."""
     pair = given if isinstance(given, (list, tuple)) and len(given) == 2 else [given]
     return all(is_whole(one, 1) for one in pair)
 
 
 class Mar(Family[MARPipeline]):
-    """Continuous tokens have drafts of their own: `pipe.enable_speculation()`."""
+    """The family of MAR, which `enable` refuses: continuous tokens are drafted by `pipe.enable_speculation()`."""
 
     def unsupported(self, model: MARPipeline) -> str:
         return (
-            "its tokens are continuous, which drafters of ids and their rules do not fit; call "
-            "pipe.enable_speculation(), or with draft=… a smaller MAR"
+            "its tokens are continuous, so drafters of token ids and their rules do not fit; call "
+            "pipe.enable_speculation(), with draft=… for a smaller MAR as the draft model"
         )

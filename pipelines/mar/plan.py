@@ -1,4 +1,4 @@
-"""How MAR's tokens are to be drafted and tested, and what came of it."""
+"""The settings and statistics of speculative decoding for MAR."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ RULES = ("gaussian_path", "cspd")
 
 @dataclass(frozen=True)
 class Speculation:
-    """How tokens are drafted and kept."""
+    """How tokens are drafted and accepted."""
 
-    # a smaller MAR on the same VAE; None: the model itself, by what it knew before the drafted tokens
+    # a smaller MAR on the same VAE; None: the model itself, with its conditioning before the drafted tokens
     draft: MARTransformer2DModel | None = None
-    ahead: int = 4  # tokens drafted in a round; for "cspd", iterations of the schedule, of one or several tokens each
+    ahead: int = 4  # tokens drafted in a round; for "cspd" iterations of the schedule, of one or several tokens each
     rule: str = "gaussian_path"  # "gaussian_path" keeps the model's distribution; "cspd", as published, does not
-    # of the exact rule, in (0, 1]; lower keeps less and bounds the trials after a refusal by 1/(1 − η)
+    # of the exact rule, in (0, 1]; a lower η accepts less, and bounds the trials after a rejection by 1/(1 − η)
     eta: float = 0.97
-    prefill: float = 0.0  # share of the iterations that the model draws plainly before anything is drafted
+    prefill: float = 0.0  # the share of iterations that are drawn without drafts at the beginning
     width: float = cspd.WIDTH  # of CSpD's test
 
     def __post_init__(self) -> None:
@@ -35,28 +35,28 @@ class Speculation:
             if not fine:
                 raise ValueError(f"{name} must be {allowed}; got {getattr(self, name)!r}")
         if self.rule == "cspd" and self.draft is None:
-            raise ValueError("the rule cspd needs a draft model; the model's own drafts would be kept always")
+            raise ValueError("the rule cspd needs a draft model, since it would always accept the model's own drafts")
 
 
 @dataclass
 class MarStats:
-    """What happened, by the turn of a token: lists of L sums."""
+    """Statistics by the turn of a token: lists of L sums."""
 
     tested: list[int]  # drafts that were tested
-    chance: list[float]  # their chances to be kept; with `tested` the acceptance α
-    gap: list[float]  # their log Q/P; with `tested` the divergence J of the paths' distributions
+    chance: list[float]  # the sum of their acceptance probabilities; divided by `tested`, the acceptance α
+    gap: list[float]  # the sum of their log Q/P; divided by `tested`, the divergence J of the paths' distributions
     rounds: int = 0  # passes of the model in which drafts were tested
-    refused: int = 0  # tokens that were drawn anew
-    trials: int = 0  # in how many trials
+    refused: int = 0  # tokens that were rejected and drawn again
+    trials: int = 0  # the number of trials for these
 
     def note(self, turn: int, chance: float, gap: float) -> None:
-        """Book one test."""
+        """Add one test."""
         self.tested[turn] += 1
         self.chance[turn] += chance
         self.gap[turn] += gap
 
     def summary(self) -> dict[str, float]:
-        """Over all turns: acceptance, divergence, trials after a refusal, and rounds."""
+        """Totals over all turns: acceptance, divergence, trials after rejections, and rounds."""
         tested = max(1, sum(self.tested))
         return {
             "rounds": self.rounds, "tested": sum(self.tested), "acceptance": sum(self.chance) / tested,

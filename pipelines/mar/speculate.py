@@ -1,4 +1,4 @@
-"""MAR drawn several tokens a pass: the exact rule, in rounds of draft, verify, accept and redraw."""
+"""Speculative decoding for MAR with the exact rule, in rounds of draft, verify, accept and redraw."""
 
 from __future__ import annotations
 
@@ -16,157 +16,157 @@ from mmspec.pipelines.mar.drafts import Cells, MarDraft, SelfDrafter, SmallerDra
 from mmspec.pipelines.mar.loop import DRAFTS, PATHS, MarRunner, MarState, coins, normal, plain
 from mmspec.pipelines.mar.plan import MarStats, Speculation
 
-AT_ONCE = 4  # trials of a refused token that run side by side
-Refused = tuple[MarDraft, Tensor]  # and what the model knew before it, z [streams, D]
+AT_ONCE = 4  # trials of a rejected token that run in parallel
+Refused = tuple[MarDraft, Tensor]  # a rejected draft, and the model's conditioning before it, z [streams, D]
 
 
 def draw(
-    runner: MarRunner, drawn: MarState, how: Speculation, draft_runner: MarRunner, stats: MarStats
+    runner: MarRunner, state: MarState, plan: Speculation, draft_runner: MarRunner, stats: MarStats
 ) -> Iterator[MarState]:
-    """Draw all pictures; `draft_runner` is the runner of the draft, or `runner` itself.
+    """Draw all images; `draft_runner` is the runner of the draft model, or `runner` itself.
 
     Raises:
-        ValueError: the distribution draws several tokens in an iteration, and the rule is the exact one.
+        ValueError: the exact rule, with a distribution that draws several tokens in an iteration.
     """
-    L, turns = drawn.order.shape[1], runner.distribution.turns
-    if how.rule != "cspd" and len(turns) != L:
+    L, turns = state.order.shape[1], runner.distribution.turns
+    if plan.rule != "cspd" and len(turns) != L:
         raise ValueError(
-            f"the exact rule keeps the distribution of one token an iteration; pass num_inference_steps={L} (got "
-            f"{len(turns)}), or disable_speculation()"
+            f"the exact rule keeps the distribution of one token per iteration; pass num_inference_steps={L} (got "
+            f"{len(turns)}), or call disable_speculation()"
         )
-    if how.prefill:
-        yield from plain(runner, drawn, turns[min(len(turns) - 1, math.floor(len(turns) * how.prefill))][1])
-    if how.rule == "cspd":
-        yield from cspd_rounds(runner, drawn, how, draft_runner, stats)
+    if plan.prefill:
+        yield from plain(runner, state, turns[min(len(turns) - 1, math.floor(len(turns) * plan.prefill))][1])
+    if plan.rule == "cspd":
+        yield from cspd_rounds(runner, state, plan, draft_runner, stats)
     else:
         kind = SelfDrafter if draft_runner is runner else SmallerDrafter
-        yield from exact(runner, drawn, how, kind(draft_runner, how.ahead), stats)
+        yield from exact(runner, state, plan, kind(draft_runner, plan.ahead), stats)
 
 
 def exact(
-    runner: MarRunner, drawn: MarState, how: Speculation, drafter: SelfDrafter | SmallerDrafter, stats: MarStats
+    runner: MarRunner, state: MarState, plan: Speculation, drafter: SelfDrafter | SmallerDrafter, stats: MarStats
 ) -> Iterator[MarState]:
-    """Draw all pictures by the distribution of `plain` with one token an iteration; every picture goes its own way.
+    """Draw all images from the distribution of `plain` with one token per iteration; each image advances on its own.
 
-    A round reads every picture with none, one, two ... of its drafts, and keeps a draft if all before it were kept and
-    the whole path of its denoising is likely enough under the model (`mmspec.continuous.denoising`). Then the refused
-    ones are drawn anew from what the model has left over, and beside them the model's next drafts.
+    A round reads every image with none, one, two ... of its drafts. It accepts a draft if all before it were accepted
+    and its whole denoising path passes the test under the model (`mmspec.continuous.denoising`). Then the rejected ones
+    are drawn again from the model's residual distribution, together with the model's next drafts.
     """
-    L, refused = drawn.order.shape[1], list[Refused]()
-    drafter.start(drawn)
-    drafts = drafter.wanted(drawn)
+    L, refused = state.order.shape[1], list[Refused]()
+    drafter.start(state)
+    drafts = drafter.undrawn(state)
     while True:
-        _chains(runner, drawn, refused, drafts, how.eta, drafter, stats)
+        _chains(runner, state, refused, drafts, plan.eta, drafter, stats)
         if stats.rounds:
-            yield drawn
-        if min(drawn.counts) == L:
+            yield state
+        if min(state.counts) == L:
             return
-        drafts = drafter.propose(drawn, drafts)
-        here, x = places(drafts, drawn.order.device), torch.cat([draft.drawn.x for draft in drafts])
-        z, source, at = _verify(runner, drawn, drafts, here, x, drafter)
+        drafts = drafter.propose(state, drafts)
+        here, x = places(drafts, state.order.device), torch.cat([draft.drawn.x for draft in drafts])
+        z, source, at = _verify(runner, state, drafts, here, x, drafter)
         ratio = _ratios(runner, drafts, here, z)
-        eta = torch.tensor([1.0 if draft.certain else how.eta for draft in drafts], device=z.device)
+        eta = torch.tensor([1.0 if draft.certain else plan.eta for draft in drafts], device=z.device)
         chance = denoising.chance(ratio, eta)
-        kept = coins(drawn.seeds[here.of], L, here.at, 0) < chance
+        kept = coins(state.seeds[here.of], L, here.at, 0) < chance
         stats.rounds += 1
-        facts = torch.stack([kept, chance, -ratio], 1).tolist()
-        stand, first, source_of, whole = _stand(drawn, drafts, facts, at, stats)
-        (stood,) = indices(x.device, stand)
-        drawn.put(here.of[stood], here.at[stood], x[stood])
+        tests = torch.stack([kept, chance, -ratio], 1).tolist()
+        accepted, first, source_of, whole = _accept(state, drafts, tests, at, stats)
+        (index,) = indices(x.device, accepted)
+        state.put(here.of[index], here.at[index], x[index])
         if isinstance(drafter, SelfDrafter):
             drafter.learn(source, source_of, whole)
         refused = [(drafts[i], z[:, i]) for i in first]
-        drafts = drafter.wanted(drawn)
+        drafts = drafter.undrawn(state)
 
 
 def _verify(
-    runner: MarRunner, drawn: MarState, drafts: list[MarDraft], here: Cells, x: Tensor,
+    runner: MarRunner, state: MarState, drafts: list[MarDraft], here: Cells, x: Tensor,
     drafter: SelfDrafter | SmallerDrafter,
 ) -> tuple[Tensor, Tensor, dict[tuple[int, int], int]]:  # fmt: skip
-    """The model's conditioning [streams, R, D] of every drafted token, knowing those before it.
+    """The model's conditioning [streams, R, D] for every drafted token, given those before it.
 
-    And that [streams, M, L, D] of all places that there is, with a table from picture and number of tokens known to
-    one of the M.
+    Also all conditioning that there is, [streams, M, L, D], with a table from an image and its number of known tokens
+    to one of the M.
     """
-    L, drafted = drawn.order.shape[1], list(zip(here.rows, here.turns, strict=True))
+    L, drafted = state.order.shape[1], list(zip(here.rows, here.turns, strict=True))
     cells = [cell for cell, draft in zip(drafted, drafts, strict=True) if not draft.certain]
     if isinstance(drafter, SelfDrafter):  # one more, to draft the next tokens from
         cells += [(b, n) for b, n in {b: turn + 1 for b, turn in drafted}.items() if n < L]
     at, parts = {cell: i for i, cell in enumerate(cells)}, []
     if cells:
-        seen = replace(drawn, tokens=drawn.tokens.clone())
+        seen = replace(state, tokens=state.tokens.clone())
         seen.put(here.of, here.at, x)
         (b,) = indices(here.of.device, [b for b, _ in cells])
-        parts.append(runner.read(seen.tokens[b], drawn.order[b], [n for _, n in cells], drawn.labels[b]))
+        parts.append(runner.read(seen.tokens[b], state.order[b], [n for _, n in cells], state.labels[b]))
     if isinstance(drafter, SelfDrafter):
         known, current = drafter.known()
-        at |= {(b, drawn.counts[b]): len(cells) + b for b in current}
+        at |= {(b, state.counts[b]): len(cells) + b for b in current}
         parts.append(known)
     source = torch.cat(parts, 1)
     (known_by,) = indices(source.device, [at[cell] for cell in drafted])
-    return source[:, known_by, drawn.order[here.of, here.at]], source, at
+    return source[:, known_by, state.order[here.of, here.at]], source, at
 
 
 def _ratios(runner: MarRunner, drafts: list[MarDraft], here: Cells, z: Tensor) -> Tensor:
-    """log P/Q [R] of the drafted paths; 0 where nothing is to be tested."""
+    """log P/Q [R] of the drafted paths; 0 for drafts that need no test."""
     ratio, tested = torch.zeros(len(drafts), device=z.device), [i for i, d in enumerate(drafts) if not d.certain]
-    alike = [(steps, [tested[i] for i in index]) for steps, index in by_steps(runner, [here.turns[i] for i in tested])]
-    for (steps, some), these in zip(alike, indices(z.device, *(some for _, some in alike)), strict=True):
-        chain, drawn = runner.chain(steps), denoising.joined([drafts[i].drawn for i in some])
+    groups = [(steps, [tested[i] for i in index]) for steps, index in by_steps(runner, [here.turns[i] for i in tested])]
+    for (steps, some), these in zip(groups, indices(z.device, *(some for _, some in groups)), strict=True):
+        chain, path = runner.chain(steps), denoising.joined([drafts[i].drawn for i in some])
         runner.evaluations += len(some) * len(chain) * (1 + runner.distribution.guided)
         ratio[these] = denoising.log_ratio(
-            drawn, runner.net(z[:, these], here.at[these], steps), chain, runner.distribution.temperature
+            path, runner.net(z[:, these], here.at[these], steps), chain, runner.distribution.temperature
         )
     return ratio
 
 
-def _stand(
-    drawn: MarState, drafts: list[MarDraft], facts: list[list[float]], at: dict[tuple[int, int], int], stats: MarStats
+def _accept(
+    state: MarState, drafts: list[MarDraft], tests: list[list[float]], at: dict[tuple[int, int], int], stats: MarStats
 ) -> tuple[list[int], list[int], dict[int, int], list[int]]:
-    """Which drafts stand, and which were the first of their picture to be refused; both are counted.
+    """Which drafts are accepted, and which are the first rejected ones of their images; counts both in `counts`.
 
-    And what is now known of every picture: a number as in `at` (see `_verify`), and the pictures of which it knows all.
+    Also image → the index of its latest conditioning, as in `at` (see `_verify`), and the images for which that
+    includes all tokens.
 
     Args:
-        facts: of every draft whether it is kept by itself, the chance for that, and log Q/P.
+        tests: for every draft whether it passes its own test, the probability of that, and log Q/P.
     """
-    stand: list[int] = []
+    accepted: list[int] = []
     refused: list[int] = []
     known: dict[int, int] = {}
     whole, begin = [], 0
     for b, some in groupby(draft.row for draft in drafts):
         end = begin + len(list(some))
-        first = next((i for i in range(begin, end) if not facts[i][0]), end)
-        stand += range(begin, first)
+        first = next((i for i in range(begin, end) if not tests[i][0]), end)
+        accepted += range(begin, first)
         for i in range(begin, min(first + 1, end)):
             if not drafts[i].certain:
-                stats.note(drafts[i].turn, *facts[i][1:])
-        n = drawn.counts[b] + first - begin
+                stats.note(drafts[i].turn, *tests[i][1:])
+        n = state.counts[b] + first - begin
         if (b, n) in at:
             known[b] = at[b, n]
         if first < end:
             refused.append(first)
         else:
             whole.append(b)
-        drawn.counts[b], begin = n + (first < end), end
-    return stand, refused, known, whole
+        state.counts[b], begin = n + (first < end), end
+    return accepted, refused, known, whole
 
 
 def _chains(
-    runner: MarRunner, drawn: MarState, refused: list[Refused], drafts: list[MarDraft], eta: float,
+    runner: MarRunner, state: MarState, refused: list[Refused], drafts: list[MarDraft], eta: float,
     drafter: SelfDrafter | SmallerDrafter, stats: MarStats,
 ) -> None:  # fmt: skip
-    """Draw refused tokens anew, from what the model's distribution has left over, and the paths of drafts that have
-    none yet.
+    """Draw rejected tokens again from the model's residual distribution, and the paths of drafts that have none yet.
 
-    Side by side in one chain, where they have as many steps.
+    Tokens with the same number of steps run in parallel, in one chain.
     """
-    L, C, device = drawn.order.shape[1], drawn.tokens.shape[2], drawn.order.device
+    L, C, device = state.order.shape[1], state.tokens.shape[2], state.order.device
     every = [*((draft, z) for draft, z in refused), *((draft, draft.z) for draft in drafts)]
     for steps, index in by_steps(runner, [draft.turn for draft, _ in every]):
         some, chain, R = [every[i] for i in index], runner.chain(steps), sum(i < len(refused) for i in index)
         here = places([draft for draft, _ in some], device)
-        seeds = drawn.seeds[here.of]
+        seeds = state.seeds[here.of]
 
         def again(
             rows: Tensor, trial: int, at: Tensor = here.at, chain: denoising.Chain = chain, seeds: Tensor = seeds
@@ -181,7 +181,7 @@ def _chains(
             q = drafter.runner.net(torch.stack([draft.z for draft, _ in some[:R]], 1), here.at[:R], steps)
             by = torch.full((R,), eta, device=device)
             x, trials, others = denoising.leftover(p, q, chain, again, by, tau, AT_ONCE, runner.draw, beside)
-            drawn.put(here.of[:R], here.at[:R], x)
+            state.put(here.of[:R], here.at[:R], x)
         else:
             others = runner.draw(p, chain, beside, tau)
         for i, (draft, _) in enumerate(some[R:]):

@@ -1,4 +1,4 @@
-"""Stock's own assisted generation in mmspec's loop: an assistant, DFlash's included, `use_mtp`, prompt lookup."""
+"""Runs stock's assisted generation in mmspec's loop: an assistant model (also DFlash's), `use_mtp` or prompt lookup."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ from mmspec.pipelines.patching.obstacles import Obstacle
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """What a call asks to draft with."""
+    """The drafter that a call of `generate` names."""
 
-    key: Hashable  # the same for calls that ask for the same
-    drafter: Any  # as `enable` takes it
+    key: Hashable  # equal for calls that name the same drafter with the same options
+    drafter: Any  # in a form that `enable` takes
     given: Options  # its options
 
 
 def requested(model: GenerativeModel, kwargs: Mapping[str, Any]) -> tuple[DraftRequest, dict[str, Any]] | None:
-    """What a call of `generate` asks to draft with, and its arguments without that; None: nothing, or only stock
-    knows."""
-    wish = assisted.requested(model, kwargs)
-    return None if wish is None else (_request(wish[0]), wish[1])
+    """The drafter that a `generate` call names, and its other arguments; None: none, or one that only stock can run."""
+    found = assisted.requested(model, kwargs)
+    return None if found is None else (_request(found[0]), found[1])
 
 
-def _request(wish: Assistance) -> DraftRequest:
-    if wish.how == "lookup":
-        drafter = NgramDrafter(orders=tuple(range(wish.orders, 0, -1)))
-        return DraftRequest(("ngram", wish.count, wish.orders), drafter, {"depth": wish.count, "width": 1})
-    if wish.how == "mtp":
+def _request(assistance: Assistance) -> DraftRequest:
+    count, orders = assistance.count, assistance.orders
+    if assistance.how == "lookup":
+        drafter = NgramDrafter(orders=tuple(range(orders, 0, -1)))
+        return DraftRequest(("ngram", count, orders), drafter, {"depth": count, "width": 1})
+    if assistance.how == "mtp":
         return DraftRequest("mtp", "mtp", {})
-    given = {"depth": wish.count, "width": 1} if wish.count else {}
-    return DraftRequest((id(wish.model), wish.count), wish.model, given)
+    given = {"depth": count, "width": 1} if count else {}
+    return DraftRequest((id(assistance.model), count), assistance.model, given)
 
 
-def patch_for(model: GenerativeModel, patch: Patch, what: DraftRequest) -> Patch:
-    """A patch that drafts so, for one call, and is like the model's own otherwise; made once for each key.
+def patch_for(model: GenerativeModel, patch: Patch, request: DraftRequest) -> Patch:
+    """The model's patch with the requested drafter in place of its own, for one call; built once for each key.
 
     Raises:
-        UnsupportedError: it does not fit this model; where `on_unsupported` is "fallback", a warning, and the model's
-            own patch drafts: the tokens are the same.
+        UnsupportedError: the drafter does not fit this model. If `on_unsupported` is "fallback" this is a warning, and
+            the model's own patch is used, which gives the same tokens.
     """
-    made = patch.by_request.get(what.key)
-    if made is None:
+    special = patch.by_request.get(request.key)
+    if special is None:
         target = patch.family.describe(model)
         try:
-            ready, given = choose.chosen(what.drafter, what.given, target, model)
+            ready, given = choose.chosen(request.drafter, request.given, target, model)
         except (ValueError, OSError) as error:
             patch.decline(Obstacle(str(error)))
             return patch
         proposer = drafting.proposer(model, ready, patch.config, target, patch.family.captures_drafts)
-        made = Patch(patch.family, ready, patch.config, patch.rule, proposer, given, target)
-        made.stats, made.keeps = patch.stats, what.drafter
-        patch.by_request[what.key] = made
-    return made
+        special = Patch(patch.family, ready, patch.config, patch.rule, proposer, given, target)
+        special.stats, special.source = patch.stats, request.drafter
+        patch.by_request[request.key] = special
+    return special

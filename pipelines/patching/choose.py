@@ -1,4 +1,4 @@
-"""Which drafter: from what the user names, or what a model ships with, to one that is fitted to the model."""
+"""Chooses the drafter, from the user's `drafter=` or from what the model ships with, and fits it to the model."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from mmspec.protocols import TargetInfo
 from mmspec.registry import DRAFTERS, PUBLISHED, USUAL, drafter_class
 
 FOLDERS = ("drafter", "mtp", "dflash", "eagle", "eagle3", "assistant", "speculator")  # beside a model's own files
-_NEEDED = ("features", "nodes", "fit", "start", "propose")  # of any drafter
+_NEEDED = ("features", "nodes", "fit", "start", "propose")  # attributes of every drafter
 _log = logging.getLogger("mmspec")
 
 
 def chosen(drafter: Any, given: Options, target: TargetInfo, model: GenerativeModel) -> tuple[Any, dict[str, Any]]:
-    """A drafter fitted to the target, and the options that it was given.
+    """A drafter fitted to the target, and its options (without `draft`).
 
     Args:
-        drafter: a registered name, a folder, a hub name, an instance, a model that drafts, or None: what the model
-            ships with.
-        given: the options that the user gave, by name.
-        model: the target's, for drafters that are made of it.
+        drafter: a registered name, a folder, a hub name, an instance, a draft model, or None for what the model ships
+            with.
+        given: the user's options, by name.
+        model: the target model, for drafters that are built from it.
 
     Raises:
         ValueError: an unknown name, a name that needs weights, a drafter made for another target, or an option that
-            it has no use for.
+            this drafter does not use.
         TypeError: an option that no drafter has.
     """
     named, rest = _instance(drafter, given)
@@ -41,10 +41,10 @@ def chosen(drafter: Any, given: Options, target: TargetInfo, model: GenerativeMo
 
 
 def _instance(drafter: Any, given: Options) -> tuple[Any, dict[str, Any]]:
-    """The drafter that a model of transformers is made into, anything else as it is; and the options that are left.
+    """The drafter, built from a draft model if one was passed, else unchanged; and the options without `draft`.
 
     Raises:
-        ValueError: drafter="model" without the model, or something that cannot draft.
+        ValueError: drafter="model" without `draft`, or a draft model that cannot draft.
     """
     rest = dict(given)
     if drafter in ("model", "assistant"):
@@ -53,34 +53,34 @@ def _instance(drafter: Any, given: Options) -> tuple[Any, dict[str, Any]]:
         drafter = rest.pop("draft")
     elif not loading.is_model(drafter):
         return drafter, rest
-    if loading.is_model(drafter) and not hasattr(drafter, "generate"):  # a network of a layout that we read
+    if loading.is_model(drafter) and not hasattr(drafter, "generate"):  # a network in a published layout
         return drafter_of(drafter.config.to_dict(), drafter.state_dict()), rest
     from mmspec.pipelines.drafters import assistant, draft_model
     from mmspec.pipelines.host.exotic import gemma4_assistant
 
-    made = draft_model.ModelDrafter.of(drafter)
-    kind = hooks.stock(made.model).__name__
-    return (assistant.AssistantDrafter(made.model) if kind in gemma4_assistant.CLASSES else made), rest
+    smaller = draft_model.ModelDrafter.of(drafter)
+    name = hooks.stock(smaller.model).__name__
+    return (assistant.AssistantDrafter(smaller.model) if name in gemma4_assistant.CLASSES else smaller), rest
 
 
 def fitted(drafter: Any, given: Options, target: TargetInfo, model: Any = None) -> Any:
-    """A drafter fitted to the target, with the errors of `chosen`; see there."""
-    made = _made(drafter, target, model)
-    if isinstance(made, type):
-        raise ValueError(f"drafter={made.__name__} is a class; pass a drafter made of it, as {made.__name__}()")
-    if lacking := [name for name in _NEEDED if not hasattr(made, name)]:
-        raise ValueError(f"a drafter has {', '.join(_NEEDED)}; {type(made).__name__} has no {', '.join(lacking)}")
-    own = option_names(getattr(made, "options", None))
+    """A drafter fitted to the target; raises the errors of `chosen`."""
+    built = _built(drafter, target, model)
+    if isinstance(built, type):
+        raise ValueError(f"drafter={built.__name__} is a class; pass an instance of it, as {built.__name__}()")
+    if lacking := [name for name in _NEEDED if not hasattr(built, name)]:
+        raise ValueError(f"a drafter has {', '.join(_NEEDED)}; {type(built).__name__} has no {', '.join(lacking)}")
+    own = option_names(getattr(built, "options", None))
     others = {name for name in given if name not in own}
     every = (option_names(getattr(drafter_class(name), "options", None)) for name in (DRAFTERS if others else ()))
     if unknown := others.difference(*every):
         shared = option_names(SpecConfig)
         raise TypeError(f"unknown option {min(unknown)!r}; choose from {', '.join([*own, *shared])}")
-    return made.fit(target, given)
+    return built.fit(target, given)
 
 
-def _made(drafter: Any, target: TargetInfo, model: GenerativeModel) -> Any:
-    """The drafter that is named; an instance names itself."""
+def _built(drafter: Any, target: TargetInfo, model: GenerativeModel) -> Any:
+    """The drafter of this name, folder or hub name; an instance is returned unchanged."""
     if not isinstance(drafter, (str, Path)):
         return drafter
     if isinstance(drafter, str) and drafter in DRAFTERS:
@@ -94,11 +94,11 @@ def _made(drafter: Any, target: TargetInfo, model: GenerativeModel) -> Any:
         raise ValueError(
             f"unknown drafter {drafter!r}; choose from {', '.join(DRAFTERS)}, or pass a folder or owner/name on the hub"
         )
-    return _opened(Path(drafter), target, model) if Path(drafter).is_dir() else load_drafter(drafter, target=target)
+    return _loaded(Path(drafter), target, model) if Path(drafter).is_dir() else load_drafter(drafter, target=target)
 
 
-def _opened(folder: Path, target: TargetInfo, model: GenerativeModel) -> Any:
-    """The drafter in a folder: heads of the model's own classes, or a network of ours.
+def _loaded(folder: Path, target: TargetInfo, model: GenerativeModel) -> Any:
+    """The drafter in a folder: MTP heads of the model's own classes, or one of mmspec's networks.
 
     Raises:
         FileNotFoundError, ValueError: it is neither; see `load_drafter`.
@@ -112,9 +112,9 @@ def _opened(folder: Path, target: TargetInfo, model: GenerativeModel) -> Any:
 
 
 def _shipped(model: GenerativeModel, target: TargetInfo) -> Any:
-    """What `enable` drafts with where nobody says: what the model ships with, else registry's USUAL.
+    """The default drafter of `enable`: what the model ships with, else the registry's USUAL.
 
-    One line of the log says what, and why; where a drafter is published for this model, by which name. Nothing is
+    One log line says which, and why, and names the published drafter for this model if there is one. Nothing is
     downloaded.
     """
     where, name = own_files.folder(model), target.name
@@ -122,7 +122,7 @@ def _shipped(model: GenerativeModel, target: TargetInfo) -> Any:
         try:
             drafter = _in_folder(folder, target, model)
         except (ValueError, OSError) as error:
-            _log.warning("mmspec leaves the drafter in %s alone: %s", folder, error)
+            _log.warning("mmspec does not use the drafter in %s: %s", folder, error)
             continue
         _log.info("mmspec drafts for %s with the drafter in %s", name, folder)
         return drafter
@@ -130,17 +130,17 @@ def _shipped(model: GenerativeModel, target: TargetInfo) -> Any:
         try:
             drafter = _heads(model)
         except (ValueError, OSError) as error:
-            _log.warning("mmspec leaves the multi-token-prediction heads of %s alone: %s", name, error)
+            _log.warning("mmspec does not use the multi-token-prediction heads of %s: %s", name, error)
             drafter = None
         if drafter is not None:
             _log.info("mmspec drafts for %s with the multi-token-prediction heads in its own files", name)
             return drafter
-    _fell_back(name)
+    _log_fallback(name)
     return USUAL
 
 
 def _folders(model: GenerativeModel, where: Path | None) -> list[Path]:
-    """Folders that may hold a drafter: the one that the model's config names, then those of usual names."""
+    """Folders that may contain a drafter: first the one that the model's config names, then those with usual names."""
     if where is None:
         return []
     named = own_setting(model, "drafter")
@@ -150,7 +150,7 @@ def _folders(model: GenerativeModel, where: Path | None) -> list[Path]:
 
 
 def _in_folder(folder: Path, target: TargetInfo, model: GenerativeModel) -> Any:
-    """A drafter that mmspec reads, or a model of transformers that drafts.
+    """The drafter in a folder, in a layout that mmspec reads, or a draft model of transformers.
 
     Raises:
         ValueError, OSError: it is neither.
@@ -158,7 +158,7 @@ def _in_folder(folder: Path, target: TargetInfo, model: GenerativeModel) -> Any:
     kinds = read_config(folder).get("architectures")
     if loading.generates(kinds if isinstance(kinds, list) else []):
         return _instance("model", {"draft": folder})[0].fit(target, {})
-    return _opened(folder, target, model).fit(target, {})
+    return _loaded(folder, target, model).fit(target, {})
 
 
 def _heads(model: GenerativeModel) -> Any:
@@ -169,14 +169,14 @@ def _heads(model: GenerativeModel) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _fell_back(name: str) -> None:
-    """Once for each model."""
+def _log_fallback(name: str) -> None:
+    """Log, once for each model name, that the default drafter is used."""
     base = name.rstrip("/").rpartition("/")[2].lower()
-    known = PUBLISHED.get(base)
-    if known is None:
-        _log.info("mmspec drafts for %s with %r: it ships with no drafter, and none is known here", name, USUAL)
+    published = PUBLISHED.get(base)
+    if published is None:
+        _log.info("mmspec drafts for %s with %r: it ships with no drafter, and mmspec knows of none", name, USUAL)
     else:
         _log.warning(
             "mmspec drafts for %s with %r; a drafter for it is published: mmspec.enable(model, drafter=%r)",
-            name, USUAL, known,
+            name, USUAL, published,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""From a fitted drafter to what the loop asks for drafts: captured, with a switch before it."""
+"""Turns a fitted drafter into the Proposer that the loop calls: captured by `compile`, behind a switch by `auto`."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from mmspec.pipelines.target import captures
 from mmspec.protocols import Compilable, Drafter, Proposer, TargetInfo
 from mmspec.switch import RoundCosts, Switch
 
-SWITCHED = True  # whether drafters without weights are turned off where nobody asks for it and they do not pay
-# By model and by the drafter's layer, or its class where it has none: what is known outlives `disable`.
+SWITCHED = True  # whether, by default, drafters without weights are switched off while they save no time
+# The switch's measurements, by model and by the drafter's layer (or its class if it has none); they outlive `disable`.
 _COSTS: WeakKeyDictionary[object, WeakKeyDictionary[object, dict[Hashable, RoundCosts]]] = WeakKeyDictionary()
-# What was captured of heads, by their first layer, which all fitted copies share.
+# Captures of draft heads, by their first layer, which all fitted copies share.
 _HEADS: WeakKeyDictionary[object, CaptureCache] = weakref.WeakKeyDictionary()
 
 
 def proposer(model: object, drafter: Drafter, config: SpecConfig, target: TargetInfo, drafts: bool = True) -> Proposer:
-    """The drafter, what it drafts captured with `compile`, and with `auto` behind a switch.
+    """The drafter, with `compile` captured, with `lookup` wrapped in Lookup, and with `auto` behind a switch.
 
     Args:
-        drafts: whether `compile` captures what the drafter does, too.
+        drafts: whether `compile` captures the drafter's own forward as well.
 
     Raises:
-        ValueError: `auto` where several processes share a model, or `lookup` beside a drafter that does not learn.
+        ValueError: `auto` where processes share the model's weights; `lookup` without a trained or a model drafter.
     """
     if config.auto and devices.shared(model):
         raise ValueError(
-            "auto times its rounds in each process by itself, and those that share this model's weights have to run "
-            "alike; leave auto out, and choose depth, width and size"
+            "auto measures its rounds in each process separately, but processes that share this model's weights have "
+            "to run the same rounds; leave auto out, and choose depth, width and size"
         )
     compile = config.compile if drafts or isinstance(drafter, HeadsDrafter) else False
     options = getattr(drafter, "options", None)
     if config.lookup and (not isinstance(options, Shape) or isinstance(options, Sizes) or target.ends is None):
         raise ValueError(
-            "lookup=True copies a row's text beside a trained drafter or a smaller model that drafts for text; this is "
+            "lookup=True works with a trained drafter or a smaller model that drafts text; this is "
             f"{type(drafter).__name__}, so leave lookup out"
         )
-    depths = {getattr(options, "depth", 0), *([lookup.LENGTH] if config.lookup else [])}  # of what is drafted
+    depths = {getattr(options, "depth", 0), *([lookup.LENGTH] if config.lookup else [])}  # the possible draft lengths
     adaptive = getattr(options, "adaptive", False)
     if adaptive:
         each = {n: _captured(model, one, compile, target, depths) for n, one in variants(drafter).items()}
@@ -61,18 +61,18 @@ def proposer(model: object, drafter: Drafter, config: SpecConfig, target: Target
     if config.lookup:
         brief = ready if adaptive else _captured(model, lookup.brief(drafter), compile, target, depths)
         ready = lookup.Lookup(ready, brief)
-    auto = config.auto if config.auto is not None else drafts and _costs_no_seed(model, drafter, config)
+    auto = config.auto if config.auto is not None else drafts and _switchable(model, drafter, config)
     return Switch(ready, _costs(model, drafter, config, target)) if auto and drafter.nodes > 1 else ready
 
 
-def _costs_no_seed(model: object, drafter: Drafter, config: SpecConfig) -> bool:
-    """Whether a drafter without weights may be turned off: what a seed draws does not depend on it."""
+def _switchable(model: object, drafter: Drafter, config: SpecConfig) -> bool:
+    """Whether a drafter without weights may be switched off: the tokens that a seed gives do not depend on it."""
     lossless = config.rule == "exact" or getattr(config.rule, "lossless", False)
     return SWITCHED and lossless and getattr(drafter, "shares", False) and not devices.shared(model)
 
 
 def _captured(model: object, drafter: Drafter, compile: bool, target: TargetInfo, depths: set[int]) -> Proposer:
-    """What drafts as the drafter does, from captures of what it computes where that can be captured.
+    """A proposer that runs captures of the drafter's forward, or the drafter itself if it cannot be captured.
 
     Args:
         depths: see CapturedDraft.
@@ -89,14 +89,14 @@ def _captured(model: object, drafter: Drafter, compile: bool, target: TargetInfo
     ours = captures.of(model)
     assert ours is not None
     held = ours.of_drafter(drafter.block, type(drafter).__name__)
-    alive = weakref.ref(model)  # what drafts for a model does not keep it
+    alive = weakref.ref(model)  # so that the proposer does not keep the model alive
     return CapturedDraft(drafter, lambda: weights(alive()), target.vocab, held, sorted(depths))
 
 
 def _costs(model: object, drafter: Any, config: SpecConfig, target: TargetInfo) -> RoundCosts:
-    """Of this drafter with these options on this model; of a rule only its name tells how much it keeps."""
+    """The switch's measurements for this drafter, with these options, on this model; a rule counts by its name only."""
     layer = getattr(drafter, "block", None)
-    how = repr(drafter) if layer is None else drafter.options  # of a drafter without weights all that it is made of
-    key = (target, how, getattr(config.rule, "name", config.rule), config.reproducible, config.compile)
+    settings = repr(drafter) if layer is None else drafter.options  # repr: all settings of a drafter without weights
+    key = (target, settings, getattr(config.rule, "name", config.rule), config.reproducible, config.compile)
     ours = _COSTS.setdefault(model, WeakKeyDictionary()).setdefault(type(drafter) if layer is None else layer, {})
     return ours.setdefault(key, RoundCosts())

@@ -1,4 +1,4 @@
-"""What is asked of a kind of model, so that it can be enabled: one class, with what most kinds have in common."""
+"""The base class of families: what mmspec has to know of one kind of model to enable it, with common defaults."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mmspec.pipelines.target.request import Request
 from mmspec.protocols import Target, TargetInfo
 from mmspec.rules import Rule
 
-M = TypeVar("M")  # the models of the kind, or pipelines
+M = TypeVar("M")  # the class of the models or pipelines
 
 
 class Family(Generic[M]):
     """How models of one kind are patched; the table in pipelines/families/table.py says which family a class has."""
 
-    mixin: type  # goes in front of the model's class
-    drafter: str | None = None  # that drafts unless `enable` is told otherwise; None: what the model ships with
-    captures_drafts = True  # whether `compile` captures what drafters do
+    mixin: type  # the class that `enable` puts in front of the model's class
+    drafter: str | None = None  # the default drafter of `enable`; None: what the model ships with
+    captures_drafts = True  # whether `compile` captures the forwards of drafters
     guided = False  # whether the forward of a negative prompt (`guidance_scale`) may share a batch with the prompt's
 
     def unsupported(self, model: M) -> str | None:
@@ -30,30 +30,30 @@ class Family(Generic[M]):
         return None
 
     def note(self, model: M) -> str | None:
-        """A note for the log on how this model reads drafts; None: nothing to say."""
+        """A log message on how this model reads drafts, or None."""
         return None
 
     def describe(self, model: M) -> TargetInfo:
-        """What a drafter has to fit."""
+        """The target's properties that a drafter has to fit."""
         raise NotImplementedError
 
     def pictures(self, model: M) -> TargetInfo | None:
-        """What a drafter has to fit that drafts for pictures alone; None: just what any has to."""
+        """The properties that a drafter only for images has to fit; None: the same as `describe`."""
         return None
 
     def codebook(self, model: M) -> Tensor | None:
-        """The code of each token of the head, [V, c], for rules that know which tokens look alike; text has none."""
+        """The codebook vector of each token of the head, [V, c], for rules that compare image tokens; None for text."""
         return None
 
     def embeddings(self, model: M) -> Tensor | None:
-        """The input embedding of each token of the head, [V, H]; None: it has another vocabulary."""
+        """The input embedding of each token of the head, [V, H]; None: the head has another vocabulary."""
         return None
 
     def taps(self, model: M, features: tuple[int, ...]) -> Taps:
-        """What records the features that a drafter reads of the model.
+        """The hooks that record the model's features for a drafter.
 
         Raises:
-            ValueError: it has no such features.
+            ValueError: the model does not have these features.
         """
         raise NotImplementedError
 
@@ -62,13 +62,13 @@ class Family(Generic[M]):
         raise NotImplementedError
 
     def request(self, request: Request) -> Request:
-        """What this kind of model adds to what a call asks of its logits."""
+        """The call's request, to which this kind of model may add how its logits are processed."""
         return request
 
     def rule(self, named: Rule, call: Call) -> Rule:
-        """What is kept of a draft in this call; `named` is that of `enable`."""
+        """The acceptance rule of this call; `named` is the rule of `enable`."""
         return named
 
     def decline(self, patch: Any, why: Obstacle) -> None:
-        """Let a call run on the stock path, or raise."""
+        """Let a call fall back to the stock path, or raise UnsupportedError."""
         patch.decline(why)

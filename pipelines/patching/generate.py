@@ -1,4 +1,4 @@
-"""What `model.generate` runs on an enabled model: one session from the stock arguments to the stock return value."""
+"""Runs a `generate` call on an enabled model: one session, from the stock arguments to the stock return value."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from mmspec.pipelines.host.call import Call, Custom, current, output
 from mmspec.pipelines.host.kinds import GenerativeModel, ModelOutput
 from mmspec.pipelines.host.model import HostModel
 from mmspec.pipelines.host.names import CACHE
-from mmspec.pipelines.host.processors import followed
+from mmspec.pipelines.host.processors import followed, stopping
 from mmspec.pipelines.host.processors import guidance as guided
-from mmspec.pipelines.host.processors.stopping import Endings, unheard
 from mmspec.pipelines.host.processors.table import unsafe
 from mmspec.pipelines.patching import obstacles
 from mmspec.pipelines.patching.handle import Patch
@@ -37,26 +36,26 @@ from mmspec.types import Round
 
 
 def _stateful(model: GenerativeModel, host: HostModel, call: Call, patch: Patch) -> Obstacle | None:
-    """A processor that may not be asked about drafts: it is never skipped, never guessed."""
+    """A logits processor or stopping criterion that cannot be applied to drafts; such a call runs the stock path."""
     processors, rows = list(call.logits_processor), len(call.input_ids)
     if patch.family.guided and processors and guided.stands_for(processors[0], model):
         processors = processors[1:]
     why = unsafe(processors) or followed.unfit(processors, rows, not host.only_keys)
-    why = why or unheard(call.stopping_criteria, rows, call.scored)
+    why = why or stopping.unsupported(call.stopping_criteria, rows, call.scored)
     return Obstacle(why, always_falls_back=True) if why else None
 
 
-# Why a call cannot be accelerated: (condition, reason). The first that holds is reported.
+# Why a call cannot be accelerated: (condition, reason). The first whose condition is true is reported.
 _OBSTACLES: tuple[tuple[Callable[[Call], object], str], ...] = (
     (lambda c: not c.input_ids.numel() and c.arguments.get("inputs_embeds") is None, "input_ids is empty"),
     (lambda c: c.input_ids.shape[1] == 0, "a prompt of inputs_embeds alone has no token ids to draft from"),
-    (lambda c: not c.arguments.get("use_cache", True), "use_cache=False re-reads the whole prefix for every token"),
+    (lambda c: not c.arguments.get("use_cache", True), "use_cache=False reads the whole text again for every token"),
     (lambda c: (c.generation_config.num_beams or 1) > 1, obstacles.BEAMS),
     (lambda c: c.synced_gpus, "synced_gpus needs every process to run the same number of forwards"),
-    (lambda c: c.collects("output_attentions"), "attention maps of a tree are not those of single steps"),
-    (lambda c: c.collects("output_hidden_states"), "output_hidden_states is not collected over tree steps"),
+    (lambda c: c.collects("output_attentions"), "the attention maps of a draft tree are not those of single steps"),
+    (lambda c: c.collects("output_hidden_states"), "output_hidden_states is not collected from draft trees"),
     (lambda c: RaggedCache.quantized(c.cache), "a quantized cache rounds the keys, and so changes the distribution"),
-    (lambda c: getattr(c.cache, "offloading", False), "an offloading cache saves memory that a draft needs at once"),
+    (lambda c: getattr(c.cache, "offloading", False), "an offloading cache moves layers that a draft needs at once"),
     (lambda c: c.filled and len(c.input_ids) > 1, "continuing a filled cache works for one row only"),
     (lambda c: c.owned and len(c.input_ids) > 1, "a cache of the caller's own is filled for one row only"),
     (
@@ -69,69 +68,69 @@ _OBSTACLES: tuple[tuple[Callable[[Call], object], str], ...] = (
 def obstacle(model: GenerativeModel, call: Call, patch: Patch) -> Obstacle | None:
     """Why this call on an enabled model has to run the stock path, or None."""
     first = next((Obstacle(why) for holds, why in _OBSTACLES if holds(call)), None)
-    here, host = obstacles.now(model, call.generation_config, len(call.input_ids)), HostModel.of(model)
-    first = here or first or _kept(host, call) or _turning(host, call)
+    state, host = obstacles.now(model, call.generation_config, len(call.input_ids)), HostModel.of(model)
+    first = state or first or _own_cache(host, call) or _rotary_change(host, call)
     if first is None and (tied := host.tied(call.arguments.get("attention_mask"))) is not None:
         first = Obstacle(tied)
-    first = first or _elsewhere(model, patch, call)
-    if first is None and host.cacheless:  # a training loop that generates in between
+    first = first or _other_device(model, patch, call)
+    if first is None and host.cacheless:  # for example generate inside a training loop
         why = "gradient checkpointing in training mode takes the cache away from the layers; call model.eval() first"
         first = Obstacle(why, always_falls_back=True)
     return first or _stateful(model, host, call, patch)
 
 
-def _kept(host: HostModel, call: Call) -> Obstacle | None:
-    """A cache that the caller wants to see again, of layers that keep more than keys and values."""
+def _own_cache(host: HostModel, call: Call) -> Obstacle | None:
+    """A cache that the caller passed in, for a model whose layers keep more than keys and values."""
     if call.owned and not host.only_keys:
-        return Obstacle("a cache of the caller's own is filled with keys and values only, and its layers keep more")
+        return Obstacle("mmspec fills a caller's cache with keys and values only, but these layers keep more")
     return None
 
 
-def _turning(host: HostModel, call: Call) -> Obstacle | None:
-    """Of a model whose rotary frequencies change with the length: whether they may do so in this call."""
-    turn = host.turn
-    if turn is None:
+def _rotary_change(host: HostModel, call: Call) -> Obstacle | None:
+    """For a model whose rotary frequencies change at some length: whether this call may reach that length."""
+    limit = host.rotary_limit
+    if limit is None:
         return None
     L, given = call.input_ids.shape[1], call.arguments.get("position_ids")
     read = L if given is None else max(L, int(given.max()) + 1)
-    longest = read + call.endings.limit - L - 1  # the last token is not read any more
-    if longest <= turn:
+    longest = read + call.endings.limit - L - 1  # the last token is not read
+    if longest <= limit:
         return None
     what = "its rotary frequencies (dynamic, longrope) or scales change"
-    if turn < 1:
+    if limit < 1:
         return Obstacle(f"{what} within the first {reach.MARGIN} positions, which any draft may reach")
     return Obstacle(
-        f"{what} past {turn} positions, and this call may reach {longest}; a prompt and max_new_tokens of {turn + 1} "
+        f"{what} past {limit} positions, and this call may reach {longest}; a prompt and max_new_tokens of {limit + 1} "
         "together do not"
     )
 
 
-def _elsewhere(model: GenerativeModel, patch: Patch, call: Call) -> Obstacle | None:
-    """Noise on another device than the distribution is not what stock would draw there."""
+def _other_device(model: GenerativeModel, patch: Patch, call: Call) -> Obstacle | None:
+    """With `reproducible`, input_ids on another device than the model, where stock would draw other noise."""
     fixed = patch.config.reproducible and call.generation_config.do_sample
     if fixed and call.for_model(model).input_ids.device != call.input_ids.device:
-        why = "reproducible=True draws on the model's device, stock on that of input_ids; move them to the model's"
+        why = "reproducible=True draws noise on the model's device, stock on that of input_ids; move input_ids there"
         return Obstacle(why)
     return None
 
 
 def generate(model: GenerativeModel, handle: Patch, call: Call) -> tuple[Tensor | ModelOutput, Stats]:
-    """Run one call to its end: the stock return value, and what happened."""
-    config, drafter = call.generation_config, handle.fitting(model)
-    for what in _left_out(model, call):
-        handle.say(what)
+    """Run one call to its end; returns the stock return value and the statistics."""
+    config, drafter = call.generation_config, handle.fitted_proposer(model)
+    for message in _ignored(model, call):
+        handle.warn_once(message)
     ours = call.for_model(model)
     noise = fixed_noise(handle, bool(config.do_sample))
     keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
     request = handle.family.request(Request(Sampler(ours.processors, bool(config.do_sample), noise), keep))
-    stocks = isinstance(noise, TorchNoise)
-    seeds = row_seeds(model, len(ours.input_ids), config.do_sample and not stocks)
-    ends, rule = call.endings, handle.keeps_by(call, bool(config.do_sample))
+    seeded = config.do_sample and not isinstance(noise, TorchNoise)
+    seeds = row_seeds(model, len(ours.input_ids), seeded)
+    ends, rule = call.endings, handle.rule_of(call, bool(config.do_sample))
     rows = [
         Row(tokens, len(tokens), ends.limit, seed, ends.eos, ends.of(b), b, rule, request)
         for b, (tokens, seed) in enumerate(zip(ours.input_ids.tolist(), seeds, strict=True))
     ]
-    drafter = forced.beside(drafter, rows)
+    drafter = forced.with_forced(drafter, rows)
     target = handle.family.target(model, drafter.features, ours.guidance)
     collected = _Collected(call, ends, keep)
     state = None
@@ -147,8 +146,8 @@ def generate(model: GenerativeModel, handle: Patch, call: Call) -> tuple[Tensor 
 
 @contextmanager
 def or_stock(patch: Patch, call: Call) -> Iterator[None]:
-    """On a release of transformers that mmspec was not tested with: where something fails before anything of the answer
-    has left, say so and go on behind the block, where stock runs, from the random numbers that it would have drawn."""
+    """On a release of transformers that mmspec was not tested with: if the block raises an error before any part of the
+    answer was streamed, warn and restore the random state, so that stock can run after the block."""
     if release.tested():
         yield
         return
@@ -160,22 +159,22 @@ def or_stock(patch: Patch, call: Call) -> Iterator[None]:
     except Exception as error:
         if call.begun:
             raise
-        patch.say(f"mmspec runs the stock path: {release.changed(error)}")
+        patch.warn_once(f"mmspec runs the stock path: {release.changed(error)}")
         torch.set_rng_state(before[0])
         for number, state in enumerate(before[1]):
             torch.cuda.set_rng_state(state, number)
 
 
 def fixed_noise(patch: Patch, sample: bool) -> Noise | None:
-    """What the draws of a call are fixed by before anything is drafted: stock's noise with `reproducible`; where drafts
-    follow from what other rows wrote, that of the row's own seed, so that what it draws does not; else None."""
+    """The noise that fixes a call's draws before anything is drafted: stock's noise with `reproducible`, else noise
+    from the row's own seed if drafts depend on other rows (`shares`), so that the output does not; else None."""
     if not sample or patch.config.reproducible:
         return TorchNoise() if sample else None
     return CounterNoise() if getattr(patch.drafter, "shares", False) and patch.rule.lossless else None
 
 
 def rounds(target: Target, drafter: Proposer, rows: list[Row], inputs: Any) -> Iterator[tuple[Session, Round]]:
-    """The prefill's round and all that follow; whoever watches the call is given each of them."""
+    """The prefill's round and all following rounds; each is also passed to the call's `watch` callback, if any."""
     watch = None if (now := current.get()) is None else now.watch
     session, first = start(target, drafter, rows, inputs)
     session.watched = watch is not None
@@ -186,7 +185,7 @@ def rounds(target: Target, drafter: Proposer, rows: list[Row], inputs: Any) -> I
 
 
 def watched(custom: Callable[..., object], handle: Patch) -> Callable[..., object]:
-    """The same `custom_generate`; a warning says so where it makes no call that mmspec could accelerate."""
+    """The same `custom_generate`, with a warning if it makes no call that mmspec could accelerate."""
 
     @functools.wraps(custom)
     def run(*args: object, **kwargs: object) -> object:
@@ -194,40 +193,40 @@ def watched(custom: Callable[..., object], handle: Patch) -> Callable[..., objec
         assert now is not None
         before, now.custom = now.custom, seen
         try:
-            made = custom(*args, **kwargs)
+            output = custom(*args, **kwargs)
         finally:
             now.custom = before
         if not seen.called:
-            handle.say("mmspec does not accelerate this custom_generate: its loop is its own")
-        return made
+            handle.warn_once("mmspec does not accelerate this custom_generate, which has a loop of its own")
+        return output
 
     return run
 
 
-def _left_out(model: GenerativeModel, call: Call) -> Iterator[str]:
-    """What stock would have done besides, where the tokens do not depend on it."""
+def _ignored(model: GenerativeModel, call: Call) -> Iterator[str]:
+    """Warnings on arguments that have no effect here; the tokens do not depend on them."""
     config = call.generation_config
     if call.pieces is not None:
         yield "mmspec reads a prompt in one piece; prefill_chunk_size has no effect"
     if config.return_dict_in_generate and len(call.input_ids) > 1:
         yield "mmspec returns a KV cache for one row only: rows that ended at different times share no cache"
     elif config.return_dict_in_generate and not HostModel.of(model).only_keys:
-        yield "mmspec returns no KV cache of layers that keep more than keys and values"
+        yield "mmspec returns no KV cache for a model whose layers keep more than keys and values"
 
 
 def row_seeds(model: GenerativeModel, count: int, drawing: bool) -> list[int]:
-    """Seeds of the rows' noise, from torch's global generator; it is left alone where nothing is drawn by them."""
+    """Seeds of the rows' noise from torch's global generator; zeros, and no use of it, if nothing is drawn by them."""
     return devices.agreed(model, torch.randint(2**62, (count,)).tolist() if drawing else [0] * count)
 
 
 class _Collected:
-    """Gathers rounds into what the caller asked for: tokens, scores, logits, streamed columns."""
+    """Collects rounds into the caller's output: tokens, scores, logits, streamed columns."""
 
-    def __init__(self, call: Call, ends: Endings, keep: bool) -> None:
+    def __init__(self, call: Call, ends: stopping.Endings, keep: bool) -> None:
         self.call, self.ends = call, ends
         self.keep = keep
         self.rows: list[Row] = []
-        self.read = 0  # slots that the prompt takes
+        self.read = 0  # cache slots of the prompt
         self.kept: dict[int, list[tuple[Tensor, Tensor]]] = {}  # row id → (processed, raw) of each generated token
         self.streamed = self.rounds = 0
         self.stats = Stats()
@@ -253,8 +252,8 @@ class _Collected:
         return [row.tokens[row.start + index] if index < row.generated else self.call.pad for row in self.rows]
 
     def _stream(self, last: bool = False) -> None:
-        """Put each column once no row can change it any more, as stock decoding would."""
-        early = self.rounds < 2 and not (last or self.call.begun or release.tested())  # stock may still take over
+        """Put each column to the streamer once every row has its token, as stock decoding would."""
+        early = self.rounds < 2 and not (last or self.call.begun or release.tested())  # `or_stock` may still fall back
         if self.call.streamer is None or early:
             return
         ready = min((row.generated for row in self.rows if not row.done), default=self.length())
@@ -271,20 +270,20 @@ class _Collected:
         length = self.length()
         columns = [self._column(index) for index in range(length)]
         new = torch.tensor(columns, dtype=torch.long, device=ids.device)
-        sequences = torch.cat([ids, new.view(length, -1).T], 1)  # int64, whatever integers came
-        mine = None
+        sequences = torch.cat([ids, new.view(length, -1).T], 1)  # int64, whatever the dtype of input_ids
+        cache = None
         alone = len(ids) == 1  # ragged rows have no common cache
         if self.call.returns_cache and state is not None and alone and state.cache.only_keys:
             first = state.open_slots.new_zeros(1, dtype=torch.long)
             slots = state.cache if state.streams == 1 else state.cache.select(first)
-            mine = slots.hand_back(self.call.cache, self.read + length - 1)
+            cache = slots.hand_back(self.call.cache, self.read + length - 1)
         if not config.return_dict_in_generate:
             return sequences
         scores = self._steps(0, length) if config.output_scores else None
-        return output(sequences, mine, scores, self._steps(1, length) if config.output_logits else None)
+        return output(sequences, cache, scores, self._steps(1, length) if config.output_logits else None)
 
     def _steps(self, which: int, length: int) -> tuple[Tensor, ...]:
-        """One [B, V] a step; rows that had ended before repeat their last one."""
+        """One [B, V] for each step; rows that ended earlier repeat their last one."""
         device = self.call.input_ids.device
         rows = [[pair[which].to(device) for pair in self.kept[id(row)]] for row in self.rows]
         return tuple(torch.stack([steps[min(t, len(steps) - 1)] for steps in rows]) for t in range(length))

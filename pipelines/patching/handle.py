@@ -1,4 +1,4 @@
-"""The state of an enabled model: what its calls share (`Patch`), and what `enable` returns (`Handle`)."""
+"""The state of an enabled model: `Patch`, which all its calls share, and `Handle`, which `enable` returns."""
 
 from __future__ import annotations
 
@@ -22,44 +22,43 @@ from mmspec.protocols import Proposer, TargetInfo
 from mmspec.rules import Rule, exact
 from mmspec.statistics import Stats
 
-_switching = threading.RLock()  # enable and disable may come from any thread
+_switching = threading.RLock()  # enable and disable may be called from any thread
 
 
 class Patch:
-    """What all calls on an enabled model share. It is an attribute of the swapped class, and keeps no model alive."""
+    """The state that all calls on an enabled model share. It is an attribute of the swapped class, and does not keep
+    the model alive."""
 
     def __init__(
         self, family: Family, drafter: Any, config: SpecConfig, rule: Rule = exact, proposer: Proposer | None = None,
         given: Options | None = None, target: TargetInfo | None = None,
     ) -> None:  # fmt: skip
         self.family, self.rule = family, rule
-        self.config, self.given = config, dict(given or {})  # options that every drafter shares, and this one's
-        # fitted to `target`; both None where the model was left as it is
-        self.drafter, self.target = drafter, target
-        # what the loop asks for drafts: the drafter, or what `compile` and `auto` make of it
-        self.proposer = drafter if proposer is None else proposer
-        self.fitted: dict[TargetInfo, Proposer] = {}  # for what a model draws beside its text
+        self.config, self.given = config, dict(given or {})  # options that every drafter shares, and this drafter's
+        self.drafter, self.target = drafter, target  # fitted to `target`; both None if the model stays unchanged
+        self.proposer = drafter if proposer is None else proposer  # see Handle
+        self.fitted: dict[TargetInfo, Proposer] = {}  # for images, where the model generates these besides text
         self.stats = Stats()  # of all calls so far
         self.by_request: dict[Hashable, Patch] = {}  # for calls that name another drafter, see assisted.py
-        self.prefixes = PrefixStore(config.kept_bytes) if config.kept_bytes else None  # of prompts and answers
-        self.keeps: object = None  # what a patch for such a call was made of
-        self.handle: Callable[[], Handle | None] = lambda: None  # what the user holds of it; None once that is gone
+        self.prefixes = PrefixStore(config.kept_bytes) if config.kept_bytes else None  # the prefix cache
+        self.source: object = None  # in a patch of `by_request`: keeps the object alive that the drafter was made of
+        self.handle: Callable[[], Handle | None] = lambda: None  # the user's Handle; None once that is gone
         self._lock = threading.Lock()
         self._warned: set[str] = set()
 
     @classmethod
     def of(cls, model: object) -> Patch | None:
-        """That of a model; None: it is not enabled, or not any more."""
+        """The model's current patch; None: it is not enabled."""
         return getattr(type(model), "_mmspec_patch", None)
 
     @contextmanager
     def running(self, model: object) -> Iterator[None]:
-        """A call: its feature hooks stay to its end, whoever disables the model meanwhile."""
+        """Keep the feature hooks for the length of a call, even if another thread disables the model meanwhile."""
         with self.family.taps(model, self.drafter.features):
             yield
 
-    def fitting(self, model: object) -> Proposer:
-        """What drafts for a call: `proposer`, fitted anew where the model was moved or cast since."""
+    def fitted_proposer(self, model: object) -> Proposer:
+        """The proposer for a call; the drafter is fitted again first if the model was moved or cast."""
         now = self.family.describe(model)
         with self._lock:
             if self.target is not None and devices.moved(self.target, now):
@@ -69,51 +68,51 @@ class Patch:
                 self.fitted = {}
             return self.proposer
 
-    def book(self, stats: Stats) -> None:
+    def add_stats(self, stats: Stats) -> None:
         with self._lock:
             self.stats.add(stats)
 
-    def keeps_by(self, call: Call, sample: bool) -> Rule:
-        """The rule of a call; it is said once where that is `exact`, though `enable` named another."""
+    def rule_of(self, call: Call, sample: bool) -> Rule:
+        """The rule of a call; warns once if it is `exact` although `enable` named another."""
         rule = self.family.rule(self.rule, call)
-        self.relaxes(sample)
+        self.warn_if_greedy(sample)
         if rule.lossless and not self.rule.lossless and (sample or self.rule.greedy is not None):
-            self.say(
-                f"mmspec keeps drafts of this call by 'exact', not by {self.rule.name!r}: a relaxed rule is for "
-                "pictures, and to mmspec this call writes text; where it writes both, the rule must leave the ordinary "
-                "residual"
+            self.warn_once(
+                f"mmspec accepts drafts of this call by the rule 'exact', not by {self.rule.name!r}: a relaxed rule is "
+                "for pictures, and this call generates text as far as mmspec knows; for calls that generate both, the "
+                "rule must use the ordinary residual"
             )
         return rule
 
-    def relaxes(self, sample: bool) -> None:
-        """Say once that a relaxed rule has no effect on a call that takes the likeliest tokens."""
+    def warn_if_greedy(self, sample: bool) -> None:
+        """Warn once if this is a greedy call, on which a relaxed rule has no effect."""
         if not sample and not self.rule.lossless and self.rule.greedy is None:
-            self.say(
-                f"the rule {self.rule.name!r} has no effect on greedy calls, which keep drafts by 'exact'; sample "
-                "(do_sample=True, or temperature above 0) for it"
+            self.warn_once(
+                f"the rule {self.rule.name!r} has no effect on greedy calls, which accept drafts by 'exact'; to use "
+                "it, sample (do_sample=True, or temperature above 0)"
             )
 
     def decline(self, why: Obstacle) -> None:
-        """Raise, or say once that the stock path runs; the distribution of what is generated is the same either way."""
+        """Raise UnsupportedError, or warn once that the stock path runs, which keeps the distribution of the output."""
         if self.config.on_unsupported == "error" and not why.always_falls_back:
             raise UnsupportedError(
                 f"mmspec cannot accelerate this call: {why.reason}. Change it, call mmspec.disable(model), or enable "
                 f"with on_unsupported='fallback' to run such calls on the stock path"
             )
-        self.say(f"mmspec runs the stock path: {why.reason}")
+        self.warn_once(f"mmspec runs the stock path: {why.reason}")
 
-    def say(self, what: str) -> None:
-        """Warn, once for each enabled model."""
-        if what not in self._warned:
-            self._warned.add(what)
-            warnings.warn(what, stacklevel=5)
+    def warn_once(self, message: str) -> None:
+        """Warn, once for each enabled model and message."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=5)
 
 
 def put_on(model: object, patch: Patch | None) -> Patch | None:
-    """Put a patch on a model, in place of the one that is there, which is returned; None: give its own class back.
+    """Replace the model's patch, and return the previous one; None: restore the model's own class.
 
     Raises:
-        Exception: features that this model has not; what was there before stays.
+        Exception: the drafter needs features that this model does not have; the previous patch stays.
     """
     with _switching:
         before, tapped = Patch.of(model), getattr(type(model), "_mmspec_taps", None)
@@ -134,21 +133,22 @@ def put_on(model: object, patch: Patch | None) -> Patch | None:
 class Handle:
     """An enabled model, as `enable` returns it.
 
-    As a context manager it leaves the model as it was before `enable`, with what was enabled then, or stock; a model
-    for which it is no longer in force stays as it is. It keeps the model alive while it is in force, and in its `with`.
+    As a context manager, on exit it restores what the model had before `enable`: an earlier patch, or none. It does
+    nothing on exit if the model's patch was replaced since. It keeps the model alive while its patch is active, and
+    inside its `with` block.
 
     Attributes:
-        drafter: the one in use, fitted to the model; None where the model was left as it is.
+        drafter: the drafter in use, fitted to the model; None if the model was left unchanged.
         config: the options that every drafter shares.
-        given: those of the drafter, as they were given.
-        rule: what is kept of a draft.
-        proposer: what the loop asks for drafts: the drafter, or what `compile` and `auto` make of it.
-        stats: what all calls did so far.
+        given: the options of the drafter that the user passed.
+        rule: the acceptance rule.
+        proposer: what the loop calls for drafts: the drafter, or its wrapper for `compile`, `auto` and `lookup`.
+        stats: the statistics of all calls so far.
     """
 
     def __init__(self, model: object, patch: Patch, before: Patch | None) -> None:
         self._model = weakref.ref(model)
-        self._held: object = model
+        self._strong: object = model  # keeps it alive
         self._patch, self._before, self._inside = patch, before, False
         patch.handle = weakref.ref(self)
         self.config, self.given, self.rule, self.stats = patch.config, patch.given, patch.rule, patch.stats
@@ -163,23 +163,23 @@ class Handle:
 
     @property
     def target(self) -> TargetInfo | None:
-        """What the drafter is fitted to; None where the model was left as it is."""
+        """What the drafter is fitted to; None if the model was left unchanged."""
         return self._patch.target
 
     @property
     def model(self) -> Any:
-        """What was patched: the model inside a pipeline or a wrapper, or the pipeline itself.
+        """The patched object: the model inside a pipeline or a wrapper, or a diffusers pipeline itself.
 
         Raises:
-            ReferenceError: it is gone; the handle keeps it no longer than it is in force.
+            ReferenceError: it was garbage-collected; a handle keeps it alive only while its patch is active.
         """
         model = self._model()
         if model is None:
-            raise ReferenceError("the model of this handle is gone; keep the model itself where it is still needed")
+            raise ReferenceError("the model of this handle is gone; keep the model itself while it is needed")
         return model
 
     def disable(self) -> None:
-        """As `mmspec.disable(model)`."""
+        """Same as `mmspec.disable(model)`."""
         model = self._model()
         if model is not None:
             put_on(model, None)
@@ -188,14 +188,14 @@ class Handle:
     def let_go(self) -> None:
         """Drop the reference to the model, unless inside a `with` block."""
         if not self._inside:
-            self._held = None
+            self._strong = None
 
     def __enter__(self) -> Handle:
-        self._held, self._inside = self.model, True
+        self._strong, self._inside = self.model, True
         return self
 
     def __exit__(self, *_: object) -> None:
-        model, self._held, self._inside = self._held, None, False
+        model, self._strong, self._inside = self._strong, None, False
         with _switching:
             if Patch.of(model) is self._patch:
                 put_on(model, self._before)

@@ -1,4 +1,4 @@
-"""What keeps a model or a call from being accelerated, as far as it lies in the model's state of the moment."""
+"""Reasons why a call cannot be accelerated that come from the model's current state, which may change between calls."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ BEAMS = "beam search (num_beams > 1) ranks whole sequences; a draft has nothing 
 class Obstacle:
     """Why a call has to run the stock path."""
 
-    reason: str  # what stands in the way, for an error or a warning
-    # take the stock path whatever `on_unsupported` says, since the user could not have known
+    reason: str  # for the error or warning message
+    # use the stock path whatever `on_unsupported` is, since the user could not have known
     always_falls_back: bool = False
 
 
 def now(model: GenerativeModel, config: GenerationConfig, rows: int) -> Obstacle | None:
-    """Why the model cannot be accelerated now: its attention was changed, adapters were added, it assists another
-    model.
+    """Why the model cannot be accelerated now, for example because its attention was changed, adapters were added, or
+    it is the assistant of another model; None: it can.
 
     Args:
         model: an enabled model of transformers.
         config: the call's generation config.
-        rows: of the call.
+        rows: the batch size of the call.
     """
     if assists(config):
         return Obstacle("it drafts for another model here, a few tokens at a time", always_falls_back=True)
@@ -37,6 +37,6 @@ def now(model: GenerativeModel, config: GenerationConfig, rows: int) -> Obstacle
     if why is not None:
         return Obstacle(why)
     if rows > 1 and adapters.by_row(model):
-        why = "adapter_names counts on rows that stay to the end, and here rows leave as they end"
+        why = "adapter_names needs every row to stay in the batch to the end, but finished rows leave it here"
         return Obstacle(why, always_falls_back=True)
     return None

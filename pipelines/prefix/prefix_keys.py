@@ -1,7 +1,7 @@
-"""What tells the tokens of prompts apart, so that a text is known again; and which calls are left alone.
+"""Keys of prompt tokens for the prefix cache, and which calls do not use it.
 
-A token has its id, its position and type, a hash of its row's pictures where it stands for one, and a hash of all else
-that the call gives the forward.
+The key of a token has its id, its position and types, a hash of its row's images if it is an image placeholder, and a
+hash of all other inputs of the forward.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.host.vision import by_row, encoded, media
 
-LEAST = 8  # tokens that a prompt has to share, or all of it is read
-# arguments that are told apart token by token, or that do not change what a forward computes of a token
+LEAST = 8  # the minimum length of a shared prefix; with less, the whole prompt is read
+# arguments that are compared token by token, or that do not change what a forward computes for a token
 ASIDE = {"attention_mask", "position_ids", CACHE, *ONCE, *TYPES}
-# columns of a key: the id, two of the pictures, two of the call, the types, and from here on the positions
+# columns of a key: the id, two for the images, two for the call, the types, and from here on the positions
 POSITIONS = 5 + len(TYPES)
 
 
 @dataclass(frozen=True)
 class Text:
-    """A row's prompt, L tokens without padding, and how it may be resumed."""
+    """A row's prompt, L tokens without padding, and where it may be resumed."""
 
-    row: int  # its place in the call
-    pad: int  # slots of padding before it in the call
+    row: int  # its index in the call
+    pad: int  # the number of padding slots before it in the call
     key: Tensor  # int64 [L, C], see above
-    onward: Tensor  # int64 [C], of the token after it; positions go up by one from there, the others stay
-    free: Tensor  # bool [L + 1], whether so many tokens end before all of its pictures or behind them
-    behind: int  # how many tokens it has up to its last picture's end
-    media: Mapping[str, Tensor]  # the pictures of this row, as the forward takes them
+    onward: Tensor  # int64 [C], the key of the token after it; from there positions increase by one, the others stay
+    free: Tensor  # bool [L + 1], whether a prefix of so many tokens ends before all of its images or after them
+    behind: int  # the number of tokens up to the end of its last image
+    media: Mapping[str, Tensor]  # the inputs for this row's images, as the forward takes them
     age: int  # of the store
-    cuts: Tensor | None = None  # see Segment; filled in once it is read
+    cuts: Tensor | None = None  # see Segment; set after the prompt was read
 
     @property
     def allowed(self) -> Tensor:
-        """bool [L + 1], whether reading may begin after so many tokens: `LEAST` of them, and one is left to read."""
+        """bool [L + 1], whether reading may start after so many tokens: at least `LEAST`, with at least one left."""
         place = torch.arange(len(self.free))
         return self.free & (place >= LEAST) & (place < len(self.key))
 
     def grown(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
-        """Key and cuts of the prompt and these further tokens."""
+        """Key and cuts of the prompt followed by these tokens."""
         assert self.cuts is not None
         more = self.onward.repeat(len(tokens), 1)
         more[:, 0] = torch.tensor(tokens, dtype=torch.long)
@@ -59,7 +59,7 @@ class Text:
         return torch.cat([self.key, more]), pad(self.cuts, (0, len(tokens)), value=True)
 
 
-# Why a call's prompts are read from their beginnings, and not kept. The first that holds is counted in the stats.
+# Why a call does not use the prefix cache. The first reason that applies is counted in the stats.
 _WHOLE: tuple[tuple[Callable[[Any, Call], object], str], ...] = (
     (lambda t, c: t.streams > 1, "guided calls read two prompts for each row"),
     (lambda t, c: t.stateful, "its layers keep more than keys, values and recurrent states"),
@@ -70,12 +70,12 @@ _WHOLE: tuple[tuple[Callable[[Any, Call], object], str], ...] = (
     (lambda t, c: _unknown(t.model, c), "it has inputs that are neither text nor pictures"),
     (lambda t, c: _no_tensors(t.model, c), "its vision tower is given more than tensors"),
     (lambda t, c: _holes(c), "its attention mask has holes, or padding at its end"),
-    (lambda t, c: len(c.input_ids) == 1 and c.returns_cache and _padding(c)[0], "the cache is asked for with padding"),
+    (lambda t, c: len(c.input_ids) == 1 and c.returns_cache and _padding(c)[0], "the cache is returned with padding"),
 )
 
 
 def texts(target: Any, call: Call) -> tuple[list[Text], str | None]:
-    """The rows' prompts; or why all of them is read."""
+    """The rows' prompts, or the reason why they are read whole."""
     why = next((why for holds, why in _WHOLE if holds(target, call)), None)
     model, ids, arguments = target.model, call.input_ids, call.arguments
     now = version(model)
@@ -87,7 +87,7 @@ def texts(target: Any, call: Call) -> tuple[list[Text], str | None]:
     pictures = {name: v for name, v in arguments.items() if name in tower and isinstance(v, Tensor)}
     own = by_row(pictures, ids, model.config)
     if own is None or any(bool(one) != bool(seen.any()) for one, seen in zip(own, visual, strict=True)):
-        return [], "nothing tells which pictures belong to a row, and which tokens to them"
+        return [], "it is unknown which pictures belong to which row and tokens"
     places = arguments["position_ids"]
     shown = torch.tensor([_digest(one) for one in own])[:, None] * (visual > 0)[..., None]
     others = _digest({name: v for name, v in arguments.items() if name not in tower | ASIDE})
@@ -110,11 +110,11 @@ def _text(key: Tensor, visual: Tensor, padding: int, pictures: Mapping[str, Tens
 
 
 def _digest(values: Mapping[str, object]) -> list[int]:
-    """Two numbers of 64 bits, alike for what is alike byte by byte."""
+    """A hash as two 64-bit numbers; equal for values that are equal byte by byte."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(values):
         value = values[name]
-        for path, part in tree_flatten_with_path(value)[0]:  # a list's repr would leave out most of a large tensor
+        for path, part in tree_flatten_with_path(value)[0]:  # the repr of a list omits most of a large tensor
             if isinstance(part, Tensor):
                 digest.update(f"{name}{keystr(path)} {part.dtype} {tuple(part.shape)} ".encode())
                 digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -125,13 +125,13 @@ def _digest(values: Mapping[str, object]) -> list[int]:
 
 
 def _placed(call: Call) -> bool:
-    """Whether the call says where each of its tokens stands."""
+    """Whether the call has position ids for each of its tokens."""
     places = call.arguments.get("position_ids")
     return isinstance(places, Tensor) and places.shape[-2:] == call.input_ids.shape
 
 
 def _unknown(model: GenerativeModel, call: Call) -> bool:
-    """Whether the prefill is given something that is not read by a vision tower alone."""
+    """Whether the prefill has inputs that are neither text nor for the vision tower only."""
     known = encoded(model) | {ENCODED}
     types = [call.arguments.get(name) for name in TYPES]
     wide = any(t is not None and t.shape != call.input_ids.shape for t in types)
@@ -139,19 +139,19 @@ def _unknown(model: GenerativeModel, call: Call) -> bool:
 
 
 def _no_tensors(model: GenerativeModel, call: Call) -> bool:
-    """Whether the tower is told which layer to read, or how, or given lists: what is kept is found by tensors."""
+    """Whether the vision tower gets lists, settings or other arguments than tensors, which the keys do not cover."""
     values = [call.arguments.get(name) for name in encoded(model)]
     return any(value is not None and not isinstance(value, Tensor) for value in values)
 
 
 def _padding(call: Call) -> list[int]:
-    """Slots of padding before each row."""
+    """The number of padding slots before each row."""
     mask = call.arguments.get("attention_mask")
     return [0] * len(call.input_ids) if mask is None else (mask.cumsum(1) == 0).sum(1).tolist()
 
 
 def _holes(call: Call) -> bool:
-    """Whether anything but padding before a row is masked, or not all of the text was given."""
+    """Whether the mask hides anything but padding before a row, or does not fit the ids."""
     mask = call.arguments.get("attention_mask")
     if mask is None:
         return False

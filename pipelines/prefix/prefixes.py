@@ -1,7 +1,7 @@
-"""Prompts that begin like a text that was read before start from what was kept of it.
+"""The prefix cache: prompts that begin like an earlier text start from its cached keys and values.
 
-Up to `MOST` remaining tokens are read like a draft that is accepted whole, for all rows at once; more of them, or
-pictures, by the model's own prefill, row by row, on a cache that begins with what was kept.
+Up to `MOST` remaining tokens are read like a draft that is accepted whole, for all rows at once. More tokens, or
+images, are read by the model's own prefill, row by row, on a cache that is filled with the prefix.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from mmspec.session import Session
 from mmspec.tree import chain
 from mmspec.types import Prompt, Round, gather_rows
 
-MOST = 64  # tokens of text that are read like a draft, for all rows at once
-FILLED = 16  # where forwards are captured, such a text is filled up to a multiple of so many: few shapes come up
-Starts = list[tuple[int, Segment | None]]  # of each row: how many tokens are kept, and what has them
+MOST = 64  # the maximum number of tokens that are read like a draft, for all rows at once
+FILLED = 16  # if forwards are captured, such a draft is padded to a multiple of this, so that few shapes occur
+Starts = list[tuple[int, Segment | None]]  # for each row: the number of cached tokens, and their segment
 
 
 def read(target: Any, session: Session, call: Call, reserve: int) -> tuple[State, Prompt, Tensor]:
-    """As `target.first`: what is kept of the session's rows is not read again, and what was read is kept."""
+    """Like `target.first`, but cached prefixes of the rows are not read again, and the new prompts are cached."""
     store, stats, B = target.prefixes, session.stats, len(call.input_ids)
     texts, why = prefix_keys.texts(target, call)
     if why is not None:
@@ -41,19 +41,19 @@ def read(target: Any, session: Session, call: Call, reserve: int) -> tuple[State
         return target.first(call, reserve)
     starts = [store.find(text.age, text.key, text.allowed) for text in texts]
     tokens = sum(len(text.key) for text in texts)
-    alike = [max(at, _shared(target, text)) for text, (at, _) in zip(texts, starts, strict=True)]
-    alone = B == 1 or 2 * sum(alike) >= tokens  # rows are resumed one by one, which has to pay
-    resumed = sum(at for at, _ in starts) if alone else 0
-    if alone and all(_short(text, *one) for text, one in zip(texts, starts, strict=True)):
+    shared = [max(at, _shared(target, text)) for text, (at, _) in zip(texts, starts, strict=True)]
+    by_row = B == 1 or 2 * sum(shared) >= tokens  # prefilling row by row has to pay off
+    resumed = sum(at for at, _ in starts) if by_row else 0
+    if by_row and all(_short(text, *start) for text, start in zip(texts, starts, strict=True)):
         state, raw = _drafted(target, session, call, texts, starts, reserve)
-    elif alone:
-        parts = [_resumed(target, call, text, reserve, *one) for text, one in zip(texts, starts, strict=True)]
+    elif by_row:
+        parts = [_resumed(target, call, text, reserve, *start) for text, start in zip(texts, starts, strict=True)]
         state, raw = reduce(State.join, [state for _, state, _ in parts]), torch.cat([raw for *_, raw in parts])
         texts = [text for text, *_ in parts]
     else:
         state, prompt, raw = target.first(call, reserve)
         texts = [replace(text, cuts=state.cuts[text.row, text.pad :]) for text in texts]
-    if alone:
+    if by_row:
         prompt = _prompt(target, call, state, [text.pad for text in texts])
         texts = [replace(text, pad=0) for text in texts]
     state.arguments = {name: v for name, v in state.arguments.items() if name not in encoded(target.model)}
@@ -62,7 +62,7 @@ def read(target: Any, session: Session, call: Call, reserve: int) -> tuple[State
         if bool((text.cuts | ~text.free).all()):
             row.text = text
             _keep(target, state, text, text.key, text.cuts)
-        else:  # then words that follow change what is kept of those before
+        else:  # the keys of a token would depend on tokens after it
             stats.read_whole["its prompts are read in both directions"] += 1
     stats.prefix = {"prompts": B, "tokens": tokens, "reused tokens": resumed}
     stats.kept_bytes = store.bytes
@@ -70,7 +70,7 @@ def read(target: Any, session: Session, call: Call, reserve: int) -> tuple[State
 
 
 def follow(target: Any, session: Session, round_: Round) -> None:
-    """Before a round is committed: the cache keeps what drafters read of it; keep the answers of rows that ended."""
+    """Before a round is committed: store the drafter's inputs for its nodes, and cache the answers of ended rows."""
     cache = session.cache.cache
     if cache.features is not None:
         cache.keep_features(round_.scores.hidden, target.embed(round_.draft.tokens.clamp(min=0)))
@@ -83,21 +83,21 @@ def follow(target: Any, session: Session, round_: Round) -> None:
 
 
 def _keep(target: Any, state: State, text: Text, key: Tensor, cuts: Any) -> None:
-    """What the row holds of the tokens of this key."""
+    """Put the row's keys and values for the tokens of this key into the prefix cache."""
     cache, row, first = state.cache, text.row, text.pad
-    held = lambda start: cache.held(row, first + start, first + len(key))  # noqa: E731
-    target.prefixes.keep(text.age, key, cuts, held, cache.states(row))
+    views = lambda start: cache.held(row, first + start, first + len(key))  # noqa: E731
+    target.prefixes.keep(text.age, key, cuts, views, cache.states(row))
 
 
 def _resumed(
-    target: Any, call: Call, text: Text, reserve: int, at: int, kept: Segment | None
+    target: Any, call: Call, text: Text, reserve: int, at: int, cached: Segment | None
 ) -> tuple[Text, State, Tensor]:
-    """One row, read from its token number `at` on: its text with all cuts, its state, and raw logits [1, 1, V]."""
+    """Read one row from its token number `at` on: its text with all cuts, its state, and raw logits [1, 1, V]."""
     slots, cuts = RaggedCache(1, call.input_ids.device, reserve), torch.ones(1, dtype=torch.bool)
-    if kept is not None:
-        slots.resume(kept.first(at), kept.state)
-        cuts = kept.cuts[: at + 1]
-    elif target.recurrent and (at := _stop(target, text)):  # a state can be resumed only where it was kept
+    if cached is not None:
+        slots.resume(cached.first(at), cached.state)
+        cuts = cached.cuts[: at + 1]
+    elif target.recurrent and (at := _stop(target, text)):  # a recurrent state can be resumed only where it was stored
         state, *_ = target.first(_row(target, call, text, 0, at), reserve, slots)
         cuts = cuts.new_ones(at + 1)
         _keep(target, state, replace(text, row=0, pad=0), text.key[:at], cuts)
@@ -105,21 +105,21 @@ def _resumed(
     return replace(text, cuts=torch.cat([cuts, state.cuts[0, 1:]])), state, raw
 
 
-def _short(text: Text, at: int, kept: Segment | None) -> bool:
-    """Whether a few words are left of a prompt, which can be read like a draft."""
+def _short(text: Text, at: int, cached: Segment | None) -> bool:
+    """Whether the rest of a prompt is a few tokens of text, which can be read like a draft."""
     types = text.key[at:, :POSITIONS][:, 5:]
-    return kept is not None and text.behind <= at and len(text.key) <= at + MOST and bool((types == types[-1]).all())
+    return cached is not None and text.behind <= at and len(text.key) <= at + MOST and bool((types == types[-1]).all())
 
 
 def _drafted(
     target: Any, session: Session, call: Call, texts: list[Text], starts: Starts, reserve: int
 ) -> tuple[State, Tensor]:
-    """The rest of all rows in one forward, as a draft that stands whole; the state, and raw logits [B, 1, V]."""
+    """Read the rest of all rows in one forward, as a fully accepted draft; the state, and raw logits [B, 1, V]."""
     ids, B, caches = call.input_ids, len(texts), []
-    for at, kept in starts:
-        assert kept is not None
+    for at, cached in starts:
+        assert cached is not None
         caches.append(RaggedCache(1, ids.device, reserve))
-        caches[-1].resume(kept.first(at), kept.state)
+        caches[-1].resume(cached.first(at), cached.state)
     cache = reduce(RaggedCache.join, caches)
     counts = [len(text.key) - at for text, (at, _) in zip(texts, starts, strict=True)]
     N = max(counts) if target.captured is None else -(-max(counts) // FILLED) * FILLED
@@ -127,8 +127,8 @@ def _drafted(
     place = (ids.shape[1] - count[:, None] + torch.arange(N, device=ids.device)).clamp(max=ids.shape[1] - 1)
     positions = call.arguments["position_ids"]
     types = {name: t[:, -1:] for name in TYPES if (t := call.arguments.get(name)) is not None}
-    left_out = {"position_ids", *types, CACHE, *encoded(target.model)}
-    arguments = {name: v for name, v in call.arguments.items() if name not in left_out} | {"attention_mask": None}
+    dropped = {"position_ids", *types, CACHE, *encoded(target.model)}
+    arguments = {name: v for name, v in call.arguments.items() if name not in dropped} | {"attention_mask": None}
     lengths = torch.tensor([len(text.key) for text in texts], device=ids.device)
     open_slots = ids.new_ones(B, max(len(text.key) for text in texts), dtype=torch.bool)
     state = State(cache, Onward(positions[..., -1:] + 1), open_slots, types, arguments, padded=False, prompt=lengths)
@@ -139,25 +139,25 @@ def _drafted(
     if hidden:
         cache.keep_features(hidden[0], target.embed(tokens))
     cache.commit(torch.arange(N, device=ids.device).expand(B, N), tuple(counts), count, True)
-    for b, (text, (at, kept)) in enumerate(zip(texts, starts, strict=True)):
-        assert kept is not None
-        texts[b] = replace(text, cuts=pad(kept.cuts[: at + 1], (0, counts[b]), value=True))
+    for b, (text, (at, cached)) in enumerate(zip(texts, starts, strict=True)):
+        assert cached is not None
+        texts[b] = replace(text, cuts=pad(cached.cuts[: at + 1], (0, counts[b]), value=True))
     return state, gather_rows(raw, count[:, None] - 1).clone()
 
 
 def _stop(target: Any, text: Text) -> int:
-    """Where a prompt is read in two pieces: behind what it shares with another text, else behind its pictures."""
+    """Where to split a prompt's prefill: after the prefix that it shares with another text, else after its images."""
     return max(text.behind if text.allowed[text.behind] else 0, _shared(target, text))
 
 
 def _shared(target: Any, text: Text) -> int:
-    """Of layers with a recurrence: how many tokens another text shares, where this one could have been resumed."""
+    """For recurrent layers: how many tokens it shares with a cached text, if it may be resumed there; else 0."""
     at = target.prefixes.shared(text.age, text.key) if target.recurrent else 0
     return at if text.allowed[at] else 0
 
 
 def _row(target: Any, call: Call, text: Text, begin: int, end: int) -> Call:
-    """The call of one row up to its token number `end`, of which `begin` are cached."""
+    """The call of one row up to its token number `end`, with `begin` tokens cached."""
     row, B, tower = text.row, len(call.input_ids), encoded(target.model)
     one, part = slice(row, row + 1), slice(text.pad, text.pad + end)
     ids = call.input_ids[one, part]
@@ -174,12 +174,12 @@ def _row(target: Any, call: Call, text: Text, begin: int, end: int) -> Call:
 
 
 def _prompt(target: Any, call: Call, state: State, pads: list[int]) -> Prompt:
-    """What a drafter may know of the prompts, whose padding the rows of the state do not have."""
-    ids, kept = call.input_ids, state.cache.features
+    """The Prompt for the drafter; unlike the call's ids, the rows of the state have no padding."""
+    ids, stored = call.input_ids, state.cache.features
     place = torch.arange(ids.shape[1], device=ids.device) - torch.tensor(pads, device=ids.device)[:, None]
     embeds, hidden = None, None
-    if kept is not None and kept.keys is not None and kept.values is not None:
-        hidden, embeds = (gather_rows(t[:, 0], place.clamp(min=0)) for t in (kept.keys, kept.values))
+    if stored is not None and stored.keys is not None and stored.values is not None:
+        hidden, embeds = (gather_rows(t[:, 0], place.clamp(min=0)) for t in (stored.keys, stored.values))
     return Prompt(
         ids=ids,
         embeds=embeds,
@@ -194,11 +194,11 @@ def _prompt(target: Any, call: Call, state: State, pads: list[int]) -> Prompt:
 
 
 def cuts(arguments: Mapping[str, Any], valid: Tensor, past: int) -> Tensor:
-    """bool [B, n + 1], on the CPU: after how many of the n tokens of a forward the text before knows nothing of that
-    behind it. Not so within a picture whose tokens see each other, and nowhere in a prompt that is read both ways.
+    """bool [B, n + 1], on the CPU: whether a prefix may be cut after so many of a forward's n tokens, since none before
+    attends to one after. It may not within an image with bidirectional attention, or in a bidirectional prompt.
 
     Args:
-        arguments: the decoder's arguments. A mask that it makes by itself is causal, if nothing speaks of blocks.
+        arguments: the decoder's arguments. A mask that it builds by itself is causal unless there are block arguments.
         valid: bool [B, past + n], false on padding.
     """
     B, n = len(valid), valid.shape[1] - past
@@ -211,7 +211,7 @@ def cuts(arguments: Mapping[str, Any], valid: Tensor, past: int) -> Tensor:
             seen = one if one.dtype == torch.bool else one > torch.finfo(one.dtype).min / 2
             slot = torch.arange(seen.shape[3], device=seen.device)
             furthest = furthest.maximum((seen * slot).amax((1, 3)).to(furthest.device))
-        elif one is not None and not (isinstance(one, Tensor) and one.dim() == 2):  # of an unknown kind
+        elif one is not None and not (isinstance(one, Tensor) and one.dim() == 2):  # a mask of an unknown kind
             furthest = furthest + n
     furthest = torch.where(valid[:, past:], furthest, place).cummax(1).values
     return pad(furthest <= place, (1, 0), value=True).cpu()

@@ -1,4 +1,4 @@
-"""Prompts that wait for an answer: what all batchers share, and StaticBatcher, one stock batch after the other."""
+"""Batcher, the base class with a queue of prompts, and StaticBatcher, which runs one stock batch after the other."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from mmspec.pipelines.host.kinds import GenerativeModel, Processor
 from mmspec.pipelines.host.processors.stopping import at_strings, string_end
 from mmspec.statistics import Stats
 
-TOGETHER = 8192  # tokens of prompts that are read at once at most, padding included
-_TEXT = ("input_ids", "attention_mask", *TYPES)  # inputs with one column a token; all others are pictures, stacked
+TOGETHER = 8192  # the maximum number of prompt tokens in one prefill, including padding
+_TEXT = ("input_ids", "attention_mask", *TYPES)  # inputs with one column per token; all others are stacked images
 
 
 @dataclass(frozen=True)
 class FinishedPrompt:
-    """What became of one prompt.
+    """The result for one prompt.
 
     Attributes:
-        tokens: what was generated, the end-of-sequence token included.
-        stats: of its rounds alone; empty where mmspec took no part.
-        logprob: of these tokens, natural, by the model's own logits before any processor; None unless asked for.
-        seconds: since the prompt was first read; rows that run at once share the time.
+        tokens: the generated tokens, including the end-of-sequence token.
+        stats: the statistics of its rounds only; empty if mmspec was not used.
+        logprob: the natural log-probability of these tokens by the model's raw logits; None unless requested.
+        seconds: the time since the prompt was first read; rows that run at the same time share it.
         error: why there is no answer; None: there is one.
     """
 
@@ -46,15 +46,15 @@ class FinishedPrompt:
 
 @dataclass(eq=False)
 class QueuedPrompt:
-    """A prompt, kept until its answer is there, so that it can be asked again."""
+    """A prompt, kept until it is answered, so that it can be repeated."""
 
     ticket: Hashable
     inputs: dict[str, Any]
     seed: int
-    settings: dict[str, Any] = field(default_factory=dict)  # of `generate`, for this prompt alone
+    settings: dict[str, Any] = field(default_factory=dict)  # of `generate`, for this prompt only
     begun: float = 0.0  # when it was first read
-    apart: bool = False  # to run with no other beside it: it, or a neighbour, broke a round
-    rows: int = 0  # how many ran at once when memory first did not suffice
+    apart: bool = False  # whether it has to run alone, since it was in a round that raised an error
+    rows: int = 0  # the batch size when it first ran out of memory
 
     @property
     def length(self) -> int:
@@ -62,7 +62,7 @@ class QueuedPrompt:
 
     @property
     def shape(self) -> Any:
-        """Prompts of the same shape can be read in one batch; None: by itself only."""
+        """Prompts of the same shape can be read in one batch; None: it can only be read alone."""
         others = {name: value for name, value in self.inputs.items() if name not in _TEXT}
         if self.apart or not all(isinstance(value, Tensor) and value.dim() for value in others.values()):
             return None
@@ -71,11 +71,11 @@ class QueuedPrompt:
 
 
 class Batcher:
-    """Takes prompts one by one and lets some of them run at once; a subclass says how, in `step`.
+    """Takes prompts one by one and runs several at the same time; a subclass defines how, in `_work`.
 
     Attributes:
-        rows: how many may run at once; halved when memory runs out.
-        stats: what happened so far, where mmspec took part.
+        rows: how many may run at the same time; halved when memory runs out.
+        stats: the statistics of all rounds so far, if mmspec is used.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class Batcher:
     ) -> None:
         """
         Args:
-            model: a transformers model, or what wraps one.
-            processor: its processor; it tells what to pad with and reads `stop_strings`.
+            model: a transformers model, or a wrapper of one.
+            processor: its processor, for the padding token and `stop_strings`.
             rows: ≥ 1.
-            scored: tell the log-probability of each answer.
+            scored: compute the log-probability of each answer.
             **generation: as for `model.generate`.
 
         Raises:
-            ValueError: no row at all, or several answers to a prompt.
+            ValueError: `rows` below 1, or several answers to a prompt.
         """
         if rows < 1:
             raise ValueError(f"rows must be at least 1; got {rows}")
@@ -98,37 +98,37 @@ class Batcher:
         self.generation = generation
         self._one_answer()
         self._tokenizer: Any = getattr(processor, "tokenizer", processor)
-        self._criteria: dict[tuple[str, ...], Any] = {}  # of `stop_strings`, by these
+        self._criteria: dict[tuple[str, ...], Any] = {}  # `stop_strings` → their criterion
         self._waiting: list[QueuedPrompt] = []
         self._finished: list[FinishedPrompt] = []
 
     @property
     def running(self) -> list[QueuedPrompt]:
-        """The prompts under way."""
+        """The prompts that are being answered."""
         return []
 
     @property
     def free(self) -> int:
-        """How many prompts can be added that will not have to wait."""
+        """How many prompts can be added without having to wait."""
         return max(0, self.rows - len(self.running) - len(self._waiting))
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything that has not been handed back yet."""
+        """Whether there are prompts whose result was not returned yet."""
         return bool(self._waiting or self.running or self._finished)
 
     def add(self, ticket: Hashable, inputs: Any, seed: int = 0, ahead: bool = False, **settings: Any) -> None:
-        """One prompt; it is read once a row is free.
+        """Add one prompt to the queue; it is read once a row is free.
 
         Args:
-            ticket: comes back with the answer.
-            inputs: what a processor returned for one prompt, unpadded; on any device.
-            seed: of its noise, ≥ 0; without effect where nothing is drawn.
-            ahead: of all that wait; such as what begins like a text that has just been answered.
-            **settings: as for `model.generate`, for this prompt, before those of all.
+            ticket: is returned with the answer.
+            inputs: the output of a processor for one prompt, unpadded; on any device.
+            seed: of its noise, ≥ 0; has no effect in greedy decoding.
+            ahead: put it first in the queue, for example since it shares a prefix with a text just answered.
+            **settings: as for `model.generate`, for this prompt; they override those for all.
 
         Raises:
-            ValueError: not one prompt, or several answers to it.
+            ValueError: not exactly one prompt, or several answers to it.
         """
         if len(inputs["input_ids"]) != 1:
             raise ValueError(f"add takes one prompt at a time; got {len(inputs['input_ids'])}")
@@ -137,23 +137,23 @@ class Batcher:
         self._waiting.insert(0 if ahead else len(self._waiting), prompt)
 
     def cancel(self, ticket: Hashable) -> None:
-        """Give up a prompt: it is not read, or its row is free before the next round; nothing is handed back of it."""
+        """Cancel a prompt: it leaves the queue, or its row leaves before the next round; there is no result for it."""
         self._waiting = [one for one in self._waiting if one.ticket != ticket]
         self._finished = [one for one in self._finished if one.ticket != ticket]
 
     def written(self) -> Iterator[tuple[Hashable, list[int], Stats]]:
-        """The prompts under way, each with the tokens that it has so far, and what happened."""
+        """The ticket of each prompt that is being answered, its tokens so far, and its statistics."""
         yield from ()
 
     def step(self) -> list[FinishedPrompt]:
-        """A part of the work; returns what has finished.
+        """Do a part of the work; returns what has finished.
 
-        Where it is interrupted, as from the keyboard, prompts without an answer wait again, from their beginning.
+        If it is interrupted, for example from the keyboard, prompts without an answer return to the queue.
         """
         before = [*self.running, *self._waiting]
         try:
             self._work()
-        except BaseException:  # half of the state may have been written
+        except BaseException:  # the state may be inconsistent
             ended = {end.ticket for end in self._finished}
             self._restart()
             self._waiting = [one for one in before if one.ticket not in ended]
@@ -162,11 +162,11 @@ class Batcher:
         return finished
 
     def _work(self) -> None:
-        """That part; what has ended goes to `_finished`."""
+        """The work of one `step`; results go to `_finished`."""
         raise NotImplementedError
 
     def _restart(self) -> None:
-        """Let go of the prompts under way."""
+        """Drop the prompts that are being answered."""
 
     def _take(self, together: bool) -> list[QueuedPrompt]:
         """The prompts to read next, in one batch: the one that has waited longest, and others of its shape."""
@@ -193,13 +193,13 @@ class Batcher:
             )
 
     def _setting(self, name: str, prompt: QueuedPrompt | None = None) -> Any:
-        """A setting of `generate`, as it is given here, in a configuration given here, or in the model's own."""
+        """A setting of `generate`: from the keyword arguments, else from their generation_config, else the model's."""
         given = self.generation | (prompt.settings if prompt else {})
         value = given.get(name)
         own = (given.get("generation_config"), self.model.generation_config)
         return setting(name, *own) if value is None else value
 
-    def _generate(self, group: list[QueuedPrompt], **how: Any) -> Any:
+    def _generate(self, group: list[QueuedPrompt], **overrides: Any) -> Any:
         own = self.model.generation_config.pad_token_id
         pads = [x for x in (own, getattr(self._tokenizer, "pad_token_id", None)) if x is not None]
         inputs = _padded([one.inputs for one in group], pads[0] if pads else 0)
@@ -208,28 +208,28 @@ class Batcher:
         if (strings := self._strings(group[0])) is not None:
             criteria = [*(settings.get("stopping_criteria") or ()), strings]
             settings |= {"stop_strings": None, "stopping_criteria": criteria}
-        return self.model.generate(**inputs, **(settings | how))
+        return self.model.generate(**inputs, **(settings | overrides))
 
     def _answer(self, group: list[QueuedPrompt]) -> None:
-        """One call of `generate` from beginning to end."""
+        """Answer prompts in one whole call of `generate`."""
         named = self.scored or self._setting("return_dict_in_generate", group[0])
         more = {"return_dict_in_generate": self.scored, "output_logits": self.scored} if named else {}
         with seeded(group[0].seed, self.model):
             out = self._generate(group, **more)
         logits = torch.stack(out.logits, 1) if self.scored else None  # [B, T, V]
         out = out.sequences if self.scored else out
-        if not readable.two_parts(self.model):
+        if not readable.encoder_decoder(self.model):
             out = out[:, max(one.length for one in group) :]
         now = time.perf_counter()
         for b, (one, row) in enumerate(zip(group, out.tolist(), strict=True)):
             tokens = self._ended(one, row)
             logprob = None
-            if logits is not None:  # a decoder's first token, which begins every answer, is not generated
+            if logits is not None:  # the start token in the answers of encoder-decoder models is not generated
                 logprob = float(logprobs(logits[b : b + 1], [tokens[len(row) - logits.shape[1] :]]))
             self._finished.append(FinishedPrompt(one.ticket, tokens, now - one.begun, logprob=logprob))
 
     def _ended(self, prompt: QueuedPrompt, row: list[int]) -> list[int]:
-        """What a row of a batch says until it ends; the batch goes on until all have."""
+        """The tokens of a row up to its end; the batch continues until all rows have ended."""
         tokens, strings = row[: answer_length(row, self._setting("eos_token_id", prompt))], self._strings(prompt)
         if strings is None or not tokens:
             return tokens
@@ -238,18 +238,18 @@ class Batcher:
         return tokens if end is None else tokens[: end - len(before)]
 
     def _strings(self, prompt: QueuedPrompt) -> Any:
-        """The criterion that `stop_strings` make; None: there are none."""
+        """The stopping criterion for `stop_strings`; None: there are none."""
         if (strings := self._setting("stop_strings", prompt)) is None:
             return None
-        named = (strings,) if isinstance(strings, str) else tuple(strings)
-        if named not in self._criteria:  # each reads the whole vocabulary
-            self._criteria[named] = at_strings([*named], self._tokenizer)
-        return self._criteria[named]
+        key = (strings,) if isinstance(strings, str) else tuple(strings)
+        if key not in self._criteria:  # building one reads the whole vocabulary
+            self._criteria[key] = at_strings([*key], self._tokenizer)
+        return self._criteria[key]
 
     def _again(self, group: list[QueuedPrompt], error: Exception) -> None:
-        """Prompts once more, with fewer rows, or each apart; one that was by itself already has failed."""
+        """Queue prompts again, with fewer rows, or each to run alone; a prompt that already ran alone has failed."""
         if len(group) == 1 and not self.running:
-            self.rows = max(self.rows, group[0].rows)  # it alone was too large
+            self.rows = max(self.rows, group[0].rows)  # only this prompt was too large
             self._fail(group[0], error)
             return
         if out_of_memory(error):
@@ -264,28 +264,28 @@ class Batcher:
         self._waiting = [*group, *self._waiting]
 
     def _fail(self, prompt: QueuedPrompt, error: Exception) -> None:
-        error.__traceback__ = None  # its frames hold the tensors of the broken call
+        error.__traceback__ = None  # its frames keep the tensors of the failed call alive
         self._finished.append(FinishedPrompt(prompt.ticket, [], time.perf_counter() - prompt.begun, error))
 
 
 class StaticBatcher(Batcher):
-    """One batch after the other: `generate` as it stands, and every batch waits for its longest answer.
+    """Runs one batch of `generate` after the other; every batch lasts as long as its longest answer.
 
-    When sampling, the rows of a batch share its noise: what one draws depends on its neighbours.
+    With sampling, the rows of a batch share its noise, so the tokens of a row depend on the other rows.
     """
 
     def _work(self) -> None:
-        """A whole batch."""
+        """Run a whole batch."""
         if group := self._take(together=True):
             try:
                 self._answer(group)
-            except Exception as error:  # out of memory, a picture that the model refuses: the others go on
+            except Exception as error:  # such as out of memory, or an image that the model refuses; others continue
                 self._again(group, error)
 
 
 @contextlib.contextmanager
 def seeded(seed: int, model: torch.nn.Module) -> Iterator[None]:
-    """Inside, torch draws from this seed; afterwards, on the CPU and the model's devices, as if nothing was drawn."""
+    """A context with this torch seed; restores the random state of the CPU and of the model's devices at its end."""
     devices = {p.device for p in model.parameters() if p.device.type == model.device.type != "cpu"}
     kind = {"device_type": model.device.type} if devices else {}
     with torch.random.fork_rng(sorted(devices, key=str), **kind):
@@ -294,7 +294,7 @@ def seeded(seed: int, model: torch.nn.Module) -> Iterator[None]:
 
 
 def logprobs(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
-    """[B], float32: log-probability of each row's tokens, the law of token i being that of logits [B, T, V] at i."""
+    """[B], float32: the log-probability of each row's tokens; logits [B, T, V] at i are those of token i."""
     most = max(map(len, tokens))
     padded = torch.tensor([[*row, *[-1] * (most - len(row))] for row in tokens], device=logits.device)
     each = logits[:, :most].float().log_softmax(-1).gather(2, padded.clamp(min=0)[..., None])[..., 0]
@@ -302,13 +302,13 @@ def logprobs(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
 
 
 def answer_length(row: list[int], eos: int | list[int] | Tensor | None) -> int:
-    """Tokens of a row up to and with its end-of-sequence token; what follows is padding."""
+    """The number of a row's tokens up to and including its end-of-sequence token; the rest is padding."""
     ends = () if eos is None else torch.as_tensor(eos).flatten().tolist()
     return next((place + 1 for place, token in enumerate(row) if token in ends), len(row))
 
 
 def _padded(prompts: list[dict[str, Any]], fill: int) -> dict[str, Any]:
-    """Prompts of the same shape as one batch, padded on the left."""
+    """Collate prompts of the same shape into one left-padded batch."""
     if len(prompts) == 1:
         return prompts[0]
     longest = max(prompt["input_ids"].shape[1] for prompt in prompts)
@@ -323,7 +323,7 @@ def _padded(prompts: list[dict[str, Any]], fill: int) -> dict[str, Any]:
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Whether these are equal; tensors and arrays, which do not say so in one word, are where they are one object."""
+    """Whether these are equal; tensors and arrays, whose == is no single bool, have to be the same object."""
     try:
         return bool(a == b)
     except (RuntimeError, ValueError):
@@ -331,6 +331,6 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Of a device, or of the machine; its allocator and that of MPS raise a plain RuntimeError."""
+    """Whether a device or the host ran out of memory; the allocators of the CPU and MPS raise a plain RuntimeError."""
     named = "allocate memory" in str(error) or "out of memory" in str(error)
     return named or isinstance(error, (torch.OutOfMemoryError, MemoryError))

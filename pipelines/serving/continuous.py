@@ -1,4 +1,4 @@
-"""ContinuousBatcher: a row that ends makes room for the next prompt at once, in one session."""
+"""ContinuousBatcher: continuous batching in one session, where a waiting prompt replaces a row as soon as it ends."""
 
 from __future__ import annotations
 
@@ -31,37 +31,37 @@ __all__ = ["ContinuousBatcher", "FinishedPrompt"]
 
 @dataclass
 class _PromptRow(Row):
-    """A row that knows what it answers, until it has."""
+    """A row with the prompt that it answers."""
 
-    prompt: QueuedPrompt | None = None
+    prompt: QueuedPrompt | None = None  # None once the answer was returned or the prompt cancelled
     stats: Stats = field(default_factory=Stats)
     logprob: float = 0.0
 
 
 class ContinuousBatcher(Batcher):
-    """Continuous batching: `add` prompts, call `step` while it is `busy`, take what each step has finished.
+    """Continuous batching: `add` prompts, and call `step` while it is `busy`; each step returns what has finished.
 
-    A row does not depend on its neighbours: its tokens are those of the prompt alone, when sampling those of its seed.
-    What fails, fails alone: a round that breaks is done again, every row by itself. Calls that cannot be accelerated
-    run as `model.generate` runs them, one by one.
+    A row does not depend on the others: it gets the tokens that its prompt gets alone, and with sampling those of its
+    seed. After an error in a round, its prompts are repeated one by one, so that only the failing one fails. Prompts
+    that cannot be accelerated run in `model.generate`, one by one.
     """
 
     def __init__(
         self, model: GenerativeModel, processor: Processor, rows: int, scored: bool = False, **generation: Any
     ) -> None:
-        """As Batcher, on an enabled model.
+        """See Batcher; the model has to be enabled.
 
         Raises:
-            ValueError: a model that is not enabled, or one that draws torch's own noise.
+            ValueError: the model is not enabled, or is enabled with `reproducible`.
         """
         super().__init__(model, processor, rows, scored, **generation)
         if (patch := Patch.of(self.model)) is None:
             raise ValueError(f"{type(self.model).__name__} is not enabled; call mmspec.enable(model) first")
         self._handle = patch
         if self._handle.config.reproducible:
-            raise ValueError("reproducible=True draws torch's own noise, call by call; here each row has its seed")
+            raise ValueError("reproducible=True uses torch's noise, which is per call; here each row has its own seed")
         self.stats.lossless = self._handle.rule.lossless
-        self._together = False  # whether several prompts may share one prefill; the first one tells
+        self._together = False  # whether several prompts may share one prefill; known after the first one
         self._restart()
 
     def _restart(self) -> None:
@@ -77,7 +77,7 @@ class ContinuousBatcher(Batcher):
         for row in self._session.rows:
             if row.prompt is not None and row.prompt.ticket == ticket:  # type: ignore[attr-defined]
                 row.prompt, row.done = None, True  # type: ignore[attr-defined]
-        if not self.running:  # nobody may ask for another step
+        if not self.running:  # there may be no other step
             self._session.retire()
 
     def written(self) -> Iterator[tuple[Hashable, list[int], Stats]]:
@@ -86,7 +86,7 @@ class ContinuousBatcher(Batcher):
                 yield row.prompt.ticket, row.tokens[row.start :], row.stats  # type: ignore[attr-defined]
 
     def _work(self) -> None:
-        """Read waiting prompts into free rows, then one round of all rows."""
+        """Prefill waiting prompts into free rows, then run one round of all rows."""
         with torch.no_grad(), self._handle.running(self.model):
             if self._waiting:
                 self._session.retire()
@@ -100,16 +100,16 @@ class ContinuousBatcher(Batcher):
     def _round(self) -> None:
         assert self._target is not None
         try:
-            drafter = forced.beside(self._handle.proposer, self._session.rows)
+            drafter = forced.with_forced(self._handle.proposer, self._session.rows)
             now = next(decode(self._session, self._target, drafter))
             for row, *counts in zip(self._session.rows, now.counts, now.new, now.proposed, strict=True):
                 row.stats.count(*counts)  # type: ignore[attr-defined]
             self._score(self._session, now)
-        except Exception as error:  # half of the state may have been written
+        except Exception as error:  # the state may be inconsistent
             self._interrupted([], error)
 
     def _score(self, session: Session, now: Round) -> None:
-        """Book the log-probabilities of a round's new tokens, by the logits that they were judged by."""
+        """Add the log-probabilities of a round's new tokens, by the target's raw logits."""
         if not self.scored:
             return
         assert now.scores.raw is not None
@@ -118,7 +118,7 @@ class ContinuousBatcher(Batcher):
             row.logprob += more  # type: ignore[attr-defined]
 
     def _collect(self) -> None:
-        """Hand out the rows that have ended; they are let go before the next round."""
+        """Put the answers of rows that have ended into `_finished`; the rows leave before the next round."""
         now, session = time.perf_counter(), self._session
         for row in session.rows:
             if row.done and (prompt := row.prompt) is not None:  # type: ignore[attr-defined]
@@ -129,14 +129,14 @@ class ContinuousBatcher(Batcher):
         if not self.running:
             session.retire()
         self.stats.add(session.stats)
-        self._handle.book(session.stats)
+        self._handle.add_stats(session.stats)
         session.stats = Stats(lossless=self._handle.rule.lossless)
 
     def _admit(self, group: list[QueuedPrompt]) -> bool:
-        """Read prompts and let their rows join; false where rows have to end before any other can come."""
+        """Prefill prompts and let their rows join; False: rows have to end before others can join."""
         try:
             guest = self._open(group)
-        except Exception as error:  # whatever a picture may do to a model: it is that prompt's failure, not the run's
+        except Exception as error:  # whatever the input causes, only this prompt fails, not the run
             if out_of_memory(error):
                 self._again(group, error)
                 return False
@@ -148,13 +148,13 @@ class ContinuousBatcher(Batcher):
         try:
             if guest is not None:
                 self._session.admit(guest)
-        except Exception as error:  # half of the state may have been joined
+        except Exception as error:  # the state may be inconsistent
             self._interrupted(group, error)
             return False
         return True
 
     def _shared(self, prompt: QueuedPrompt) -> Request | None:
-        """The request of a row whose logits are processed alike, so that those of all such rows are at once."""
+        """The request of a running row with the same settings; rows with one request are processed together."""
 
         def processing(one: QueuedPrompt) -> dict[str, Any]:
             return {name: value for name, value in one.settings.items() if name != "max_new_tokens"}
@@ -164,18 +164,18 @@ class ContinuousBatcher(Batcher):
         return next((row.request for row in others if alike(processing(row.prompt), own)), None)  # type: ignore[attr-defined]
 
     def _interrupted(self, group: list[QueuedPrompt], error: Exception) -> None:
-        """Rows are left half written: all of them start again from their prompts, and so does the group."""
-        everyone = list(dict.fromkeys([*self.running, *group]))
+        """After an error in the shared state: start all rows and the group again from their prompts."""
+        prompts = list(dict.fromkeys([*self.running, *group]))
         self._restart()
-        self._again(everyone, error)
+        self._again(prompts, error)
 
     def _open(self, group: list[QueuedPrompt]) -> Session | None:
-        """A session of these prompts after their prefill; None where the stock path has answered."""
+        """A session of these prompts after their prefill; None: the stock path has answered."""
         model, patch = self.model, self._handle
-        drafter = patch.proposer if self._session.rows else patch.fitting(model)
+        drafter = patch.proposer if self._session.rows else patch.fitted_proposer(model)
         call: Call = self._generate(group, custom_generate=as_call)
         why = obstacle(model, call, patch)
-        if why is not None and len(group) > 1:  # which may be that they are several: `_admit` asks for each by itself
+        if why is not None and len(group) > 1:  # `_admit` then tries each prompt alone
             raise UnsupportedError(why.reason)
         if why is not None:
             self._answer(group)
@@ -185,13 +185,13 @@ class ContinuousBatcher(Batcher):
         ends = Endings(call.stopping_criteria, 1, call.input_ids.device)
         self._together = not (processors.private or call.guidance) and config.max_new_tokens is not None
         if not self._together and len(group) > 1:
-            raise UnsupportedError("these settings hold for one prompt")
+            raise UnsupportedError("these settings work for one prompt at a time")
         sample = bool(config.do_sample)
         request = None if processors.private else self._shared(group[0])
         request = request or patch.family.request(
             Request(Sampler(processors, sample, fixed_noise(patch, sample)), keep=self.scored)
         )
-        most, rule = ends.limit - call.input_ids.shape[1], patch.keeps_by(call, sample)
+        most, rule = ends.limit - call.input_ids.shape[1], patch.rule_of(call, sample)
         rows: list[Row] = []
         for one in group:  # a row's tokens are its own, without padding
             tokens = one.inputs["input_ids"][0].tolist()
@@ -200,8 +200,8 @@ class ContinuousBatcher(Batcher):
                 tokens, len(tokens), limit, one.seed, ends.eos, stop, rule=rule, request=request, prompt=one
             )
             rows.append(row)
-        drafter = forced.beside(drafter, rows)
-        self._target = patch.family.target(model, drafter.features, call.guidance)  # hooks may have come since
+        drafter = forced.with_forced(drafter, rows)
+        self._target = patch.family.target(model, drafter.features, call.guidance)  # hooks may have been added since
         guest, first = start(self._target, drafter, rows, call)
         self._score(guest, first)
         return guest

@@ -1,4 +1,4 @@
-"""stream: `model.generate` as an iterator of steps, one per target call, that tell drafted tokens from the others."""
+"""stream: `model.generate` as an iterator of steps, one per target call, with the number of accepted draft tokens."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from mmspec.types import Round
 
 @dataclass(frozen=True)
 class Step:
-    """What one forward pass of the target decided.
+    """The result of one forward pass of the target.
 
     Attributes:
-        tokens: in order; those of `accepted` come first, then the target's own. The very first step has none: the
-            prompt has been read, pictures included.
-        accepted: drafted tokens that the target kept. The sequence may end among them, so `tokens` may hold fewer.
-        seconds: since the call began.
-        corrected: whether the last token stands where the draft had another one.
+        tokens: the new tokens in order: first the accepted draft tokens, then the target's own. The very first step,
+            after the prefill, has none.
+        accepted: the number of accepted draft tokens. The sequence may end among them, so `tokens` may have fewer.
+        seconds: the time since the call began.
+        corrected: whether the last token replaces a rejected draft token.
     """
 
     tokens: tuple[int, ...]
@@ -42,34 +42,34 @@ class Step:
 def stream(
     model_or_pipe: object, inputs: Any, stop: threading.Event | None = None, **settings: Any
 ) -> Generator[Step, None, None]:
-    """Generate in a thread of its own and yield each step as it is made, on an enabled model and on a stock one alike.
+    """Generate in a separate thread and yield each step as soon as it is decided, on enabled and on stock models.
 
-    Closing the iterator, or setting `stop`, ends the generation after the step under way; a stopped stream just ends.
+    Closing the iterator, or setting `stop`, ends the generation after the current step; a stopped stream just ends.
 
     Args:
-        model_or_pipe: enabled or not; a stock model makes one token a step.
-        inputs: what a processor returned, one row, as for `model.generate(**inputs)`.
+        model_or_pipe: enabled or not; a stock model generates one token per step.
+        inputs: the output of a processor for one row, as for `model.generate(**inputs)`.
         stop: set it from any thread to end the generation.
         settings: as for `generate`, such as `max_new_tokens` and `do_sample`; no `streamer`.
 
     Yields:
-        Steps; all their `tokens` together are the answer, end-of-sequence included.
+        Steps; the `tokens` of all steps together are the answer, including the end-of-sequence token.
 
     Raises:
-        ValueError: more than one row, several answers to it, or a streamer of the caller's own.
-        Exception: whatever `generate` raised.
+        ValueError: more than one row, several answers to it, or a streamer.
+        Exception: any error that `generate` raises.
     """
     rows = len(inputs["input_ids"])
     if rows != 1:
-        raise ValueError(f"stream follows one row; got {rows}. Call it once for each, or use model.generate")
+        raise ValueError(f"stream takes one row; got {rows}. Call it once for each, or use model.generate")
     if settings.get("streamer") is not None:
-        raise ValueError("stream puts a streamer of its own into the call; leave streamer out, and iterate")
+        raise ValueError("stream uses its own streamer; leave streamer out, and iterate over the steps")
     model = families.unwrap(model_or_pipe)
     answers = settings.get("num_return_sequences") or setting(
         "num_return_sequences", settings.get("generation_config"), getattr(model, "generation_config", None)
     )
     if (answers or 1) > 1:
-        raise ValueError(f"stream follows one answer; got num_return_sequences={answers}. Call it once for each")
+        raise ValueError(f"stream yields one answer; got num_return_sequences={answers}. Call it once for each")
     relay = _Relay(stop)
     work = threading.Thread(
         target=contextvars.copy_context().run, args=(relay.run, model, inputs, settings), daemon=True
@@ -87,7 +87,7 @@ def stream(
 
 
 class _Relay:
-    """Puts steps into a queue: from rounds where the model is enabled, from streamed tokens where it is not."""
+    """Puts steps into a queue: from rounds if the model is enabled, else from streamed tokens."""
 
     def __init__(self, stop: threading.Event | None) -> None:
         self.steps: SimpleQueue[Step | BaseException | None] = SimpleQueue()
@@ -104,13 +104,13 @@ class _Relay:
             with calling(watch=self._round):
                 model.generate(**inputs, **arguments)
             self.steps.put(None)
-        except BaseException as error:  # it belongs to whoever iterates
+        except BaseException as error:  # raised again in the iterating thread
             self.steps.put(error)
         finally:
             self._hook.remove()
 
     def _read(self, model: GenerativeModel, *_: object) -> None:
-        """The first forward pass of this call has ended: the prompt has been read."""
+        """Forward hook: sends the first step, after the call's first forward pass, the prefill."""
         if threading.get_ident() != self._thread:
             return
         self._hook.remove()

@@ -1,4 +1,4 @@
-"""verify: on the user's own model and inputs, the same greedy tokens as the stock path, and an image that matters."""
+"""verify: checks on the user's own model and inputs that greedy tokens equal stock's, and that the image matters."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _PICTURES = ("pixel_values", "pixel_values_videos")
 
 @dataclass(frozen=True)
 class Report:
-    """What verify found.
+    """The result of `verify`.
 
     Attributes:
-        identical: every row has the stock path's tokens; with the other picture, too, where that changed nothing.
-        rows: rows compared.
-        tokens: generated tokens compared, of the longest row.
+        identical: every row has the stock path's tokens; if another image changes nothing, with that image as well.
+        rows: the number of rows compared.
+        tokens: the number of generated tokens compared, in the longest row.
         first_difference: (row, generated token index) of the first difference, or None.
-        gap: difference of the two best stock logits there; a gap near zero is a tie that low precision may break.
-        image_matters: another picture changed the output; None where the inputs hold no picture. A short answer, such
-            as yes or no, may well be the same.
-        tokens_per_target_call: τ, bonus token included.
+        gap: the difference of the two best stock logits there; a gap near zero is a tie that low precision may break.
+        image_matters: whether another image changes the output; None if the inputs have no image. A short answer, such
+            as yes or no, may well stay the same.
+        tokens_per_target_call: τ, including the bonus token.
     """
 
     identical: bool
@@ -41,7 +41,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Identical. A picture that changed nothing is no fault: it changes nothing on the stock path either."""
+        """`identical`. An image that changes nothing is no error, since it changes nothing on the stock path either."""
         return self.identical
 
     def __str__(self) -> str:
@@ -63,32 +63,32 @@ class Report:
 
 
 def verify(model_or_pipe: object, inputs: Any, max_new_tokens: int = 64) -> Report:
-    """Generate greedily with mmspec and on the stock path, and again with another picture.
+    """Generate greedily with mmspec and on the stock path, and again with another image.
 
-    Where the other picture changes nothing, the stock path reads it, too: a picture that got lost shows there.
+    If the other image changes nothing, it is also given to the stock path, which shows whether mmspec lost the image.
 
     Args:
-        model_or_pipe: an enabled model, or the pipeline that holds it; it writes tokens from a prompt.
-        inputs: what a processor returned, as for `model.generate(**inputs)`; on the model's device, of its dtype.
-        max_new_tokens: how far to compare.
+        model_or_pipe: an enabled model that generates tokens from a prompt, or the pipeline that contains it.
+        inputs: the output of a processor, as for `model.generate(**inputs)`; on the model's device, in its dtype.
+        max_new_tokens: the number of tokens to compare.
 
     Returns:
-        A Report; it prints as one line, and `ok` says whether all is well. Its calls count in `stats`.
+        A Report; it prints as one line, and `ok` says whether the check passed. Its calls count in `stats`.
 
     Raises:
         UnsupportedError: the model is not enabled, or cannot be accelerated in this call.
-        TypeError: what only draws pictures, or generates nothing.
+        TypeError: the model only generates images, or does not generate.
     """
     model = families.unwrap(model_or_pipe)
-    mine = type(model)
+    name = type(model).__name__
     if not hasattr(model, "generate"):
         raise TypeError(
-            f"verify compares answers in words, and {mine.__name__} draws; `mmspec generate PROMPT --model FOLDER "
+            f"verify compares text, but {name} generates pictures; `mmspec generate PROMPT --model FOLDER "
             "--compare --reproducible` compares the pictures of a LlamaGen"
         )
     handle = Patch.of(model)
     if handle is None:
-        raise UnsupportedError(f"{mine.__name__} is not enabled; call mmspec.enable(model) first")
+        raise UnsupportedError(f"{name} is not enabled; call mmspec.enable(model) first")
     settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1, "num_return_sequences": 1}
     settings["return_dict_in_generate"] = False
     before = (handle.stats.gained, handle.stats.row_rounds)
@@ -113,7 +113,7 @@ def verify(model_or_pipe: object, inputs: Any, max_new_tokens: int = 64) -> Repo
 
 
 def _stock(model: GenerativeModel, inputs: Any, settings: dict[str, Any]) -> Any:
-    """One call on the stock path; the patch comes back whatever happens."""
+    """One call on the stock path; the patch is restored in any case."""
     patch, scored = put_on(model, None), {"return_dict_in_generate": True, "output_scores": True}
     try:
         return model.generate(**inputs, **(settings | scored))
@@ -122,13 +122,13 @@ def _stock(model: GenerativeModel, inputs: Any, settings: dict[str, Any]) -> Any
 
 
 def _other_picture(inputs: Any) -> dict[str, Any] | None:
-    """The same inputs with every picture turned into its negative; None where there is no picture."""
+    """The same inputs with every image replaced by its negative; None: there is no image."""
     negatives = {name: -inputs[name] for name in _PICTURES if inputs.get(name) is not None}
     return {**inputs, **negatives} if negatives else None
 
 
 def _fill(model: GenerativeModel) -> int:
-    """What `generate` puts behind the rows that have ended."""
+    """The token that `generate` appends to rows that have ended."""
     config = model.generation_config
     ends = config.eos_token_id
     fill = ends if config.pad_token_id is None else config.pad_token_id
@@ -136,7 +136,7 @@ def _fill(model: GenerativeModel) -> int:
 
 
 def _first_difference(fast: Tensor, stock: Tensor, prompt: int, fill: int) -> tuple[int, int] | None:
-    """(row, generated token index) where two batches [B, ·] first differ; the shorter one is filled up."""
+    """(row, generated token index) where two batches [B, ·] first differ; the shorter one is padded."""
     longest = max(fast.shape[1], stock.shape[1])
     a, b = (pad(tokens, (0, longest - tokens.shape[1]), value=fill) for tokens in (fast, stock))
     differs = (a != b).nonzero().tolist()

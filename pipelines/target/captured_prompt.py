@@ -1,4 +1,4 @@
-"""The decoder's part of a prefill, captured and compiled for prompts of a shape that comes up again."""
+"""Captures and compiles the decoder's forward in a prefill, for prompt shapes that repeat."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ from mmspec.pipelines.host.call import BOTH_WAYS
 from mmspec.pipelines.host.forward import Decode, now, reading
 from mmspec.pipelines.host.names import CACHE, FEATURES
 from mmspec.pipelines.target import masks
-from mmspec.pipelines.target.captures import Forward, capturable
+from mmspec.pipelines.target.captures import Forward, require_capturable
 from mmspec.types import FINAL
 
-MOST = 4  # shapes of prompts that are captured of a model
-AGAIN, OFTEN = 2, 4  # times in a row, or in all, that a shape has come up when it is captured: chats seldom repeat one
+MOST = 4  # the maximum number of prompt shapes that are captured for one model
+AGAIN, OFTEN = 2, 4  # a shape is captured once seen so often in a row, or in all; chats seldom repeat a shape
 _MASK = "attention_mask"
 
 
 @dataclass
 class _Shapes:
-    """What is known of the prompts of one model."""
+    """The prompt shapes that one model has read."""
 
     seen: Counter[Hashable] = field(default_factory=Counter)
-    last: Hashable = None  # the shape that came up last, and how often in a row
-    row: int = 0
-    tried: dict[Hashable, type] = field(default_factory=dict)  # the class of what the decoder gives
+    last: Hashable = None  # the most recent shape
+    row: int = 0  # how often in a row it was seen
+    tried: dict[Hashable, type] = field(default_factory=dict)  # shape → the class of the decoder's output
 
 
 _OF: WeakKeyDictionary[Forward, _Shapes] = WeakKeyDictionary()
 
 
 def reader(target: Any, slots: RaggedCache, valid: Tensor) -> Decode | None:
-    """What is called in a prefill in the place of the decoder, with the decoder's own call before its arguments.
+    """A function that replaces the decoder's forward in a prefill; it takes the original forward before its arguments.
 
-    None: the decoder reads by itself, such as prompts with padding, or what follows a text that is cached.
+    None: the decoder runs by itself, for example for prompts with padding or on a filled cache.
 
     Args:
         target: of an enabled model.
         slots: the cache that the prompt goes into.
         valid: bool [B, L], false on padding.
     """
-    apart = target.by_tree or target.shares or target.instead is not None
-    if not target.compiles_prompts or apart or slots.lengths.longest or not target.masks.causal(valid.shape[1]):
+    special = target.by_tree or target.shares or target.draft_attention is not None
+    if not target.compiles_prompts or special or slots.lengths.longest or not target.masks.causal(valid.shape[1]):
         return None
     return partial(_read, target, slots) if bool(valid.all()) else None
 
 
 def _read(target: Any, slots: RaggedCache, run: Callable[..., Any], *args: object, **kwargs: Any) -> Any:
-    """As `run`: from a capture where there is one, else by itself; of a shape that is seen again a capture is made."""
+    """Return what `run` returns, from a capture if there is one; capture shapes that repeat."""
     given = {name: value for name, value in kwargs.items() if name not in (CACHE, _MASK)}
     leaves, spec = tree_flatten(given)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -71,34 +71,34 @@ def _read(target: Any, slots: RaggedCache, run: Callable[..., Any], *args: objec
         return run(*args, **kwargs)
     shapes = tuple((t.shape, t.dtype, t.device) for t in tensors)
     key = ("prompt", type(target), target.features, str(spec), constants, shapes)
-    held, known = target.captured, _OF.setdefault(target.captured, _Shapes())
-    if (captured := held.existing(key)) is not None:
-        return _replayed(target, slots, known.tried[key], captured, tensors)
-    known.seen[key] += 1
-    known.last, known.row = key, known.row + 1 if key == known.last else 1
-    full = key not in known.tried and len(known.tried) == MOST
-    if (known.row < AGAIN and known.seen[key] < OFTEN) or full or held.failed(key):
+    cached, history = target.captured, _OF.setdefault(target.captured, _Shapes())
+    if (captured := cached.existing(key)) is not None:
+        return _replayed(target, slots, history.tried[key], captured, tensors)
+    history.seen[key] += 1
+    history.last, history.row = key, history.row + 1 if key == history.last else 1
+    full = key not in history.tried and len(history.tried) == MOST
+    if (history.row < AGAIN and history.seen[key] < OFTEN) or full or cached.failed(key):
         return run(**kwargs)
     before = version(target.model, kept=True)
     out = run(**kwargs)
-    known.tried[key] = type(out)
+    history.tried[key] = type(out)
 
-    def made() -> PiecewiseFunction:
-        capturable(target)
+    def build() -> PiecewiseFunction:
+        require_capturable(target)
         if version(target.model, kept=True) != before:
-            raise Uncapturable("its forward changes what its modules hold")
+            raise Uncapturable("its forward changes attributes of its modules")
         if {name for name, value in out.items() if value is not None} != {FEATURES, CACHE}:
-            raise Uncapturable("it gives more than its final features")
+            raise Uncapturable("it returns more than its final features")
         return _checked(target, slots, partial(run, **kwargs), given, out[FEATURES])
 
-    held.get(key, made, quiet=True)
+    cached.get(key, build, quiet=True)
     return out
 
 
 def _replayed(
     target: Any, slots: RaggedCache, kind: type, captured: PiecewiseFunction, tensors: list[Tensor]
 ) -> object:
-    """What the decoder would give, of this class, its layers' inputs noted."""
+    """The decoder's output, an instance of `kind`, from a capture; also records the features for the drafter."""
     hidden, *features = captured(_attending(slots), *tensors)
     if (read := now().read) is not None:
         read.layers.update(zip(_layers(target), features, strict=True))
@@ -108,7 +108,7 @@ def _replayed(
 def _checked(
     target: Any, slots: RaggedCache, run: Callable[..., Any], given: dict[str, Any], final: Tensor
 ) -> PiecewiseFunction:
-    """The decoder's call, captured, if it gives `final` and the keys and values that `slots` hold now."""
+    """The captured decoder call, after a check that it gives `final` and the keys and values that `slots` hold now."""
     leaves, spec = tree_flatten(given)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     B, L, _ = final.shape
@@ -135,7 +135,7 @@ def _checked(
 
 
 def _layers(target: Any) -> list[int]:
-    """The layers whose input the drafter reads."""
+    """The layers whose inputs the drafter reads."""
     return [i for i in target.features if i != FINAL]
 
 
@@ -148,6 +148,6 @@ def _attending(slots: RaggedCache) -> LayerAttention:
 
 
 def _causal(arguments: dict[str, Any]) -> bool:
-    """Whether a decoder that is called with these reads from left to right: any mask knows of padding alone."""
+    """Whether a decoder call with these arguments is causal: its mask, if any, marks only padding."""
     mask = arguments.get(_MASK)
     return (mask is None or mask.dim() == 2) and all(arguments.get(name) is None for name in BOTH_WAYS)

@@ -1,4 +1,4 @@
-"""The target's forward, captured and compiled for each shape that comes up (`enable(..., compile=True)`)."""
+"""Captures and compiles the target's forward, once for each input shape (`enable(..., compile=True)`)."""
 
 from __future__ import annotations
 
@@ -29,44 +29,43 @@ from mmspec.pipelines.target.state import State
 
 
 class Forward(CaptureCache):
-    """Captured forwards of one model, by shape."""
+    """The captured forwards of one model, by shape."""
 
     def read(self, target: ModelTarget, state: State, tokens: Tensor, places: Tensor, mask: Mask) -> tuple[Tensor, ...]:
-        """As `target.read`: raw logits [S·B, N, V], and the features [S·B, N, F] where the drafter asked for some."""
+        """Same as `target.read`: raw logits [S·B, N, V], and the features [S·B, N, F] if the drafter needs some."""
         shapes = tokens.shape, places.shape
         constants = tuple((name, v) for name, v in state.arguments.items() if type(v) in PLAIN)
-        held = tuple((t.shape, t.dtype) for layer in state.cache.recurrent.values() for t in layer.held())
-        key = (type(target), target.eager, *shapes, held, target.features, tuple(state.types), tokens.device, constants)
+        layers, types, device = state.cache.recurrent.values(), tuple(state.types), tokens.device
+        states = tuple((t.shape, t.dtype) for layer in layers for t in layer.held())
+        key = (type(target), target.eager, *shapes, states, target.features, types, device, constants)
         attend, inputs = _attending(target, state, mask), _inputs(state, tokens, places)
-        kept, stock = state.cache.recurrent.values(), partial(target.read, state, tokens, places, mask)
+        stock = partial(target.read, state, tokens, places, mask)
 
-        def made() -> PiecewiseFunction:
-            capturable(target)  # before anything is read: what keeps more than these states bears no second reading
+        def build() -> PiecewiseFunction:
+            require_capturable(target)  # before the first forward: layers with other state must not run twice
             before = version(target.model, kept=True)
-            wanted = [*stock(), *(t for layer in kept for t in layer.read())]
+            wanted = [*stock(), *(t for layer in layers for t in layer.read())]
             if version(target.model, kept=True) != before:
-                raise Uncapturable("its forward changes what its modules hold")
+                raise Uncapturable("its forward changes attributes of its modules")
             captured = _capture(target, state, tokens, places)
-            compare(
-                captured(attend, *inputs), wanted, computed_in(next(target.model.parameters()).dtype, tokens.device)
-            )
+            compare(captured(attend, *inputs), wanted, computed_in(next(target.model.parameters()).dtype, device))
             return captured
 
-        captured = self.get(key, made)
+        captured = self.get(key, build)
         if captured is None:
             return stock()
-        read = iter(captured(attend, *inputs))
-        scored = tuple(islice(read, 1 + bool(target.features)))
-        for layer in kept:
-            layer.put(read)
-        return scored
+        outputs = iter(captured(attend, *inputs))
+        logits_and_features = tuple(islice(outputs, 1 + bool(target.features)))
+        for layer in layers:
+            layer.put(outputs)
+        return logits_and_features
 
 
 of = Forward.of
 
 
 def _inputs(state: State, tokens: Tensor, places: Tensor) -> list[Tensor]:
-    """What a forward reads: nodes and types; of layers with a recurrent state also the tree, and those states."""
+    """The inputs of a forward: nodes and types; for layers with a recurrent state also the tree and their states."""
     inputs = [tokens, places, *state.types.values()]
     tree, kept = now().draft, state.cache.recurrent.values()
     if kept and tree is not None:
@@ -74,8 +73,8 @@ def _inputs(state: State, tokens: Tensor, places: Tensor) -> list[Tensor]:
     return [t.contiguous() for t in inputs]
 
 
-def capturable(target: ModelTarget) -> None:
-    """Uncapturable, with the reason, for a model whose forward is not captured at all."""
+def require_capturable(target: ModelTarget) -> None:
+    """Raise Uncapturable, with the reason, for a model whose forward cannot be captured."""
     if target.eager:
         raise Uncapturable("its attention is 'eager'; load it with attn_implementation='sdpa'")
     if target.stateful:
@@ -85,7 +84,7 @@ def capturable(target: ModelTarget) -> None:
 
 
 def _capture(target: ModelTarget, state: State, tokens: Tensor, places: Tensor) -> PiecewiseFunction:
-    """The forward over nodes of this shape, which must not depend on how much is cached."""
+    """Capture the forward over nodes of this shape, which must not depend on the length of the cache."""
     own = weights(target.model)
 
     def read(past: int, *inputs: Tensor) -> list[Tensor]:
@@ -107,7 +106,7 @@ def _capture(target: ModelTarget, state: State, tokens: Tensor, places: Tensor) 
 
 
 def _attending(target: ModelTarget, state: State, mask: Any) -> LayerAttention:
-    """What stands for the attentions in one forward: the new keys and values go into the cache, the mask as it is."""
+    """The attention of one forward of a capture: appends the new keys and values to the cache and applies the mask."""
     cache, tree = state.cache, target.tree
     kinds = target.kinds if isinstance(mask, dict) else None
     masks = mask if isinstance(mask, dict) else {None: mask}

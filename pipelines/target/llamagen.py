@@ -1,4 +1,4 @@
-"""LlamaGen's transformer as a target: positions by grid, a prefix in the place of a prompt."""
+"""The Target for LlamaGen's transformer: positions on a grid, and a condition prefix instead of a text prompt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mmspec.types import Prompt, Scores, unfold
 
 @dataclass(frozen=True)
 class Condition:
-    """What pictures are drawn from: class ids [B] or text features [B, P, width], and which of the P places are real.
+    """The condition of images: class ids [B] or text features [B, P, width], and which of the P places are valid.
 
     The unconditional stream has the same mask.
     """
@@ -40,10 +40,10 @@ class LlamaGenTarget(ModelTarget):
     """A view of a LlamaGenTransformer.
 
     Args:
-        features: what the drafter asked for.
+        features: the features that the drafter reads.
         guidance: None: one stream.
-        captured: captures and compiles the forward over drafts; None: it runs as it is.
-        rows: how many the call began with, by which `captures` tells those that are left over; 0: not known.
+        captured: captures and compiles the forward over drafts; None: it is not captured.
+        rows: the batch size that the call started with, from which `captures` recognizes a shrunken batch; 0: unknown.
     """
 
     weighs = True
@@ -71,8 +71,8 @@ class LlamaGenTarget(ModelTarget):
         return session.rows[0].request.sampler.weighed(logits, session, position)
 
     def prefix(self, what: Tensor) -> Tensor:
-        """Embeddings [B·S, P, H] of what pictures are drawn from, a row's streams one below the other."""
-        embeds = self.model.prefix(what, guided=self.streams == 2)  # the streams' rows one below the other
+        """Embeddings [B·S, P, H] of the condition; the streams of a row are adjacent rows."""
+        embeds = self.model.prefix(what, guided=self.streams == 2)  # all rows of one stream, then all of the other
         return embeds if self.streams == 1 else embeds.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
 
     def prefill(self, session: Session, inputs: Condition, nodes: int) -> tuple[Prompt, Scores]:
@@ -97,7 +97,7 @@ class LlamaGenTarget(ModelTarget):
         return additive(seen, dtype) if seen.device.type == "cpu" else seen
 
     def captures(self, session: Session) -> bool:
-        """So few rows that are left of a batch are not worth it: some soon end as well."""
+        """Whether this batch size is worth a capture: the original one, or a power of two once rows have ended."""
         rows = len(session.rows)
         return not (rows < self.rows and rows.bit_count() > 1)
 
@@ -107,7 +107,7 @@ class LlamaGenTarget(ModelTarget):
         return self.model.head(hidden), *features
 
     def _forward(self, embeds: Tensor, place: Tensor, seen: Tensor, cache: RaggedCache) -> tuple[Tensor, ...]:
-        """Final hidden states [B·S, n, H], and the features [B·S, n, F] where the drafter asked for some."""
+        """Final hidden states [B·S, n, H], and the features [B·S, n, F] if the drafter needs some."""
         with reading() as read:
             read.final = hidden = self.model(embeds, place, seen, cache)
         features = read.features(self.features)

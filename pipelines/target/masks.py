@@ -1,4 +1,4 @@
-"""What each type of a decoder's layers lets the nodes of a draft see: a row for each type in one table."""
+"""Attention masks for the nodes of a draft, one for each type of decoder layer, from the table `KINDS`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mmspec.ragged_cache import visibility
 
 @dataclass(frozen=True)
 class Visibility:
-    """Where the nodes of a draft and the slots of the cache stand to each other."""
+    """Which cache slots the nodes of a draft see, by kind of attention."""
 
-    state: State  # of the rows, before the nodes
+    state: State  # of the rows, before the nodes are appended
     ancestors: Tensor  # bool [B, n, n]
     depth: Tensor  # int64 [B, n]
 
@@ -32,35 +32,35 @@ class Visibility:
 
     @cached_property
     def _place(self) -> Tensor:
-        """int64 [B, T]: how far behind the root (negative), or after it, what a slot holds stands."""
+        """int64 [B, T]: the position of each slot's token relative to the root: negative before it, else the depth."""
         behind = torch.arange(self.all.shape[2], device=self.all.device) - self.state.cache.lengths.device[:, None]
         return torch.where(behind < 0, behind, self.depth.gather(1, behind.clamp(0, self.depth.shape[1] - 1)))
 
     def near(self, window: int | None) -> Tensor:
-        """bool [B, n, T]: of all, what stands less than `window` places back; None: all."""
+        """bool [B, n, T]: the part of `all` that is less than `window` positions back; None: no limit."""
         return self.all if window is None else self.all & (self.depth[:, :, None] - self._place[:, None, :] < window)
 
     def chunk(self, size: int) -> Tensor:
-        """bool [B, n, T]: of all, what stands in the same stretch of `size` places, padding left out."""
+        """bool [B, n, T]: the part of `all` in the node's own chunk of `size` positions, not counting padding."""
         padding = (self.state.open_slots.cumsum(1) == 0).sum(1)
         first = (self.state.cache.lengths.device - padding)[:, None]
         here = (first + self.depth) // size
         return self.all & (here[:, :, None] == ((first + self._place) // size)[:, None])
 
     def near_or_prompt(self, window: int) -> Tensor:
-        """bool [B, n, T]: as `near`, and the prompt.
+        """bool [B, n, T]: `near`, and the prompt.
 
-        Stock's cache has let go of what the window has passed, and looks up the padding as if the prompt had moved up.
+        Stock's cache has dropped what is outside the window, and reads the padding mask as if the prompt had shifted.
         """
         slot, prompt = torch.arange(self.all.shape[2], device=self.all.device), self.state.prompt[:, None]
         passed = (self.state.cache.lengths.device[:, None] + self.depth - prompt - window + 1).clamp(min=0)
-        held = pad(self.state.open_slots, (0, 1), value=True)
-        looked_up = (slot + passed[..., None]).clamp(max=held.shape[1] - 1)  # [B, n, T]
-        open_there = held[:, None].expand(-1, self.depth.shape[1], -1).gather(2, looked_up)
+        padded = pad(self.state.open_slots, (0, 1), value=True)
+        looked_up = (slot + passed[..., None]).clamp(max=padded.shape[1] - 1)  # [B, n, T]
+        open_there = padded[:, None].expand(-1, self.depth.shape[1], -1).gather(2, looked_up)
         return self.near(window) | (open_there & (slot < prompt)[:, None])
 
 
-# layer type → what it sees. Layers with an index choose among what the mask shows them.
+# layer type → the slots that it sees. Layers with an indexer choose among these.
 KINDS: dict[str, Callable[[Visibility, HostModel], Tensor]] = {
     "full_attention": lambda visible, host: visible.all,
     "sliding_attention": lambda visible, host: visible.near(host.window),
@@ -69,24 +69,24 @@ KINDS: dict[str, Callable[[Visibility, HostModel], Tensor]] = {
     "minimax_m3_sparse": lambda visible, host: visible.all,
     "reference_sliding_attention": lambda visible, host: visible.near_or_prompt(host.window or 0),
 }
-_ATTENTION_OF = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # types with a recurrence, too
+_ATTENTION_OF = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # types that also have a recurrence
 _SEES_ALL = ("full_attention", "indexed_attention", "minimax_m3_sparse")
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bool mask as one to add to the scores: what sdpa on a CPU would make of it anew in every layer."""
+    """A bool mask as an additive one; done here once, since sdpa on a CPU would convert it again in every layer."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 @dataclass(frozen=True)
 class Masks:
-    """The masks that a decoder wants."""
+    """Builds the masks that a decoder needs."""
 
-    host: HostModel  # the facts of the model
+    host: HostModel
     name: str  # the attention implementation that reads drafts
-    kinds: frozenset[str]  # the types of its attentions
-    mixed: bool  # whether it takes one for each type, rather than one for all layers
+    kinds: frozenset[str]  # the types of its attention layers
+    mixed: bool  # whether it takes one mask for each type, rather than one for all layers
 
     @classmethod
     def of(cls, host: HostModel, name: str) -> Masks:
@@ -98,33 +98,33 @@ class Masks:
 
     @property
     def plain(self) -> bool:
-        """Whether a single token sees all that is cached, so that it needs no mask."""
+        """Whether a single token sees the whole cache, so that it needs no mask."""
         return self.kinds <= {"full_attention"}
 
     def causal(self, n: int) -> bool:
-        """Whether in every layer each of n tokens sees all before it: what is near reaches as far."""
-        near = {"sliding_attention": self.host.window, "chunked_attention": self.host.chunk}
-        reach = (near[kind] for kind in self.kinds if kind in near)
-        return self.kinds <= {"full_attention", *near} and all(size is not None and size >= n for size in reach)
+        """Whether each of n tokens sees all tokens before it in every layer, since no window or chunk is shorter."""
+        limits = {"sliding_attention": self.host.window, "chunked_attention": self.host.chunk}
+        sizes = (limits[kind] for kind in self.kinds if kind in limits)
+        return self.kinds <= {"full_attention", *limits} and all(size is not None and size >= n for size in sizes)
 
-    def made(self, visible: Visibility, dtype: torch.dtype, chain: bool) -> Mask:
+    def build(self, visible: Visibility, dtype: torch.dtype, chain: bool) -> Mask:
         """One mask, bool or additive [B, 1, n, T], or one for each type of layers.
 
         Args:
-            dtype: of additive ones.
-            chain: whether the host knows the nodes to be a chain.
+            dtype: of additive masks.
+            chain: whether the nodes are known on the host to be a chain.
         """
 
         def of(kind: str) -> Tensor:
-            return self._as_wanted(visible, KINDS[kind](visible, self.host)[:, None], kind, dtype, chain)
+            return self._converted(visible, KINDS[kind](visible, self.host)[:, None], kind, dtype, chain)
 
         if not self.mixed:
             return of("sliding_attention" if self.kinds == {"sliding_attention"} else "full_attention")
         masks = {kind: of(kind) for kind in self.kinds | {"full_attention"}}
         return {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(KINDS, masks["full_attention"]), **masks}
 
-    def _as_wanted(self, visible: Visibility, seen: Tensor, kind: str, dtype: torch.dtype, chain: bool) -> Tensor:
-        """What a type of layers sees, as the attention implementation takes it."""
+    def _converted(self, visible: Visibility, seen: Tensor, kind: str, dtype: torch.dtype, chain: bool) -> Tensor:
+        """The bool mask of a layer type in the format of the attention implementation."""
         if self.name != tree_attention.NAME:
             on_cpu = seen.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
             return additive(seen, dtype) if on_cpu or self.name == "eager" else seen

@@ -1,4 +1,4 @@
-"""The base of our targets: one forward for a draft, and its logits as the distribution of each node."""
+"""The base class of targets: one forward over a draft, and the distribution of each node from its logits."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from mmspec.types import FINAL, LIKELIEST, RANKS, Draft, Round, Scores, Tree, fo
 
 
 class ModelTarget:
-    """A view of a model, under the guidance of its calls, a `protocols.Target`; what changes lies in the session.
+    """A `protocols.Target`: a view of a model with the guidance of a call. All state that changes is in the session.
 
-    A subclass says how the model reads (`prefill`, `read`), what it sees (`mask`), how it embeds and where its head is.
+    A subclass defines the forwards (`prefill`, `read`), the attention mask (`mask`), the embeddings and the head.
     """
 
-    model: Any  # what computes
+    model: Any
     device: torch.device
     inference: Mode
     features: tuple[int, ...]
-    captured: Any = None  # `captures.Forward`, that captures and compiles `read`; None: it runs as it is
-    last: int | None = None  # the last position that any node may have; None: there is no last one
-    kinds: tuple[str, ...] = ()  # the type of each layer, where masks differ by it
-    stateful = False  # whether layers keep more than keys, values and recurrent states, which is not captured
-    weighs = eager = tree = mixed = False  # how its decoder attends, as far as masks and captures depend on it
+    captured: Any = None  # the `captures.Forward` that captures and compiles `read`; None: `read` is not captured
+    last: int | None = None  # the highest position that a node may have; None: no limit
+    kinds: tuple[str, ...] = ()  # the type of each layer, if masks differ by type
+    stateful = False  # whether layers keep more than keys, values and recurrent states; such a model is not captured
+    weighs = eager = tree = mixed = False  # whether `weigh` does anything; how the decoder attends
 
     def __init__(self, features: tuple[int, ...], guidance: Guidance | None = None) -> None:
         self.features = tuple(i for i in features if i >= FINAL)
-        self.ranks = LIKELIEST in features  # whether the drafter asked for them
+        self.ranks = LIKELIEST in features  # whether the drafter needs the likeliest tokens
         self.guidance = guidance
         self.streams = 1 if guidance is None else 2
 
@@ -49,7 +49,7 @@ class ModelTarget:
         return self.scores(raw, session, draft, hidden)
 
     def nodes(self, session: Session, draft: Draft) -> tuple[Tensor, Tensor | None]:
-        """Raw logits [B·S, N, V] after each node, and its features [B, N, S·F] where the drafter asked for some."""
+        """Raw logits [B·S, N, V] after each node, and its features [B, N, S·F], or None if the drafter needs none."""
         state: State = session.cache
         S, tree = self.streams, draft.tree
         tokens, index = (each_stream(t, S) for t in (draft.tokens.clamp(min=0), (session.emitted - 1)[:, None]))
@@ -57,7 +57,7 @@ class ModelTarget:
             parents, depth, ancestors = (each_stream(t, S) for t in (tree.parents, tree.depth, tree.ancestors))
             tree = replace(tree, parents=parents, depth=depth, ancestors=ancestors)
         places = state.places.at(index + tree.depth)
-        places = places if self.last is None else places.clamp(max=self.last)  # past it lies what no row will keep
+        places = places if self.last is None else places.clamp(max=self.last)  # no row keeps tokens beyond it
         read = self.reader if self.captures(session) else self.read
         with self.reads(tree, state.cache.lengths):
             raw, *hidden = read(state, tokens, places, self.mask(state, tree.ancestors, tree.depth, tree.is_chain))
@@ -67,29 +67,29 @@ class ModelTarget:
         session.cache.commit(round_)
 
     def head(self, hidden: Tensor, vocab: DraftVocab | None = None) -> Tensor:
-        """Logits [B, n, V], guided where there are two streams, of features [B, n, S·H]; of `vocab` alone if given."""
+        """Logits [B, n, V] of features [B, n, S·H], guided if there are two streams; only of `vocab` if given."""
         raw = self.logits(fold(hidden, self.streams), vocab)
         return self.guided(raw, hidden.new_zeros(1, 1, dtype=torch.long)).to(hidden.device)
 
     def weigh(self, logits: Tensor, session: SessionView, position: Tensor) -> Tensor:
-        """A drafter's logits [B, n, V] of the tokens at `position` [B, n], weighed as this target weighs its own."""
+        """A drafter's logits [B, n, V] for the tokens at `position` [B, n], processed as this target's own logits."""
         return logits
 
     def read(self, state: State, tokens: Tensor, places: Tensor, mask: Mask) -> tuple[Tensor, ...]:
-        """Raw logits [B·S, N, V] of one forward, and the features [B·S, N, F] where the drafter asked for some."""
+        """Raw logits [B·S, N, V] of one forward, and the features [B·S, N, F] if the drafter needs some."""
         raise NotImplementedError
 
     @property
     def reader(self) -> Callable[..., tuple[Tensor, ...]]:
-        """`read`, from captures where it is captured."""
+        """`read`, or its captured version."""
         return self.read if self.captured is None else partial(self.captured.read, self)
 
     def reads(self, tree: Tree, lengths: Lengths) -> AbstractContextManager[None]:
-        """Within, forwards read this tree, for layers that a mask does not tell enough; most have none."""
+        """A context in which forwards read this tree, for layers that need more than a mask; most models have none."""
         return nullcontext()
 
     def mask(self, state: State, ancestors: Tensor, depth: Tensor, chain: bool = False) -> Mask:
-        """What the nodes see, as the model takes it; `chain`: the host knows them to be one."""
+        """The nodes' attention mask in the model's format; `chain`: the nodes are known on the host to be a chain."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor, vocab: DraftVocab | None = None) -> Tensor:
@@ -97,20 +97,20 @@ class ModelTarget:
         raise NotImplementedError
 
     def captures(self, session: Session) -> bool:
-        """Whether a round of these rows is worth a capture."""
+        """Whether rounds with these rows are worth a capture."""
         return True
 
     def guided(self, raw: Tensor, position: Tensor) -> Tensor:
-        """[B, n, V] of raw logits [B·S, n, V] of the new tokens number `position` [B, n]."""
+        """Guided logits [B, n, V] from raw ones [B·S, n, V], for the new tokens number `position` [B, n]."""
         return raw if self.guidance is None else self.guidance(raw, position)
 
     def scores(self, raw: Tensor, session: Session, draft: Draft, hidden: Tensor | None) -> Scores:
-        """The distribution of each node: what the request of its row makes of the logits."""
+        """The distribution of each node, from the logits by the request of its row."""
         logits = self.guided(raw, session.emitted[:, None] + draft.tree.depth)
-        made = self._scores(logits, raw, session, draft, hidden)
+        scores = self._scores(logits, raw, session, draft, hidden)
         if not self.ranks:
-            return made
-        return replace(made, likeliest=logits.topk(min(RANKS, logits.shape[-1]), -1).indices)
+            return scores
+        return replace(scores, likeliest=logits.topk(min(RANKS, logits.shape[-1]), -1).indices)
 
     def _scores(
         self, logits: Tensor, raw: Tensor, session: Session, draft: Draft, hidden: Tensor | None
@@ -126,6 +126,6 @@ class ModelTarget:
         return replace(reduce(Scores.join, parts).select(torch.cat(index).argsort()), hidden=hidden)
 
     def _part(self, index: Tensor, logits: Tensor, cond: Tensor, session: Session, draft: Draft) -> Scores:
-        """The distribution of some rows, which have one request."""
+        """The distributions of some rows, which share one request."""
         group: Group = session.group(index)
         return group.rows[0].request.scores(logits[index], cond[index], group, draft.select(index), None)

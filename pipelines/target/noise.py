@@ -1,4 +1,4 @@
-"""Noise that is fixed before anything is drafted, so that whatever draft is tested, the same tokens are drawn."""
+"""Noise that is fixed before anything is drafted, so that the drawn tokens do not depend on the drafts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from mmspec.modes import lasting
 from mmspec.session import Group
 from mmspec.types import Draft
 
-SMALL = 1 << 15  # tokens of a vocabulary whose noise is kept, and numbers of it that are computed in advance: one call
+SMALL = 1 << 15  # the largest vocabulary whose noise is cached, and how many numbers are computed in advance: one call
 # for many takes little longer than one for a few
 
 
 class Noise(Protocol):
-    """What turns a distribution into one token per node, by noise that depends on the token's absolute position
-    only."""
+    """Turns a distribution into one token per node, by noise that depends only on the token's absolute position."""
 
     def draw(self, logits: Tensor, session: Group, draft: Draft) -> Tensor:
         """Tokens [B, N] from processed logits [B, N, V]."""
@@ -29,36 +28,36 @@ class Noise(Protocol):
 
 @dataclass(frozen=True)
 class CounterNoise:
-    """Gumbel noise hashed from (row seed, absolute position): a row alone draws what it draws in any batch.
+    """Gumbel noise hashed from (row seed, absolute position): a row draws the same tokens alone and in any batch.
 
-    A window looks at a position in several rounds. On a CPU its noise is kept meanwhile, for the vocabulary of a model
-    that draws pictures; a kernel computes it anew.
+    A Jacobi window reads a position in several rounds. On a CPU the noise is cached meanwhile if the vocabulary is
+    small, as that of image models; a kernel computes it again.
     """
 
     _lines: dict[int, tuple[int, Tensor]] = field(default_factory=dict, repr=False, compare=False)  # by seed: the first
-    # position that is kept, and the noise from there on, [T, V]
+    # position that is cached, and the noise from there on, [T, V]
 
     def draw(self, logits: Tensor, session: Group, draft: Draft) -> Tensor:
         position = session.emitted[:, None] + draft.tree.depth
-        if not self._keeps(logits, logits.shape[-1]):
+        if not self._caches(logits, logits.shape[-1]):
             return dispatch.draw(logits, (session.seeds, position))
         return ops.noisiest(logits, self.at(session, position, logits.shape[-1]))
 
     def at(self, session: Group, position: Tensor, vocab: int) -> Tensor:
-        """[B, N, V] for the tokens at `position` [B, N]."""
-        if not self._keeps(position, vocab):
+        """The noise [B, N, V] for the tokens at `position` [B, N]."""
+        if not self._caches(position, vocab):
             return ops.gumbel(session.seeds, position, vocab)
-        wanted = position.expand(len(session.rows), -1).numpy().tolist()  # nobody waits for it
+        wanted = position.expand(len(session.rows), -1).numpy().tolist()  # on a CPU, so no wait for a device
         lines = [self._line(row.seed, at, vocab) for row, at in zip(session.rows, wanted, strict=True)]
         for seed in self._lines.keys() - {row.seed for row in session.rows}:
             self._lines.pop(seed, None)
         return lines[0][None] if len(lines) == 1 else torch.stack(lines)
 
-    def _keeps(self, tensor: Tensor, vocab: int) -> bool:
+    def _caches(self, tensor: Tensor, vocab: int) -> bool:
         return vocab <= SMALL and tensor.device.type == "cpu" and dispatch.defined("draw", tensor)
 
     def _line(self, seed: int, at: Sequence[int], vocab: int) -> Tensor:
-        """[N, V] of one row."""
+        """The noise [N, V] of one row."""
         first, end = min(at), max(at) + 1
         begin, kept = self._lines.get(seed, (first, None))
         if kept is None or first < begin or kept.shape[1] != vocab:
@@ -74,11 +73,11 @@ class CounterNoise:
 
 
 class TorchNoise:
-    """The exponential noise of `torch.multinomial(probs, 1)`, as a loop that draws once per step would meet it.
+    """The exponential noise of `torch.multinomial(probs, 1)` in a loop that draws once per step.
 
     That function returns argmax(probs / q) with q ~ Exp(1) of the shape of `probs`. Here q of step t is drawn once, in
-    order, for all rows that the call began with, and kept until every row is past t. `close` puts the generator where
-    the loop would have left it.
+    order, for all rows that the call started with, and kept until every row is past t. `close` sets the generator to
+    the state in which the loop would have left it.
 
     Args:
         generator: None for torch's global one.
@@ -86,7 +85,7 @@ class TorchNoise:
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self.generator = generator
-        self._rows = 0  # of the call, known at the first draw
+        self._rows = 0  # the call's batch size, set at the first draw
         self._q: Tensor | None = None  # [T, rows, V], of the steps from `_begin` on
         self._begin = 0
         self._after: list[Tensor] = []  # the generator's state before step `_begin`, and after each of the T
@@ -104,7 +103,7 @@ class TorchNoise:
         return torch.where(p[..., 0].isnan(), ops.NOTHING, (p / q[step, index[:, None]]).argmax(-1))
 
     def _through(self, begin: int, end: int, like: Tensor) -> Tensor:
-        """q of the steps begin … end, [T, rows, V]; what lies before `begin` is let go."""
+        """q of the steps begin … end, [T, rows, V]; q of earlier steps is dropped."""
         if self._q is None:
             self._begin, self._after = begin, [self._generator(like).get_state()]
             self._q = like.new_empty(0, self._rows, like.shape[-1])
@@ -120,7 +119,7 @@ class TorchNoise:
         return self._q
 
     def close(self, steps: int) -> None:
-        """Leave the generator as after `steps` steps: the longest row of the finished call."""
+        """Set the generator to its state after `steps` steps, the length of the call's longest row."""
         if self._q is not None:
             self._generator(self._q).set_state(self._after[steps - self._begin])
             self._q = None

@@ -1,4 +1,4 @@
-"""From logits to the distribution of a token: processors, then argmax, a draw, or noise fixed beforehand."""
+"""From logits to a token's distribution: logits processors, then argmax, sampling, or noise fixed beforehand."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from mmspec.pipelines.target.noise import CounterNoise, Noise
 from mmspec.session import Group
 from mmspec.types import Categorical, Draft, Scores
 
-Process = Callable[[Tensor, Group, Draft], Tensor]  # of logits, rows and draft
+Process = Callable[[Tensor, Group, Draft], Tensor]  # (logits, rows, draft) → logits
 
 
 class Sampler:
-    """Logits to the distribution that a round is judged by.
+    """Turns logits into the distribution p that drafts are verified against.
 
     Args:
         processors: temperature, top-k and the like: a LogitsProcessorList, or a function of (logits, session, draft).
-        sample: draw; otherwise take the likeliest token.
-        noise: realise the distribution as the point mass on the token that this noise chooses (seed-exact). What is
-            drawn after a node then depends on its path and position alone, so that any draft gives the same tokens.
-            CounterNoise for rows with seeds of their own, TorchNoise for what a stock loop would have drawn; None: keep
-            the distribution.
+        sample: draw tokens; otherwise take the likeliest.
+        noise: replace the distribution by a point mass on the token that this noise chooses (seed-exact). The token
+            after a node then depends only on its path and position, so that any draft gives the same tokens.
+            CounterNoise for rows with seeds of their own, TorchNoise for the tokens that a stock loop would have drawn;
+            None: keep the distribution.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Sampler:
         self.noise: Noise | None = noise if sample else None
 
     def realised(self, processed: Tensor, session: Group, draft: Draft, relaxed: bool) -> Categorical:
-        """p after each node, from logits that the processors have seen.
+        """p after each node, from processed logits.
 
         Args:
-            relaxed: whether the rule looks at the logits of what takes the likeliest token.
+            relaxed: whether the rule reads the logits of a greedy call.
         """
         if not self.sample:
             return Categorical(processed if relaxed else None, ops.likeliest(processed))
@@ -51,35 +51,34 @@ class Sampler:
         return Categorical(ids=self.noise.draw(processed, session, draft))
 
     def weighed(self, logits: Tensor, session: Group, position: Tensor) -> Tensor:
-        """A drafter's logits [B, n, V] of the tokens at `position` [B, n] after the prompt, as `distribution` weighs
-        its own.
+        """A drafter's logits [B, n, V] for the tokens at `position` [B, n] after the prompt, processed as the target's.
 
-        Point-wise processors, then, in seed-exact drawing, the noise that the target's own draw will meet.
+        Point-wise processors are applied, and for seed-exact sampling the noise of the target's own draw is added.
         """
         if not self.sample:
             return logits
-        chosen: Any = pointwise(getattr(self.process, "processors", []))
-        warped = chosen(position.reshape(-1, 1), logits.float().flatten(0, 1)).view_as(logits)
+        processors: Any = pointwise(getattr(self.process, "processors", []))
+        warped = processors(position.reshape(-1, 1), logits.float().flatten(0, 1)).view_as(logits)
         if not isinstance(self.noise, CounterNoise):
             return warped
-        drawn: Tensor = warped + self.noise.at(session, position, logits.shape[-1])
-        return drawn
+        noisy: Tensor = warped + self.noise.at(session, position, logits.shape[-1])
+        return noisy
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What a call asks of the logits of its rows, which carry it."""
+    """How a call processes the logits of its rows; each row has a reference to it."""
 
-    sampler: Sampler  # processors, and how to draw
-    keep: bool = False  # hand processed and raw logits back with the scores
+    sampler: Sampler  # processors and sampling
+    keep: bool = False  # return processed and raw logits with the scores
     widen: bool = True  # process logits in float32, as `_sample` does
-    # what the model itself lets through, before any processor: a function of logits [B, N, V] and of the numbers [B, N]
-    # of the new tokens that they are for; None: everything
+    # masks tokens that the model itself does not allow, before any processor: a function of logits [B, N, V] and of the
+    # numbers [B, N] of the new tokens that they are for; None: all are allowed
     allowed: Callable[[Tensor, Tensor], Tensor] | None = None
 
     @property
     def bare(self) -> bool:
-        """Whether the call takes the likeliest token of unprocessed logits."""
+        """Whether the call is greedy without logits processors, and keeps no logits."""
         return not (self.sampler.sample or self.keep or getattr(self.sampler.process, "processors", True))
 
     def scores(self, logits: Tensor, raw: Tensor, rows: Group, draft: Draft, hidden: Tensor | None) -> Scores:

@@ -1,4 +1,4 @@
-"""What a target of transformers keeps per row between two forwards: cache, positions, padding, token types."""
+"""The state that a target keeps for each row between two forwards: cache, positions, padding, token types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmspec.types import Round
 
 
 def each_stream(t: Tensor, streams: int) -> Tensor:
-    """The same for every stream of a row: [B, …] to [B·S, …], a row's streams one below the other."""
+    """Repeat each row for its streams: [B, …] to [B·S, …], with the streams of a row adjacent."""
     return t if streams == 1 else t.repeat_interleave(streams, 0)
 
 
@@ -23,7 +23,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Places(Protocol):
-    """Positions of the tokens to come."""
+    """Positions of the tokens to generate."""
 
     def at(self, index: Tensor) -> Tensor:
         """Position ids, [..., B, N], of generated tokens number `index` [B, N] (from 0)."""
@@ -35,7 +35,7 @@ class Places(Protocol):
 
 @dataclass(frozen=True)
 class Onward:
-    """Positions that go up by one."""
+    """Positions that increase by one."""
 
     first: Tensor  # [..., B, 1], of the first generated token; Qwen's M-RoPE has leading axes
 
@@ -51,12 +51,12 @@ class Onward:
 
 @dataclass(frozen=True)
 class Listed:
-    """Positions listed beforehand, as for a picture that is written row by row."""
+    """Positions from a table, for example of an image that is generated row by row."""
 
     table: Tensor  # [B, axes, steps]
 
     def at(self, index: Tensor) -> Tensor:
-        steps = index.clamp(max=self.table.shape[2] - 1)  # past the end lies what no row will keep
+        steps = index.clamp(max=self.table.shape[2] - 1)  # no row keeps tokens beyond it
         return self.table.gather(2, steps[:, None].expand(-1, self.table.shape[1], -1)).permute(1, 0, 2)
 
     def select(self, rows: Tensor) -> Listed:
@@ -69,11 +69,11 @@ class Listed:
 
 
 def positions_read(given: Tensor | None, places: Places, begin: Tensor, read: int) -> Tensor:
-    """Position ids [B, A, L + 1] of the prompt that the decoder has read, on A axes, and of the token after it.
+    """Position ids [B, A, L + 1], on A axes, of the prompt that the decoder has read, and of the token after it.
 
     Args:
-        given: what the decoder was given, [A, B or 1, L] or [B or 1, L]; None: it counted by itself.
-        places: of the tokens to come.
+        given: the position ids passed to the decoder, [A, B or 1, L] or [B or 1, L]; None: it counted by itself.
+        places: of the tokens to generate.
         begin: zeros [B, 1].
         read: L.
     """
@@ -88,25 +88,25 @@ def positions_read(given: Tensor | None, places: Places, begin: Tensor, read: in
 
 @dataclass
 class State:
-    """What the target keeps for B rows in S streams: B·S rows, a row's streams one below the other."""
+    """A target's state for B rows in S streams: B·S rows, with the streams of a row adjacent."""
 
     cache: RaggedCache
     places: Places
     open_slots: Tensor  # bool [B·S, L], false at the prompt's padding
-    types: dict[str, Tensor]  # what every generated token is given: its type, pictures it looks at; [B·S, 1, …] each
-    arguments: dict[str, Any] = field(default_factory=dict)  # what else a forward is called with
+    types: dict[str, Tensor]  # arguments per generated token: its type, images it attends to; each [B·S, 1, …]
+    arguments: dict[str, Any] = field(default_factory=dict)  # the other arguments of a forward
     streams: int = 1
-    padded: bool = True  # whether any slot may be closed, as the host knows it
-    prompt: Tensor = None  # type: ignore[assignment]  # int64 [B·S], slots that the prompt takes
-    cuts: Tensor | None = None  # right after a prefill that is kept, see prefixes.cuts
+    padded: bool = True  # whether any slot may be padding, as far as the host knows
+    prompt: Tensor = None  # type: ignore[assignment]  # int64 [B·S], the number of slots of the prompt
+    cuts: Tensor | None = None  # set after a prefill that goes into the prefix cache, see prefixes.cuts
 
     def __post_init__(self) -> None:
         if self.prompt is None:
-            held = self.open_slots
-            self.prompt = torch.full((len(held),), held.shape[1], device=held.device)
+            slots = self.open_slots
+            self.prompt = torch.full((len(slots),), slots.shape[1], device=slots.device)
 
     def commit(self, round_: Round) -> None:
-        """Keep what was accepted, in every stream; on a chain it lies in its place already."""
+        """Keep the accepted nodes, in every stream; those of a chain are already in their places."""
         kept, count = (each_stream(t, self.streams) for t in (round_.kept, round_.acceptance.count))
         counts = tuple(n for n in round_.counts for _ in range(self.streams))
         self.cache.commit(kept, counts, count, round_.draft.tree.is_chain)
@@ -121,8 +121,8 @@ class State:
         return State(self.cache.select(rows), places, open_slots, types, arguments, S, self.padded, prompt)
 
     def join(self, other: State) -> State:
-        """These rows, then the other's. Of the arguments those stay that are plain values, the same for both, and those
-        that have an entry for each row."""
+        """These rows, then the other's. Only arguments that are plain values, the same for both, and those with an
+        entry for each row are kept."""
         longest = max(self.open_slots.shape[1], other.open_slots.shape[1])
         open_slots = [pad(t, (0, longest - t.shape[1]), value=True) for t in (self.open_slots, other.open_slots)]
         types = {name: stacked(*self._both(name, other)) for name in {**self.types, **other.types}}
@@ -136,7 +136,7 @@ class State:
         return State(cache, places, torch.cat(open_slots), types, arguments, self.streams, padded, prompt)
 
     def _both(self, name: str, other: State) -> tuple[Tensor, Tensor]:
-        """A type of the rows of both; zeros where one has none: of plain text, which looks at no picture."""
+        """An entry of `types` for the rows of both; zeros for one without it, which is plain text without images."""
         mine, theirs = self.types.get(name), other.types.get(name)
         like = theirs if mine is None else mine
         assert like is not None
@@ -148,14 +148,14 @@ class State:
 
 
 def selected(value: Any, rows: Tensor, whole: int) -> Any:
-    """Of a tensor with an entry for each of `whole` rows those of some; all else as it is."""
+    """The entries of some rows if `value` is a tensor with an entry for each of `whole` rows, else just `value`."""
     return value[rows.to(value.device)] if isinstance(value, Tensor) and value.dim() and len(value) == whole else value
 
 
 def interleaved(cond: State, uncond: State) -> State:
-    """The states of two streams of the same rows as one."""
+    """Merge the states of two streams of the same rows into one."""
     B, both = len(cond.open_slots), cond.join(uncond)
     order = torch.arange(2 * B, device=both.open_slots.device).view(2, B).T.flatten()
-    made = both.select(order)
-    made.streams, made.arguments = 2, cond.arguments
-    return made
+    merged = both.select(order)
+    merged.streams, merged.arguments = 2, cond.arguments
+    return merged

@@ -1,4 +1,4 @@
-"""Vision-language (and language) models of transformers as a Target: stock forwards, explicit masks and positions."""
+"""The Target for vision-language and text models of transformers: stock forwards, explicit masks and positions."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from mmspec.session import Session
 from mmspec.tree import lone
 from mmspec.types import Prompt, Round, Scores, Tree
 
-_RESERVE = 1024  # slots to reserve at once at most, beyond the prompt
+_RESERVE = 1024  # maximum number of cache slots that are reserved at once, beyond the prompt
 
 
 class VlmTarget(ModelTarget):
-    """A view of a model that `enable` has tapped.
+    """A view of a model whose features `enable` records by hooks.
 
     Args:
         model: an enabled model.
-        features: what the drafter asked for.
+        features: the features that the drafter reads.
         guidance: of the call.
-        prefixes: what is kept of prompts; None: nothing is, and prompts are read whole.
+        prefixes: the prefix cache; None: prompts are read whole.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class VlmTarget(ModelTarget):
         self.captured = captures.of(model, patch.config.compile) if patch is not None else None
         self.compiles_prompts = patch is not None and patch.config.compile
         self.stateful, self.by_tree = host.stateful, not host.only_keys
-        self.table, self.instead, self.shares = host.table, host.instead, host.shares
-        ends = (n - 1 for n in (host.table, host.turn) if n is not None)
-        self.last = min(ends, default=None)  # no node stands past it
-        name = host.instead or host.attention
+        self.table, self.shares, self.draft_attention = host.table, host.shares, host.draft_attention
+        ends = (n - 1 for n in (host.table, host.rotary_limit) if n is not None)
+        self.last = min(ends, default=None)
+        name = host.draft_attention or host.attention
         self.eager, self.tree = name == "eager", name == tree_attention.NAME
         self.masks = masks.Masks.of(host, name)
         self.mixed, self.kinds = self.masks.mixed, host.kinds
-        # the decoder's own FlashAttention reads a chain of one row, which is the end of its text
+        # FlashAttention can read a chain of a single row, whose nodes follow each other at the end of the text
         self.flash = host.flash and self.last is None and self.masks.kinds <= set(tree_attention.KINDS)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -75,15 +75,15 @@ class VlmTarget(ModelTarget):
         return self.output(hidden) if vocab is None else vocab.logits(self.output, hidden)
 
     def bare_embed(self, ids: Tensor) -> Tensor:
-        """Input embeddings [..., H] before the norm that belongs to a table (Muse-Glimmer's); else as `embed`."""
+        """Input embeddings [..., H] without the norm that some embedding tables have (Muse-Glimmer's); else `embed`."""
         table = self.host.embedding
         return F.embedding(ids, table.weight).to(ids.device) if hasattr(table, "embed_norm") else self.embed(ids)
 
     def prefill(self, session: Session, inputs: Call, nodes: int) -> tuple[Prompt, Scores]:
-        """The model's own prefill on a RaggedCache, and that of the negative prompt where the call is guided.
+        """Run the model's own prefill on a RaggedCache, and that of the negative prompt if the call is guided.
 
-        The call's ids [B, L] are the whole text or, on a filled cache, its new tokens; fewer than `inputs_embeds` where
-        soft prompts stand before them.
+        The call's ids [B, L] are the whole text or, on a filled cache, its new tokens. With soft prompts before them
+        they are fewer than `inputs_embeds`.
         """
         ids = inputs.input_ids
         reserve = ids.shape[1] + min(max(0, *(row.limit - row.start for row in session.rows)), _RESERVE) + nodes
@@ -106,10 +106,10 @@ class VlmTarget(ModelTarget):
         """Read the prompt of a call, with room for `reserve` slots in all.
 
         Args:
-            slots: of its only row, whose first tokens they hold; None: empty ones, or what came with the call.
+            slots: a cache that holds the first tokens of the call's only row; None: an empty one, or the call's own.
 
         Returns:
-            The state, what a drafter may know of the prompt, and the raw logits [B, 1, V] after it.
+            The state, the Prompt for the drafter, and the raw logits [B, 1, V] after the prompt.
         """
         ids, arguments = call.input_ids, call.arguments
         if slots is None:
@@ -143,7 +143,7 @@ class VlmTarget(ModelTarget):
     def _second(
         self, negative: NegativePrompt, state: State, prompt: Prompt, raw: Tensor, reserve: int
     ) -> tuple[State, Prompt, Tensor]:
-        """The same with the negative prompt beside: for a drafter the streams end together, on the feature axis."""
+        """The same with the negative prompt's stream; the drafter gets both along the feature axis, ends aligned."""
         ids, mask = negative.ids, negative.mask
         slots = RaggedCache(len(ids), ids.device, reserve)
         read, out = forward.plain(self.model, ids, mask, slots)
@@ -154,19 +154,19 @@ class VlmTarget(ModelTarget):
         features = self._features(read)
         prompt = replace(
             prompt,
-            embeds=_beside(prompt.embeds, self._embeds(read, ids)),
-            hidden=None if prompt.hidden is None or features is None else _beside(prompt.hidden, features),
+            embeds=_concatenated(prompt.embeds, self._embeds(read, ids)),
+            hidden=None if prompt.hidden is None or features is None else _concatenated(prompt.hidden, features),
         )
         return both, prompt, torch.stack([raw, self._logits(out, read)[:, -1:]], 1).flatten(0, 1)
 
     def _grid(self, read: Read) -> tuple[int, int] | None:
-        """Rows and columns of the picture that is to come, where there is one."""
+        """Rows and columns of the image that is generated, if any."""
         return None
 
     def _places(self, positions: Tensor | None, read: Read, length: int) -> Places:
-        """Where the tokens to come stand: from the call's position ids, else from those that the decoder was given.
+        """Positions of the tokens to generate: from the call's position ids, else from those passed to the decoder.
 
-        Without either, the decoder counts the slots of the cache, padding included: `length` of them.
+        Without either, the decoder counts the cache slots, `length` of them with padding.
         """
         if positions is not None:
             return Onward(positions[..., -1:])
@@ -179,7 +179,7 @@ class VlmTarget(ModelTarget):
         return self.embed(ids) if embeds is None else embeds.to(self.device)
 
     def _features(self, read: Read) -> Tensor | None:
-        """[B·S, N, F] of one forward, or None where the drafter wants none."""
+        """The features [B·S, N, F] of one forward, or None if the drafter needs none."""
         if not self.features:
             return None
         each = [t.to(self.device) for t in read.features(self.features)]
@@ -197,7 +197,7 @@ class VlmTarget(ModelTarget):
 
     def _forward(self, state: State, ids: Tensor, places: Tensor, mask: Mask) -> ModelOutput | Tensor:
         """The model's own decoding step, over nodes [B·S, N]."""
-        with nullcontext() if mask is None or self.instead is None else during(attention=self.instead):
+        with nullcontext() if mask is None or self.draft_attention is None else during(attention=self.draft_attention):
             return forward.step(self.model, state.arguments, state.types, state.cache, ids, places, mask)
 
     def reads(self, tree: Tree, lengths: Lengths) -> AbstractContextManager[None]:
@@ -206,24 +206,24 @@ class VlmTarget(ModelTarget):
         return by_path.reads(tree.parents, tree.depth, tree.ancestors, lengths)
 
     def mask(self, state: State, ancestors: Tensor, depth: Tensor, chain: bool = False) -> Mask:
-        """bool or additive [B, 1, N, T]; one per layer type where the model has sliding windows; None: all is seen."""
+        """bool or additive [B, 1, N, T], or one for each layer type if these differ; None: no mask is needed."""
         if state.cache.lengths.even and not state.padded and self.captured is None:
             alone = depth.shape[1] == 1 and self.masks.plain
             if alone or (chain and self.flash and len(state.open_slots) == 1):
                 return None
-        return self.masks.made(masks.Visibility(state, ancestors, depth), self.model.dtype, chain)
+        return self.masks.build(masks.Visibility(state, ancestors, depth), self.model.dtype, chain)
 
 
 def _check(slots: RaggedCache, appended: int, read: int) -> None:
-    """Raises: RuntimeError, before a wrong count could write over what is cached."""
+    """Raise RuntimeError if the prefill did not append `read` tokens, before a wrong count overwrites cached keys."""
     if appended != read or not slots.slots:
         raise RuntimeError(
-            f"the prefill was to append {read} tokens to the cache; the decoder read {appended}, into "
+            f"the prefill should have appended {read} tokens to the cache, but the decoder read {appended}, into "
             f"{'this' if slots.slots else 'another'} cache. Call mmspec.disable(model) for this call"
         )
 
 
-def _beside(cond: Tensor, uncond: Tensor) -> Tensor:
-    """[B, L, 2·H] of [B, L, H] and [B, L', H], ends aligned; where the second is shorter, zeros stand before it."""
+def _concatenated(cond: Tensor, uncond: Tensor) -> Tensor:
+    """[B, L, 2·H] from [B, L, H] and [B, L', H], aligned at their ends; a shorter second one is padded with zeros."""
     missing = cond.shape[1] - uncond.shape[1]
     return torch.cat([cond, pad(uncond, (0, 0, missing, 0))], -1)

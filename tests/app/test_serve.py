@@ -304,7 +304,7 @@ BAD = {
         asking(url(SAMPLES[0].read_bytes())),
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "thing"}}}},
         400,
-        "response_format: the JSON schema cannot be kept to",
+        "response_format: the JSON schema is not supported",
     ),
     "tools": (asking(large()), {"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools is not"),
     "several": (asking(large()), {"n": 2}, 400, "n is not offered"),

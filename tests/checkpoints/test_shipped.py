@@ -33,7 +33,7 @@ def fresh(name: str = NAME) -> Any:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    choose._fell_back.cache_clear()
+    choose._log_fallback.cache_clear()
     caplog.set_level(logging.INFO, logger="mmspec")
     return caplog
 

@@ -151,7 +151,7 @@ def test_a_call_for_each_picture_is_read_as_well(tmp_path: Path) -> None:
 
 def test_what_draws_has_to_draw(tmp_path: Path) -> None:
     janus = painted("janus")
-    with pytest.raises(ValueError, match="in no call of `generate`"):
+    with pytest.raises(ValueError, match="made no call of `generate`"):
         trained(ImageModel(janus.target, lambda prompts, **how: []), tmp_path)
     twice = ImageModel(janus.target, lambda prompts, **how: [janus.draw(["0"]), janus.draw(["1"])])
     with ImageTeacher(twice, (-1,)) as teacher, pytest.raises(ValueError, match="3 prompts gave 2 pictures"):
@@ -203,7 +203,7 @@ def test_a_drafter_for_pictures_leaves_text_alone() -> None:
     wanted = [tiny_image_models.draw(model, call) for call in (picture, text)]
     with mmspec.enable(model, drafter=made, depth=2, width=2, size=4) as handle:
         assert torch.equal(tiny_image_models.draw(model, picture), wanted[0]) and handle.stats.rounds
-        with pytest.raises(UnsupportedError, match="one for pictures, and this call writes text"):
+        with pytest.raises(UnsupportedError, match="for pictures, and this call generates text"):
             tiny_image_models.draw(model, text)
     fallback = mmspec.enable(model, drafter=made, on_unsupported="fallback", depth=2, width=2, size=4)
     with fallback, pytest.warns(UserWarning, match="writes text"):

@@ -242,7 +242,7 @@ def test_damaged_and_absent_files(tmp_path: Path) -> None:
     path = tmp_path / "model-00002-of-00002.safetensors"
     held = path.read_bytes()
     path.write_bytes(held[: len(held) // 2])
-    with pytest.raises(ValueError, match="damaged or cut short"):
+    with pytest.raises(ValueError, match="damaged or incomplete"):
         mmspec.enable(model, "mtp")
     path.unlink()
     with pytest.raises(FileNotFoundError, match=r"lists model-00002-of-00002.safetensors"):

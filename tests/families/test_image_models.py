@@ -570,7 +570,7 @@ def test_the_text_model_of_a_diffusers_pipeline_is_found_where_it_writes() -> No
             assert handle.stats.rounds and mmspec.stats(pipe) is handle.stats
         assert not hasattr(type(writer), "_mmspec_patch")
     ernie.register_modules(text_encoder=tiny_vlms.model("qwen2_vl"))
-    with pytest.raises(TypeError, match=r"several models that can write: .*; enable one of them, as pipe"):
+    with pytest.raises(TypeError, match=r"several models that can generate: .*; enable one of them, such as pipe"):
         mmspec.enable(ernie, drafter="ngram")
     with pytest.raises(TypeError, match="a pipeline that generates tokens; got ErnieImagePipeline"):
         mmspec.enable(D.ErnieImagePipeline(text_encoder=None, tokenizer=None, **parts))

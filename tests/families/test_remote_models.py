@@ -163,7 +163,7 @@ def counted(how: Any = None, rows: int = 1, **options: Any) -> Tensor:
 def test_a_processor_that_says_where_its_state_lies_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, model = counted(), remote.model("emu3_5")
     with mmspec.enable(model, drafter=DRAFTERS["always right"](model, Oracle.of(expected[:, :4], expected))) as handle:
-        with pytest.warns(UserWarning, match="say so: Counts.mmspec_own_state = True"):
+        with pytest.warns(UserWarning, match="set Counts.mmspec_own_state = True"):
             assert torch.equal(counted(), expected)
         monkeypatch.setattr(Counts, "mmspec_own_state", True, raising=False)
         own = Counts()
@@ -218,11 +218,11 @@ def test_text_beside_pictures_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lumina-mGPT without its processors writes text, and so does a rule with no meaning for a part of the tokens."""
     model, call = remote.model("lumina_mgpt"), remote.call("lumina_mgpt")
     with mmspec.enable(model, drafter="jacobi", rule=RULES[1]) as handle:
-        with pytest.warns(UserWarning, match="to mmspec this call writes text"):
+        with pytest.warns(UserWarning, match="this call generates text as far as mmspec knows"):
             model.generate(call["input_ids"], max_new_tokens=8, do_sample=True)
         assert handle.stats.spent == 0
     with mmspec.enable(model, drafter="jacobi", rule="grouped(radius=0.5)") as handle:
-        with pytest.warns(UserWarning, match="must leave the ordinary residual"):
+        with pytest.warns(UserWarning, match="must use the ordinary residual"):
             model.generate(**call, do_sample=True)
         assert handle.stats.spent == 0 and handle.stats.rounds
 
@@ -243,7 +243,7 @@ def test_greedy_pictures_are_relaxed_by_lantern_alone(rule: str, relaxes: bool) 
 def test_a_processor_that_holds_a_stock_cache_runs_the_stock_path() -> None:
     model, call = remote.model("emu3_5"), remote.call("emu3_5")
     model.generate(**call, do_sample=False)
-    with mmspec.enable(model, drafter="jacobi"), pytest.warns(UserWarning, match="make a new one for each call"):
+    with mmspec.enable(model, drafter="jacobi"), pytest.warns(UserWarning, match="create a new one for each call"):
         model.generate(**call, do_sample=False)
 
 

@@ -48,7 +48,7 @@ def test_prompts_become_inputs(folder: Path) -> None:
     assert made["input_ids"].shape == made["attention_mask"].shape
     alone = chat_inputs(tokenizer, ["w7"], [[]])["input_ids"]
     assert made["input_ids"][1][made["attention_mask"][1] > 0].tolist() == alone[0].tolist()
-    with pytest.raises(ValueError, match="reads text alone"):
+    with pytest.raises(ValueError, match="reads only text"):
         chat_inputs(tokenizer, ["w7"], [[object()]])  # type: ignore[list-item]
 
 

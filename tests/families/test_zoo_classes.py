@@ -104,7 +104,7 @@ def test_scores_of_an_indexer_that_tie(case: str, drafter: str) -> None:
 def test_padding_in_all_rows_shifts_pools() -> None:
     model, inputs = zoo.model("glm5_next"), zoo.prompt("glm5_next")
     padded = {name: torch.nn.functional.pad(t, (2, 0)) for name, t in inputs.items() if name != "pixel_values"}
-    with mmspec.enable(model), pytest.raises(mmspec.UnsupportedError, match="counts pools from the first token"):
+    with mmspec.enable(model), pytest.raises(mmspec.UnsupportedError, match="counts pools from the first slot"):
         zoo.generate(model, padded)
 
 

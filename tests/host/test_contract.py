@@ -56,7 +56,7 @@ def test_a_row_holds(row: Assumption):
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.names], ids=named)
 def test_a_row_would_not_hold_of_anything_else(row: Assumption):
-    assert contract._instead(row._replace(names="no_such_name"), None)
+    assert contract._deviation(row._replace(names="no_such_name"), None)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=named)
@@ -109,7 +109,7 @@ def test_one_thing_renamed_is_told(tmp_path: Path, case: str):
     text = (INSTALLED / name).read_text(encoding="utf-8")
     assert old in text, f"{name} has changed: {old!r} is gone; change this case"
     found = broken(with_file(tmp_path, name, text.replace(old, new)))
-    unchanged = [row for row in found if row.found == contract._instead(row._replace(found=""), None)]
+    unchanged = [row for row in found if row.found == contract._deviation(row._replace(found=""), None)]
     assert not unchanged
     for sentence in sentences:
         assert any(sentence in str(row) for row in found), [str(row) for row in found]
@@ -120,15 +120,15 @@ def test_one_thing_renamed_is_told(tmp_path: Path, case: str):
 KINDS = {
     "is": ("", "thing = 1", "other = 1", "there is no thing in own.py"),
     "knows": ("a b|c", "def thing(c, a, d): ...", "def thing(a, d): ...", "it has no parameter b or c; it has a, d"),
-    "takes": ("a b", "def thing(b, a, d=0, *, e=1, **f): ...", "def thing(a, b, *, d): ...", "it wants d besides"),
+    "takes": ("a b", "def thing(b, a, d=0, *, e=1, **f): ...", "def thing(a, b, *, d): ...", "it also requires d"),
     "order": ("a b", "class A:\n    def thing(self, a, b, c=0): ...", "class A:\n    def thing(self, b, a): ...",
               "its parameters are b, a; expected a, b first"),
     "holds": ("a b c", "class thing:\n    a: int\n    def b(self):\n        self.c = 1", "class thing:\n    a = b = 1",
               "it has no c"),
-    "says": ("a b c|d", 'def thing(a):\n    return a.b["d"]', "def thing(a):\n    return a.b", "does not name c or d"),
+    "says": ("a b c|d", 'def thing(a):\n    return a.b["d"]', "def thing(a):\n    return a.b", "not contain c or d"),
     "calls": ("mamba2_chunk_scan .b", "from x import mamba2_chunk_scan\ndef thing(a):\n    a.b(mamba2_chunk_scan(D=a))",
               "from x import mamba2_chunk_scan\ndef thing(a):\n    a.b(mamba2_chunk_scan(D=a, gate=a))",
-              "it calls mamba2_chunk_scan(gate=), an argument that is not known"),
+              "it calls mamba2_chunk_scan(gate=), with an unknown argument"),
     "line": ("f(a, b=1)", "def thing(a):\n    return f(\n        a,\n        b=1)", "def thing(a):\n    return f(a)",
              "its source has no `f(a, b=1)`"),
 }  # fmt: skip
@@ -142,15 +142,15 @@ def test_each_kind_of_check_can_fail(tmp_path: Path, kind: str):
         (tmp_path / name / "host").mkdir(parents=True)
         (tmp_path / name / "host" / "own.py").write_text(text)
     row = Assumption(what, kind, names, "Why", "who")
-    assert contract._instead(row, tmp_path / "good") == ""
-    assert said in contract._instead(row, tmp_path / "bad")
+    assert contract._deviation(row, tmp_path / "good") == ""
+    assert said in contract._deviation(row, tmp_path / "bad")
 
 
 def test_a_call_that_its_file_does_not_bind_is_told(tmp_path: Path):
     (tmp_path / "host").mkdir()
     (tmp_path / "host" / "own.py").write_text("def thing(self):\n    scan = self.scan\n    scan()\n")
     assert (
-        contract._instead(Assumption("host.own.thing", "calls", "scan", "Why", "who"), tmp_path)
+        contract._deviation(Assumption("host.own.thing", "calls", "scan", "Why", "who"), tmp_path)
         == "its file does not bind scan"
     )
 
@@ -235,7 +235,7 @@ def test_models_that_a_release_lacks_are_not_judged(tmp_path: Path):
     (tmp_path / "transformers" / "models").mkdir(parents=True)
     assert {row.what.split(".")[2] for row in judged(tmp_path) if ".models." in row.what} == {"auto"}
     assert not any(row.what.startswith("diffusers") for row in judged(tmp_path))
-    with pytest.raises(ValueError, match="holds none of accelerate, diffusers, peft, transformers; name the folder"):
+    with pytest.raises(ValueError, match="contains none of accelerate, diffusers, peft, transformers; pass the folder"):
         broken(tmp_path / "transformers")
 
 

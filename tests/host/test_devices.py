@@ -192,7 +192,7 @@ def test_an_offloading_cache_is_not_replaced_by_one_that_stays(
 def test_auto_is_refused_where_processes_share_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = model()
     monkeypatch.setattr(type(fast), "_tp_size", 2, raising=False)
-    with pytest.raises(ValueError, match="auto times its rounds in each process by itself"):
+    with pytest.raises(ValueError, match="auto measures its rounds in each process separately"):
         mmspec.enable(fast, "ngram", auto=True)
     mmspec.enable(fast, "ngram").disable()
 

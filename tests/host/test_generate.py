@@ -387,7 +387,7 @@ def test_a_condition_on_several_rows_runs_the_stock_path_with_a_warning(llava: A
     """It may look at all rows at once, all of one length, which only stock decoding has."""
     inputs, options = prompt("ragged"), {"eos_token_id": eos}
     stock = tiny_vlms.generate(llava, inputs, stopping_criteria=[kind()], **options)
-    with mmspec.enable(llava), pytest.warns(UserWarning, match=f"{kind.__name__} may look at all 4 rows"):
+    with mmspec.enable(llava), pytest.warns(UserWarning, match=f"{kind.__name__} may read all 4 rows"):
         fast = tiny_vlms.generate(llava, inputs, stopping_criteria=[kind()], **options)
     assert torch.equal(stock, fast)
 

@@ -510,7 +510,7 @@ def test_torch_noise_is_multinomial_s(ahead):
 
 
 BAD = [
-    ("text", {"prompt": " ".join(["circle"] * 12)}, "has 13 tokens with its end mark; this model reads 12"),
+    ("text", {"prompt": " ".join(["circle"] * 12)}, "has 13 tokens with the end token; this model reads at most 12"),
     ("text", {"prompt": ""}, "not empty"),
     ("text", {"prompt": []}, "not empty"),
     ("text", {}, "draws from a prompt.*got none"),

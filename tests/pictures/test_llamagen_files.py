@@ -130,7 +130,7 @@ def test_misfits_are_named(tmp_path):
     with pytest.raises(ValueError, match="draws from 64 tokens, but this VQ tokenizer has 32 codes"):
         files.pipeline(*write(tmp_path, pipe), image_size=8, heads=HEADS)
     for name, content, message in (
-        ("list.pt", [1, 2], "holds no table of tensors"), ("none.pt", {"model": {}}, "holds no table of tensors"),
+        ("list.pt", [1, 2], "contains no table of tensors"), ("none.pt", {"model": {}}, "contains no table of tensors"),
     ):  # fmt: skip
         torch.save(content, tmp_path / name)
         with pytest.raises(ValueError, match=message):

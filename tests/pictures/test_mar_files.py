@@ -123,7 +123,7 @@ def test_misfits_are_named(tmp_path, pipe):
     with pytest.raises(FileNotFoundError, match="no file or folder"):
         files.read(tmp_path / "none.pth")
     torch.save({"model_ema": [1, 2]}, tmp_path / "list.pth")
-    with pytest.raises(ValueError, match="holds no table of tensors"):
+    with pytest.raises(ValueError, match="contains no table of tensors"):
         files.read(tmp_path / "list.pth")
 
 

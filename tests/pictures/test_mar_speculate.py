@@ -134,13 +134,13 @@ def test_keeping_every_draft_is_seen(mode, monkeypatch, plain):
 
 def test_keeping_what_follows_a_refusal_is_seen(monkeypatch, plain):
     """No rollback: drafts that knew a refused token stay."""
-    stand = mar_speculate._stand
+    stand = mar_speculate._accept
 
     def each(drawn: Any, draft: Any, facts: Any, *more: Any) -> Any:
         standing, _, found, whole = stand(drawn, draft, [(True, *fact[1:]) for fact in facts], *more)
         return standing, [i for i, (kept, *_) in enumerate(facts) if not kept], found, whole
 
-    monkeypatch.setattr(mar_speculate, "_stand", each)
+    monkeypatch.setattr(mar_speculate, "_accept", each)
     assert joint(pictures(mar_plan.Speculation(Toy(0.9, 0.5), 3), 60)[0], plain) < 1e-3
 
 

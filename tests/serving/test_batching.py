@@ -464,7 +464,7 @@ def test_refusals() -> None:
             ContinuousBatcher(model, None, 2).add(0, tiny_vlms.prompt("llava", "ragged"))
         with pytest.raises(ValueError, match="one answer here; got num_return_sequences=3"):
             ContinuousBatcher(model, None, 2).add(0, tiny_vlms.prompt("llava", "text only"), num_return_sequences=3)
-    with mmspec.enable(model, reproducible=True), pytest.raises(ValueError, match="each row has its seed"):
+    with mmspec.enable(model, reproducible=True), pytest.raises(ValueError, match="each row has its own seed"):
         ContinuousBatcher(model, None, 2)
 
 

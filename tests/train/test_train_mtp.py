@@ -112,5 +112,5 @@ def test_several_heads_are_not_trained(tmp_path: Path) -> None:
     drafter = MtpDrafter.untrained(model)
     x = torch.zeros(1, 3, drafter.config.hidden)
     valid = torch.ones(1, 3, dtype=torch.bool)
-    with pytest.raises(ValueError, match="one head that sees all of the text"):
+    with pytest.raises(ValueError, match="only a single head with full attention"):
         drafter(x, x, valid.long(), valid, 1, positions=valid.long()[..., None])

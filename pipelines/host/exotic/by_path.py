@@ -1,9 +1,9 @@
-"""Each node of a draft as a row of its own, whose cache holds the text and the node's ancestors in order.
+"""Presents each node of a draft as a row of its own, whose cache has the text and the node's ancestors in order.
 
-Modules that count the slots of the cache, or keep inputs in a way of their own, read such rows by stock's own code: an
-indexer that pools the keys of neighbouring slots, a distance between slots, or a convolution that nobody knows means
-the same on such a row as in stock's decoding of one token. What comes back is put in the order of the real slots. The
-price is a copy for each node of what such a module keeps: an indexer's keys, the last inputs of a convolution.
+Modules that count the slots of the cache, or store inputs in their own way, read such rows with stock's own code: an
+indexer that pools the keys of adjacent slots, a distance between slots, or a special convolution gives on such a row
+what it gives in stock's decoding of one token. The results are mapped back to the real slots. The cost is a copy per
+node of the module's state: an indexer's keys, or the last inputs of a convolution.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from mmspec.ragged_cache import Lengths, visibility
 
 @dataclass(frozen=True)
 class Paths:
-    """A draft's nodes as rows of their own: of each node's row, place s holds what stock would have in slot s."""
+    """A draft's nodes as rows of their own: place s of a node's row corresponds to slot s of stock's cache."""
 
     parents: Tensor  # int64 [B, n]
     depth: Tensor  # int64 [B, n]
-    ancestors: Tensor  # bool [B, n, n], a node counts among its own
+    ancestors: Tensor  # bool [B, n, n], including the node itself
     lengths: Lengths  # slots of each row before the nodes
 
     @cached_property
     def slots(self) -> int:
-        """Of the cache once the nodes are appended, T."""
+        """T, the number of slots of the cache after the nodes are appended."""
         return self.lengths.longest + self.depth.shape[1]
 
     @cached_property
     def _line(self) -> Tensor:
-        """int64 [B, n, T]: which node stands at each place of a node's row; negative: none, the text does."""
+        """int64 [B, n, T]: which node is at each place of a node's row; negative: a token of the text."""
         B, n = self.depth.shape
         index = torch.where(self.ancestors, self.depth[:, None].expand(B, n, n), n)
         nodes = torch.arange(n, device=index.device).expand(B, n, n)
@@ -50,7 +50,7 @@ class Paths:
 
     @cached_property
     def own(self) -> Tensor:
-        """bool [B, 1, n, T]: whether a slot holds the text, padding included, or an ancestor of a node."""
+        """bool [B, 1, n, T]: whether a slot has a token of the text (or padding), or an ancestor of the node."""
         return visibility(self.lengths, self.ancestors.new_ones(len(self.depth), 0), self.ancestors)[:, None]
 
     @cached_property
@@ -61,32 +61,32 @@ class Paths:
         return (place <= end[..., None]).flatten(0, 1)[:, None]
 
     def slot(self, first: Tensor | int | None = None) -> Tensor:
-        """int64 [B, n, T]: the slot in which what stands at a place lies, the nodes from `first` on; None: in the
-        cache, from the row's own length on."""
+        """int64 [B, n, T]: the slot of each place, if the nodes are in slots from `first` on; None: from the row's own
+        length on, as in the cache."""
         at = self.lengths.on(self.depth.device)[:, None, None] if first is None else first
         place = torch.arange(self.slots, device=self.depth.device)
         return torch.where(self._line < 0, place, at + self._line)
 
     @cached_property
     def place(self) -> Tensor:
-        """int64 [B, T]: the place at which the row of any node has what lies in a slot."""
+        """int64 [B, T]: the place of each slot, in the row of any node that has it."""
         after = torch.arange(self.slots, device=self.depth.device) - self.lengths.on(self.depth.device)[:, None]
         own = self.lengths.on(after.device)[:, None] + self.depth.gather(1, after.clamp(0, self.depth.shape[1] - 1))
         return torch.where(after < 0, torch.arange(self.slots, device=after.device), own)
 
     @cached_property
     def distance(self) -> Tensor:
-        """int64 [B, 1, n, T]: how many tokens what lies in a slot stands before a node."""
+        """int64 [B, 1, n, T]: how many tokens before a node each slot's token is."""
         here = self.lengths.on(self.depth.device)[:, None] + self.depth
         return (here[:, :, None] - self.place[:, None])[:, None]
 
     @cached_property
     def ends(self) -> list[int]:
-        """Of the nodes' rows, B·n numbers: how many places are in use."""
+        """How many places are in use in each of the B·n nodes' rows."""
         return [n + d + 1 for n, own in zip(self.lengths.host, self.depth.tolist(), strict=True) for d in own]
 
     def chosen(self, scores: Tensor, k: int) -> Tensor:
-        """As `scores.topk(k).indices` over slots [B, n, T], of each node what a single step would choose."""
+        """Like `scores.topk(k).indices` over slots [B, n, T], but for each node with the choice of a single step."""
         if scores.device.type != "cpu":
             return scores.topk(k).indices
         slots = self.slot()
@@ -95,7 +95,7 @@ class Paths:
 
     @staticmethod
     def chosen_places(scores: Tensor, k: int, widths: Sequence[int], rest: Sequence[int]) -> Tensor:
-        """The same over places [R, T] of rows that are so wide, `rest` where a row has fewer than k.
+        """The same over places [R, T] of rows with these widths; filled with `rest` if a row has fewer than k.
 
         Which of several equal scores `topk` takes depends on the width on a CPU; on a GPU it takes the first.
         """
@@ -107,45 +107,45 @@ class Paths:
         return places
 
     def fold(self, t: Tensor) -> Tensor:
-        """[B·n, 1, …] of what each node has, [B, n, …]."""
+        """[B, n, …], an entry for each node, to [B·n, 1, …]."""
         return t.expand(len(self.depth), *t.shape[1:]).flatten(0, 1)[:, None]
 
     def unfold(self, t: Tensor) -> Tensor:
-        """[B, n, …] of [B·n, 1, …]."""
+        """[B·n, 1, …] to [B, n, …]."""
         return t[:, 0].unflatten(0, tuple(self.depth.shape))
 
-    def rows(self, held: Tensor, first: int | None = None) -> Tensor:
-        """What each node's row holds, [B·n, T, D], of what the cache holds, [B, T, D]; nothing where it is not in use.
+    def rows(self, cached: Tensor, first: int | None = None) -> Tensor:
+        """The nodes' rows [B·n, T, D] of a cached tensor [B, T, D]; zero in places that are not in use.
 
         Args:
             first: see `slot`.
         """
         B, n = self.depth.shape
-        index = self.slot(first).to(held.device).flatten(1)[..., None].expand(-1, -1, held.shape[2])
-        rows = held.gather(1, index).view(B * n, self.slots, -1)
-        return rows.masked_fill(~self.live.to(held.device).transpose(1, 2), 0)
+        index = self.slot(first).to(cached.device).flatten(1)[..., None].expand(-1, -1, cached.shape[2])
+        rows = cached.gather(1, index).view(B * n, self.slots, -1)
+        return rows.masked_fill(~self.live.to(cached.device).transpose(1, 2), 0)
 
     def real(self, mask: Tensor) -> Tensor:
-        """A mask over places, [B, h, n, T], as one over slots; two nodes at one place share what it says."""
+        """Convert a mask over places, [B, h, n, T], to one over slots; two nodes at one place get the same value."""
         place = self.place.to(mask.device)[:, None, None]
         return mask.gather(3, place.expand(*mask.shape[:3], -1))
 
 
 @contextmanager
 def reads(parents: Tensor, depth: Tensor, ancestors: Tensor, lengths: Lengths) -> Iterator[None]:
-    """Within, forwards read the nodes of this draft; see Paths."""
+    """A context in which forwards read the nodes of this draft; see Paths."""
     draft = recurrent.Reading(parents, depth, ancestors)
     with during(draft=draft, paths=Paths(parents, depth, ancestors, lengths)):
         yield
 
 
 def paths() -> Paths | None:
-    """Of the draft that is being read."""
+    """The Paths of the draft that is being read, or None."""
     return now().paths
 
 
 class Choosing(TorchFunctionMode):
-    """Within, `scores.topk(k, dim=-1)` has the indices that `choose(scores, k)` gives, and no values."""
+    """A context in which `scores.topk(k, dim=-1)` returns the indices `choose(scores, k)`, and no values."""
 
     def __init__(self, choose: Callable[[Tensor, int], Tensor]) -> None:
         super().__init__()
@@ -161,14 +161,14 @@ class Choosing(TorchFunctionMode):
 
 
 class RowCache:
-    """The cache of the nodes' rows, as far as a module looks into it.
+    """The cache of the nodes' rows, with the methods that such modules call.
 
     Args:
-        coming: what the module will put into its window, [B·n, C, 1], where it looks there before it does so.
+        new: the inputs [B·n, C, 1] that the module will append to its window, if it reads the window before that.
     """
 
-    def __init__(self, cache: Any, paths: Paths, coming: Tensor | None = None) -> None:
-        self.cache, self.paths, self.coming = cache, paths, coming
+    def __init__(self, cache: Any, paths: Paths, new: Tensor | None = None) -> None:
+        self.cache, self.paths, self.new = cache, paths, new
         self.layers = self
 
     def __getitem__(self, layer_idx: int) -> _RowLayer:
@@ -178,7 +178,7 @@ class RowCache:
         return self.paths.rows(self.cache.update_indexer(self.paths.unfold(new), layer_idx))
 
     def update_conv_state(self, new: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
-        """The inputs that each node's window covers, [B·n, C, W + 1], the node's own at the end."""
+        """The inputs in each node's window, [B·n, C, W + 1], with the node's own last."""
         x = self.paths.unfold(new.transpose(1, 2)).transpose(1, 2)  # [B, C, n]
         state = self.cache.get_conv_state(layer_idx, state_idx=state_idx)
         self.cache.update_conv_state(x, layer_idx, state_idx=state_idx)
@@ -188,12 +188,12 @@ class RowCache:
         return seen.flatten(0, 1).transpose(1, 2)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
-        assert self.coming is not None
-        return self.update_conv_state(self.coming, layer_idx, state_idx)[..., :-1]
+        assert self.new is not None
+        return self.update_conv_state(self.new, layer_idx, state_idx)[..., :-1]
 
 
 class _RowLayer:
-    """One layer of it."""
+    """One layer of a RowCache."""
 
     def __init__(self, rows: RowCache, layer_idx: int) -> None:
         self.rows, self.index = rows, layer_idx
@@ -203,21 +203,21 @@ class _RowLayer:
 
     @property
     def keys(self) -> Tensor:
-        return torch.empty(0, self.get_seq_length(), 0)  # only how many there are is asked
+        return torch.empty(0, self.get_seq_length(), 0)  # modules read only its length
 
     def get_seq_length(self) -> int:
         return self.rows.paths.slots
 
 
 class OneChannel:
-    """A cache for a window of token ids [B, W], which is a convolution's of one channel, [B, 1, W]."""
+    """A cache for a window of token ids [B, W], stored as that of a convolution with one channel, [B, 1, W]."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        held = self.cache.get_conv_state(layer_idx, state_idx=state_idx)
-        return None if held is None else held[:, 0]
+        state = self.cache.get_conv_state(layer_idx, state_idx=state_idx)
+        return None if state is None else state[:, 0]
 
     def update_conv_state(self, new: Tensor, layer_idx: int, **more: object) -> Tensor:
         return self.cache.update_conv_state(new[:, None], layer_idx, **more)[:, 0]

@@ -1,4 +1,4 @@
-"""GLM-Image: the prefill lists the positions of a picture's tokens beforehand, and keeps the list on the model."""
+"""GLM-Image: its prefill computes the positions of all image tokens in advance, and stores them on the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _one_at_a_time = threading.Lock()
 
 
 class Listing:
-    """Mixin of the inner model: each call records its own list, in any thread."""
+    """Mixin for the inner model: each call records its own positions, in any thread."""
 
     def get_rope_index(self, *args: object, **kwargs: object) -> object:
         with _one_at_a_time:

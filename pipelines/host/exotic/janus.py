@@ -1,4 +1,4 @@
-"""Janus: pictures have a loop of their own in stock's `generate`; here it stops where that loop would begin."""
+"""Janus: stock's `generate` has a separate loop for images; here it is interrupted where that loop would begin."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from mmspec.pipelines.host.processors.table import POINTWISE
 
 @dataclass(eq=False)
 class Prepared(Exception):
-    """Carries what stock's `generate` made of its arguments out of it, at the point where its loop would begin."""
+    """Carries the prepared arguments out of stock's `generate`, from the point where its loop would begin."""
 
-    ids: Tensor  # [2B, L], the prompts, then the same with pads for words
+    ids: Tensor  # [2B, L], the prompts, then the same with padding instead of words
     embeds: Tensor  # [2B, L, H]
     arguments: dict[str, Any]  # of `prepare_inputs_for_generation`
     processors: LogitsProcessorList
@@ -34,12 +34,12 @@ class Prepared(Exception):
 
     @property
     def owns_cache(self) -> bool:
-        """Whether the call came with a cache of the caller's own."""
+        """Whether the caller passed a cache."""
         return self.arguments.get(CACHE) is not None
 
     @property
     def split(self) -> tuple[Guidance, LogitsProcessorList]:
-        """Guidance, with the processors before it, and those behind it."""
+        """Guidance, which includes the processors before it, and the processors after it."""
         at = [type(p) is ClassifierFreeGuidanceLogitsProcessor for p in self.processors].index(True)
         scale, before = self.processors[at].guidance_scale, tuple(self.processors[:at])
         return Guidance(scale, widen=False, before=before), LogitsProcessorList(self.processors[at + 1 :])
@@ -49,51 +49,51 @@ class Prepared(Exception):
         return any(type(p) is ClassifierFreeGuidanceLogitsProcessor for p in self.processors)
 
     @property
-    def strange(self) -> list[str]:
+    def unsupported(self) -> list[str]:
         """Classes of processors that read the prompt, or may keep state."""
-        known = POINTWISE | {ClassifierFreeGuidanceLogitsProcessor}
-        return [type(p).__name__ for p in self.processors if type(p) not in known]
+        supported = POINTWISE | {ClassifierFreeGuidanceLogitsProcessor}
+        return [type(p).__name__ for p in self.processors if type(p) not in supported]
 
 
 @dataclass
 class Preparation:
-    """What stock has made so far of the arguments of a call for pictures."""
+    """What stock has prepared so far for a call that generates images."""
 
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     config: GenerationConfig = field(default_factory=GenerationConfig)
 
 
-def stock_generate(model: object, *given: Any, **kwargs: object) -> object:
-    return stock(model).generate(model, *own(*given), **kwargs)
+def stock_generate(model: object, *args: Any, **kwargs: object) -> object:
+    return stock(model).generate(model, *own(*args), **kwargs)
 
 
 def own(
     inputs: Tensor | None, attention_mask: Tensor | None, logits_processor: Iterable[LogitsProcessor] | None
 ) -> tuple[Tensor | None, Tensor | None, LogitsProcessorList]:
-    """These arguments of stock's `generate`, which adds to the list of processors that it is given."""
+    """The same arguments with a copy of the list of processors, since stock's `generate` appends to the list."""
     return inputs, attention_mask, LogitsProcessorList(logits_processor or ())
 
 
 def prepared(model: object, *args: object, **kwargs: object) -> object:
-    """What stock makes of the arguments of a call for pictures, Prepared; or what it returns, disabled since."""
+    """Stock's arguments for an image loop, as Prepared; or stock's result, if the model was disabled meanwhile."""
     with calling(picture=Preparation()):
         try:
-            return stock_generate(model, *args, **kwargs)  # an argument that stock refuses
+            return stock_generate(model, *args, **kwargs)  # or raises an error for a wrong argument
         except Prepared as ready:
-            return ready.with_traceback(None)  # which would hold on to all of stock's tensors
+            return ready.with_traceback(None)  # the traceback would keep all of stock's tensors alive
 
 
 class UpToTheLoop:
-    """Mixin of a Janus model."""
+    """Mixin for a Janus model."""
 
     def _get_logits_processor(self, *args: object, **kwargs: Any) -> LogitsProcessorList:
-        made = stock(self)._get_logits_processor(self, *args, **kwargs)
+        processors = stock(self)._get_logits_processor(self, *args, **kwargs)
         if (call := picture(Preparation)) is not None:
-            call.processors, call.config = made, kwargs["generation_config"]
-        return made
+            call.processors, call.config = processors, kwargs["generation_config"]
+        return processors
 
     def _prepare_static_cache(self, *args: object, **kwargs: object) -> object:
-        """No cache of stock's own while it prepares; some versions cannot even make theirs."""
+        """Returns no cache during preparation, where it is not needed; some versions cannot even create it."""
         if picture(Preparation) is not None:
             return None
         return stock(self)._prepare_static_cache(self, *args, **kwargs)
@@ -106,37 +106,37 @@ class UpToTheLoop:
 
 
 def prefill(model: GenerativeModel, ids: Tensor, embeds: Tensor, arguments: dict[str, Any], slots: Cache) -> Tensor:
-    """Stock's first forward, into this cache: the features [2B, L, H] of its language model."""
+    """Run stock's first forward, into this cache; returns the features [2B, L, H] of its language model."""
     arguments = arguments | {CACHE: slots}
-    given = model.prepare_inputs_for_generation(input_ids=ids, inputs_embeds=embeds, **arguments)
-    return model.model.language_model(**given)[FEATURES]
+    inputs = model.prepare_inputs_for_generation(input_ids=ids, inputs_embeds=embeds, **arguments)
+    return model.model.language_model(**inputs)[FEATURES]
 
 
 def step(model: GenerativeModel, embeds: Tensor, places: Tensor, mask: Mask, slots: Cache) -> Tensor:
-    """The features [2B, N, H] of one forward of the language model."""
+    """Run one forward of the language model; returns its features [2B, N, H]."""
     return model.model.language_model(
         inputs_embeds=embeds, position_ids=places, attention_mask=mask, **{CACHE: slots}, use_cache=True
     )[FEATURES]
 
 
 def grid(model: GenerativeModel) -> tuple[int, int]:
-    """Rows and columns of a picture."""
+    """Rows and columns of an image in tokens."""
     rows, columns = model.model.vqmodel.quantize.quant_state_dims
     return rows, columns
 
 
 def tokens(model: GenerativeModel) -> int:
-    """Of a picture."""
+    """The number of tokens of an image."""
     return int(model.model.vision_model.config.num_image_tokens)
 
 
 def codes(model: GenerativeModel) -> int:
-    """How many codes there are."""
+    """The size of the codebook."""
     return int(model.model.vqmodel.config.num_embeddings)
 
 
 def codebook(model: GenerativeModel) -> Tensor:
-    """The codes as the decoder of pictures sees them, [V, c]."""
+    """The codes in the form that the image decoder reads, [V, c]."""
     return torch.nn.functional.normalize(model.model.vqmodel.quantize.embedding.weight.detach(), dim=-1)
 
 

@@ -1,4 +1,4 @@
-"""Modules that count the slots of the cache, or keep inputs in a way of their own: which, and how they read a draft."""
+"""Mixins for modules that count cache slots, or store inputs in their own way, so that they can read a draft."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmspec.pipelines.host.names import bound, cache_name
 
 
 class _Blocks:
-    """MiniMax-M3's indexer: it chooses blocks of neighbouring slots by their best key."""
+    """MiniMax-M3's indexer: it selects blocks of adjacent slots by their best key."""
 
     def forward(self, *args: object, **kwargs: object) -> object:
         own, paths = stock(self), by_path.paths()
@@ -37,13 +37,13 @@ class _Blocks:
         chosen = paths.real(own.build_block_mask(self, block_indices, every, key_length, *more))
         seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
         mask = chosen.masked_fill(~seen, torch.finfo(chosen.dtype).min)
-        # behind padding, the blocks may show a node nothing at all; stock's softmax then sees all slots of the row
+        # after padding, a node may see nothing in its blocks; stock's softmax then sees all slots of the row
         blind = ~(mask == 0).any(3, keepdim=True)
         return mask.masked_fill(blind & ~paths.own.to(mask.device), -torch.inf)
 
 
 class _Keys:
-    """The indexer of DeepSeek-V3.2 and its kin: it chooses tokens, of which many may have the score 0."""
+    """The indexer of DeepSeek-V3.2 and similar models: it selects tokens, many of which may have the score 0."""
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         own, paths = stock(self), by_path.paths()
@@ -52,7 +52,7 @@ class _Keys:
 
 
 class _Pools:
-    """GLM-5-next's indexer: it chooses pools of neighbouring tokens by a weighted mean of their keys."""
+    """GLM-5-next's indexer: it selects pools of adjacent tokens by a weighted mean of their keys."""
 
     def forward(self, *args: object, **kwargs: object) -> object:
         own, paths = stock(self), by_path.paths()
@@ -65,9 +65,9 @@ class _Pools:
         return slots.where(chosen >= 0, -1).to(chosen.dtype)
 
     def _chosen(self, scores: Tensor, k: int) -> Tensor:
-        """Of the pools [R, 1, P] of each row as many as stock has there, those that its padding fills included.
+        """Choose among as many pools [R, 1, P] of each row as stock has there, including those made of padding.
 
-        Whoever chooses one of these has chosen all others, so it does not matter which it is.
+        These come last in any choice, so which of them are chosen does not matter.
         """
         paths, P = by_path.paths(), scores.shape[2]
         assert paths is not None
@@ -79,7 +79,7 @@ class _Pools:
 
 
 class _VisibleBlocks:
-    """Qwen4-Exp's indexer: as `_Pools`, of the tokens that the mask shows, turned at where a block begins."""
+    """Qwen4-Exp's indexer: like `_Pools`, of the tokens that the mask shows, rotated at the start of a block."""
 
     def forward(self, *args: object, **kwargs: object) -> object:
         own, paths = stock(self), by_path.paths()
@@ -87,7 +87,7 @@ class _VisibleBlocks:
             return own.forward(self, *args, **kwargs)
         arguments = _by_row(own.forward, paths, ("hidden_states",), *args, **kwargs)
         nodes, B = paths.lengths.longest, len(paths.depth)
-        # of all positions; those of the nodes come last, in a row the node's own
+        # for all positions of a row; the node's own comes last
         arguments["position_embeddings"] = tuple(
             torch.cat([paths.rows(t.expand(B, -1, -1), nodes), paths.fold(t[:, nodes:])], 1)
             for t in arguments["position_embeddings"]
@@ -114,7 +114,7 @@ class _Distances:
 
 
 class _DistanceBias:
-    """Inkling-2's bias by the distance between two slots, from transformers 5.24 on: the decoder measures it."""
+    """Inkling-2's bias by the distance between two slots; from transformers 5.24 on the decoder computes that."""
 
     def forward(self, *args: object, **kwargs: object) -> object:
         own, paths = stock(self), by_path.paths()
@@ -143,7 +143,7 @@ class _Tokens:
 
 
 class _SpacedConvolution:
-    """Qwen4-Exp's convolution with gaps between its taps."""
+    """Qwen4-Exp's dilated convolution."""
 
     def _short_conv(self, *args: object, **kwargs: object) -> object:
         own, paths = stock(self), by_path.paths()
@@ -155,18 +155,18 @@ class _SpacedConvolution:
 
 
 class _OwnTaps:
-    """Inkling-2's convolution, whose taps each token makes itself."""
+    """Inkling-2's convolution, whose weights are computed from each token."""
 
     def forward(self, *args: object, **kwargs: object) -> object:
         own, paths = stock(self), by_path.paths()
         if paths is None:
             return own.forward(self, *args, **kwargs)
         arguments = _by_row(own.forward, paths, ("hidden_states", "dynamic_input"), *args, **kwargs)
-        return paths.unfold(own.forward(self, **arguments | {"conv_mask": None}))  # nodes are no padding
+        return paths.unfold(own.forward(self, **arguments | {"conv_mask": None}))  # nodes are not padding
 
 
 class _SlotPositions:
-    """The positions of Kosmos: a slot, counted from behind the number of the padding token, which has that itself."""
+    """The positions of Kosmos: slots, counted from the padding token's id + 1; a padding token has that id itself."""
 
     def forward(self, *args: object, **kwargs: object) -> object:
         own, arguments = stock(self), bound(stock(self).forward, *args, **kwargs)
@@ -180,7 +180,7 @@ class _SlotPositions:
 def _by_row(
     method: Callable[..., object], paths: Paths, nodes: tuple[str, ...], *args: object, **kwargs: object
 ) -> dict[str, Any]:
-    """The arguments of a stock method, those named `nodes` folded into rows, the KV cache as that of these rows."""
+    """The arguments of a stock method, with those named in `nodes` folded into rows, and the RowCache of these rows."""
     arguments, name = bound(method, *args, **kwargs), cache_name(method)
     return arguments | {each: paths.fold(arguments[each]) for each in nodes} | {name: RowCache(arguments[name], paths)}
 
@@ -206,5 +206,5 @@ READERS: dict[str, type] = {
 
 
 def reader(module: Module) -> type | None:
-    """What goes before the class of a module whose nodes are read as rows; None: it needs nothing."""
+    """The mixin for the class of a module that reads nodes as rows; None: it needs none."""
     return READERS.get(stock(module).__name__)

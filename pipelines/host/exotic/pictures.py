@@ -1,4 +1,4 @@
-"""Models that draw pictures token by token: the codes that their tokens stand for, and what surrounds a picture."""
+"""The image tokens of models that generate images token by token: their codes, and the tokens around an image."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mmspec.pipelines.host.readable import head_shape
 
 
 def emu3(model: GenerativeModel) -> Tensor:
-    """The codes of the visual tokens, on their places in the vocabulary."""
+    """The codes of the image tokens, in the rows of their token ids."""
     return _by_token(_codes(model), model.vocabulary_mapping.img2bpe, head_shape(model)[0])
 
 
 def chameleon(model: GenerativeModel) -> Tensor:
-    """The codes of the picture tokens, on their places in the vocabulary."""
+    """The codes of the image tokens, in the rows of their token ids."""
     return _by_token(_codes(model), model.model.vocabulary_mapping.img2bpe, model.config.vocab_size)
 
 
 def glm_image(model: GenerativeModel) -> Tensor:
-    """The codes of the head's first tokens; behind them stand the marks of a picture's beginning and end."""
+    """The codes of the head's first tokens; the tokens for an image's beginning and end come after them."""
     codes = torch.nn.functional.normalize(_codes(model), dim=-1)
     return _by_token(codes, {i: i for i in range(len(codes))}, head_shape(model)[0])
 
@@ -33,7 +33,7 @@ def chameleon_marks(model: GenerativeModel) -> Mapping[str, int]:
 
 
 def chameleon_tokens(model: GenerativeModel) -> tuple[int, list[int]]:
-    """Rows of a picture, as many as columns, and the ids that its codes have."""
+    """The number of rows of an image, equal to that of its columns, and the ids of image tokens."""
     vq = model.config.vq_config
     return vq.resolution // 2 ** (len(vq.channel_multiplier) - 1), model.model.vocabulary_mapping.image_tokens
 
@@ -43,12 +43,12 @@ def _codes(model: GenerativeModel) -> Tensor:
 
 
 def _by_token(codes: Tensor, place: dict[int, int], vocab: int) -> Tensor:
-    """[vocab, c + 1]: each code in the row of its token; all other tokens stand at right angles to every code.
+    """[vocab, c + 1]: each code in the row of its token; the rows of all other tokens are orthogonal to every code.
 
     Args:
         codes: [K, c].
-        place: code → token id; tokens beyond the vocabulary (a head that leaves them out) are left out.
-        vocab: tokens of the head.
+        place: code → token id; tokens beyond the vocabulary are skipped, since some heads leave them out.
+        vocab: the number of tokens of the head.
     """
     K, c = codes.shape
     index = torch.tensor([(code, token) for code, token in place.items() if code < K and token < vocab])

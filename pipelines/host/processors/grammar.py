@@ -1,4 +1,4 @@
-"""Answers that keep to a grammar: which tokens may come after each node of a draft, and which have to."""
+"""Answers that follow a grammar: which tokens are allowed after each node of a draft, and which are forced."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from mmspec.pipelines.host.kinds import Processor
 from mmspec.session import Group, Row
 from mmspec.types import NO_TOKEN, Draft
 
-if TYPE_CHECKING:  # it is an extra
+if TYPE_CHECKING:  # an optional dependency
     from llguidance import LLMatcher, LLTokenizer
 
 
 class Parse:
-    """One answer, read token by token; any other text may follow, of which only what differs is read anew."""
+    """The parse of an answer, token by token; for another text, only the part that differs is parsed again."""
 
     def __init__(self, matcher: LLMatcher, ends: frozenset[int]) -> None:
         self._matcher, self._ends = matcher, ends
         self._text: list[int] = []
 
     def go(self, text: list[int]) -> bool:
-        """Read this text; whether the grammar allows it and it has not ended."""
+        """Parse this text; returns whether the grammar allows it and it has not ended."""
         keep = min(len(text), len(self._text))
         while text[:keep] != self._text[:keep]:
             keep -= 1
@@ -42,11 +42,11 @@ class Parse:
 
     @property
     def mask(self) -> bytes:
-        """The tokens that may come next, a bit each."""
+        """The allowed next tokens, one bit for each."""
         return bytes(self._matcher.compute_bitmask())
 
     def forced(self, text: list[int], most: int) -> list[int]:
-        """The tokens that have to follow this text: where the grammar has one continuation, as it is tokenized."""
+        """Tokens that have to follow this text, if the grammar has one continuation, in its canonical tokenization."""
         if not self.go(text):
             return []
         tokens = [int(token) for token in self._matcher.compute_ff_tokens()[:most]]
@@ -56,10 +56,10 @@ class Parse:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Allows the tokens that a grammar allows; in `model.generate(logits_processor=[...])`, enabled or not.
+    """Masks tokens that a grammar does not allow; for `model.generate(logits_processor=[...])`, enabled or not.
 
     On an enabled model each node of a draft is masked by its own path, and tokens that the grammar forces are drafted.
-    Stock `generate` uses one of these for one call at a time; answers begin behind the prompt of its first step.
+    With stock `generate`, use it in one call at a time; the answer begins after the prompt of the first step.
     """
 
     def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
@@ -74,19 +74,19 @@ class GrammarProcessor(LogitsProcessor):
         self._parses: list[Parse] = []
 
     def parse(self) -> Parse:
-        """Of an answer that begins."""
+        """The parse of an empty answer."""
         from llguidance import LLMatcher
 
         return Parse(LLMatcher(self._tokenizer, self._grammar), frozenset(self._tokenizer.eos_tokens))
 
     def masked(self, scores: Tensor, masks: list[bytes | None]) -> Tensor:
-        """Scores [n, V], each masked by its own bits; None leaves them as they are."""
+        """Scores [n, V], each row masked by its own bits; None leaves a row unchanged."""
         size = max((len(mask) for mask in masks if mask), default=0)
         if not size:
             return scores
-        held = torch.frombuffer(bytearray(b"".join(mask or b"\xff" * size for mask in masks)), dtype=torch.uint8)
+        packed = torch.frombuffer(bytearray(b"".join(mask or b"\xff" * size for mask in masks)), dtype=torch.uint8)
         places = torch.arange(8, dtype=torch.uint8, device=scores.device)
-        bits = held.view(len(masks), size, 1).to(scores.device) >> places
+        bits = packed.view(len(masks), size, 1).to(scores.device) >> places
         allowed = (bits & 1).bool().flatten(1)[:, : scores.shape[-1]]
         allowed = pad(allowed, (0, scores.shape[-1] - allowed.shape[1]))
         return scores.masked_fill(~allowed, -torch.inf)
@@ -105,20 +105,20 @@ class GrammarProcessor(LogitsProcessor):
 
 
 class Grammar:
-    """A GrammarProcessor over the drafts of a call."""
+    """A GrammarProcessor applied to the drafts of a call."""
 
     def __init__(self, processor: GrammarProcessor) -> None:
         self._processor = processor
         self._parses: dict[int, Parse] = {}
 
     def parse(self, row: Row) -> Parse:
-        """That of a row of this call."""
+        """The parse of a row of this call."""
         if row.index not in self._parses:
             self._parses[row.index] = self._processor.parse()
         return self._parses[row.index]
 
     def __call__(self, scores: Tensor, session: Group, draft: Draft) -> Tensor:
-        """Scores [B, N, V], each node's masked by its path; below a forbidden token nothing can be accepted."""
+        """Scores [B, N, V], each node's masked by its path; nodes below a forbidden token stay unmasked."""
         masks: list[bytes | None] = []
         for row, tokens, parents in zip(session.rows, draft.tokens.tolist(), draft.tree.parents.tolist(), strict=True):
             parse, answer = self.parse(row), row.tokens[row.start :]
@@ -133,19 +133,19 @@ class Grammar:
 
 
 def json_grammar(processor: Processor, schema: dict[str, object] | str) -> GrammarProcessor:
-    """A logits processor for `model.generate(logits_processor=[...])` that lets through JSON of a schema alone.
+    """A logits processor for `model.generate(logits_processor=[...])` that allows only JSON that matches a schema.
 
-    The JSON has no white space between its parts. Tokens that the schema forces, such as the names of required fields,
-    are drafted on an enabled model, beside what the drafter proposes; output is that of stock `generate` with the same
-    processor. An answer that `max_new_tokens` cuts off is no JSON.
+    The JSON has no white space between its parts. On an enabled model, tokens that the schema forces, such as the names
+    of required fields, are drafted in addition to the drafter's tokens; the output is that of stock `generate` with the
+    same processor. An answer that `max_new_tokens` cuts off is not valid JSON.
 
     Args:
-        processor: of the model, or its tokenizer; a fast one.
+        processor: of the model, or its tokenizer; it has to be a fast one.
         schema: JSON Schema.
 
     Raises:
         ImportError: llguidance is not installed.
-        ValueError: a schema that is none, or that llguidance does not know; a tokenizer without JSON's characters.
+        ValueError: an invalid schema, or one that llguidance does not support; a tokenizer without JSON's characters.
     """
     try:
         from llguidance import LLMatcher
@@ -157,17 +157,17 @@ def json_grammar(processor: Processor, schema: dict[str, object] | str) -> Gramm
         grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
     except (TypeError, ValueError) as error:
         raise ValueError(f"the JSON schema cannot be read: {error}") from error
-    wrong, said = LLMatcher.validate_grammar_with_warnings(grammar, own)
+    wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, own)
     if wrong:
-        raise ValueError(f"the JSON schema cannot be kept to: {'; '.join(said)}")
+        raise ValueError(f"the JSON schema is not supported: {'; '.join(messages)}")
     return GrammarProcessor(own, grammar)
 
 
 @lru_cache(maxsize=4)
 def _tokenizer(tokenizer: PreTrainedTokenizerFast) -> LLTokenizer:
-    """llguidance's view of a tokenizer; making it takes about a second."""
+    """llguidance's form of a tokenizer; building it takes about a second."""
     from llguidance.hf import from_tokenizer
 
     if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(f"a grammar needs a fast tokenizer; {type(tokenizer).__name__} is none")
+        raise ValueError(f"a grammar needs a fast tokenizer; {type(tokenizer).__name__} is not one")
     return from_tokenizer(tokenizer)

@@ -1,4 +1,4 @@
-"""Logits processors that read the tokens before a node, for all nodes of a tree at once: the host waits for nothing."""
+"""Logits processors that read the tokens before a node, for all nodes of a tree at once, without waiting for a GPU."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ from mmspec.modes import lasting
 from mmspec.session import Group
 from mmspec.types import NO_TOKEN, Draft
 
-_BEYOND = 2**31 - 1  # stands where a prefix has no token; larger than any id
+_BEYOND = 2**31 - 1  # in places without a token; larger than any id
 
 
 class Texts:
-    """Growing lists of tokens on a device, each from the left; only what is new is copied there, in one piece."""
+    """Growing lists of tokens, left-aligned in a tensor on a device; only new tokens are copied, in one transfer."""
 
     def __init__(self) -> None:
         self._lists: list[list[int]] = []
-        self._held: list[int] = []
+        self._copied: list[int] = []  # how many tokens of each list are on the device
         self._ids: Tensor | None = None  # [B, capacity]
 
     def of(self, lists: list[list[int]], device: torch.device, room: int = 0) -> tuple[Tensor, Tensor]:
-        """Tokens [B, T] with room for so many more after the longest, and how many each list has, [B]."""
+        """Tokens [B, T] with `room` free columns after the longest list, and the length of each list, [B]."""
         if [*map(id, lists)] != [*map(id, self._lists)] or any(
-            n > len(tokens) for n, tokens in zip(self._held, lists, strict=True)
+            n > len(tokens) for n, tokens in zip(self._copied, lists, strict=True)
         ):
-            self._lists, self._held, self._ids = list(lists), [0] * len(lists), None
-        new = [tokens[n:] for tokens, n in zip(lists, self._held, strict=True)]
+            self._lists, self._copied, self._ids = list(lists), [0] * len(lists), None
+        new = [tokens[n:] for tokens, n in zip(lists, self._copied, strict=True)]
         most, end = max(map(len, new)), max(map(len, lists)) + room
         ids = self._ids = self._with(end + most, device)
         rest = [[_BEYOND] * (most - len(tokens)) for tokens in new]
-        counts = [[n, len(t), *x, *r] for n, t, x, r in zip(self._held, lists, new, rest, strict=True)]
+        counts = [[n, len(t), *x, *r] for n, t, x, r in zip(self._copied, lists, new, rest, strict=True)]
         copied = torch.tensor(counts, device=device)
         ids.scatter_(1, copied[:, :1] + torch.arange(most, device=device), copied[:, 2:])
-        self._held = [len(tokens) for tokens in lists]
+        self._copied = [len(tokens) for tokens in lists]
         return ids[:, :end], copied[:, 1]
 
     def _with(self, capacity: int, device: torch.device) -> Tensor:
         if self._ids is not None and self._ids.shape[1] >= capacity:
             return self._ids
-        held = 0 if self._ids is None else self._ids.shape[1]
+        before = 0 if self._ids is None else self._ids.shape[1]
         with lasting():
             grown = torch.full((len(self._lists), capacity + capacity // 4 + 64), _BEYOND, device=device)
             if self._ids is not None:
-                grown[:, :held] = self._ids
+                grown[:, :before] = self._ids
         return grown
 
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What stands before the token after each node: the row's own tokens and the node's line of ancestors."""
+    """For each node the tokens up to it: the row's own tokens and the node's ancestors."""
 
     session: Group  # its rows' tokens end with the root of the draft
     draft: Draft
@@ -73,10 +73,10 @@ class Prefixes:
 
     @cached_property
     def ids(self) -> Tensor:
-        """[B, N, T], from the left; _BEYOND after the end and for NO_TOKEN."""
+        """[B, N, T], left-aligned; _BEYOND after the end and for NO_TOKEN."""
         tree, (B, N), T = self.draft.tree, self.draft.tokens.shape, self.text.shape[1]
-        below = tree.ancestors & (tree.depth > 0)[:, None]  # the root stands in the text
-        place = torch.where(below, self.length[:, None] - 1, T)  # a spare column for what is no ancestor
+        below = tree.ancestors & (tree.depth > 0)[:, None]  # the root is in the text
+        place = torch.where(below, self.length[:, None] - 1, T)  # a spare column for nodes that are not ancestors
         tokens = torch.where(self.draft.tokens == NO_TOKEN, _BEYOND, self.draft.tokens)
         text = pad(self.text, (0, 1))[:, None].repeat(1, N, 1)
         return text.scatter_(2, place, tokens[:, None].expand(B, N, N))[..., :T]
@@ -87,11 +87,11 @@ class Prefixes:
         return torch.where(place < 0, _BEYOND, self.ids.gather(2, place.clamp(min=0)))
 
 
-Definition = Callable[..., Tensor]  # of processor, scores [B, N, V] and Prefixes → scores
+Definition = Callable[..., Tensor]  # (processor, scores [B, N, V], Prefixes) → scores
 
 
 def _marked(ids: Tensor, scores: Tensor) -> Tensor:
-    """Bool [..., V], true at ids [..., K]; those outside of the vocabulary are nobody's."""
+    """Bool [..., V], true at ids [..., K]; ids outside of the vocabulary are ignored."""
     V = scores.shape[-1]
     spare = torch.zeros(*ids.shape[:-1], V + 1, dtype=torch.bool, device=scores.device)
     return spare.scatter_(-1, ids.to(scores.device).clamp(max=V), True)[..., :V]
@@ -106,8 +106,8 @@ def repetition_penalty(processor: stock.RepetitionPenaltyLogitsProcessor, scores
         ignored = ignored[:, None, None]
     if ignored is not None:
         ids = torch.where(torch.arange(ids.shape[2], device=ids.device) < ignored, _BEYOND, ids)
-    bent = torch.where(scores < 0, scores * processor.penalty, scores / processor.penalty)
-    return torch.where(_marked(ids, scores), bent, scores)
+    penalized = torch.where(scores < 0, scores * processor.penalty, scores / processor.penalty)
+    return torch.where(_marked(ids, scores), penalized, scores)
 
 
 def no_repeat_ngram(processor: stock.NoRepeatNGramLogitsProcessor, scores: Tensor, before: Prefixes) -> Tensor:
@@ -116,16 +116,16 @@ def no_repeat_ngram(processor: stock.NoRepeatNGramLogitsProcessor, scores: Tenso
     if windows < 1:
         return scores
     last = before.last(n - 1)
-    known = torch.arange(windows, device=ids.device) + n - 1 < before.length[..., None]  # the window has ended
+    match = torch.arange(windows, device=ids.device) + n - 1 < before.length[..., None]  # windows within the text
     for j in range(n - 1):
-        known = known & (ids[..., j : j + windows] == last[..., j : j + 1])
-    return scores.masked_fill(_marked(torch.where(known, ids[..., n - 1 :], _BEYOND), scores), -torch.inf)
+        match = match & (ids[..., j : j + windows] == last[..., j : j + 1])
+    return scores.masked_fill(_marked(torch.where(match, ids[..., n - 1 :], _BEYOND), scores), -torch.inf)
 
 
 def sequence_bias(processor: stock.SequenceBiasLogitsProcessor, scores: Tensor, before: Prefixes) -> Tensor:
-    """The stock one itself, which looks at the end of a prefix only."""
+    """Calls the stock processor, which reads only the end of a prefix."""
     biased = processor.sequence_bias
-    if not biased:  # bad words that are ends of sequence, and so no bad words
+    if not biased:  # stock ignores bad words that are end-of-sequence tokens
         return scores
     ids = before.last(max(map(len, biased)))
     return processor(ids.flatten(0, 1), scores.flatten(0, 1)).view_as(scores)
@@ -174,7 +174,7 @@ def exponential_decay(processor: stock.ExponentialDecayLengthPenalty, scores: Te
 @lru_cache(maxsize=16)
 @lasting()
 def _powers(factor: float, most: int, device: torch.device) -> Tensor:
-    """factor^i − 1 for i = 0 … most, as Python has them."""
+    """factor^i − 1 for i = 0 … most, computed by Python as in stock."""
     powers = []
     for i in range(most + 1):
         try:
@@ -185,13 +185,13 @@ def _powers(factor: float, most: int, device: torch.device) -> Tensor:
 
 
 def grammar(processor: stock.PrefixConstrainedLogitsProcessor, scores: Tensor, before: Prefixes) -> Tensor:
-    """A pure `prefix_allowed_tokens_fn`, asked about every node; it runs on the host, and so waits.
+    """A pure `prefix_allowed_tokens_fn`, called for every node; it runs on the host, which has to wait for the device.
 
-    Nodes below a forbidden token cannot be accepted. There the grammar is shown an allowed token instead, so that it
+    Nodes below a forbidden token cannot be accepted. For these the function gets an allowed token instead, so that it
     sees only prefixes that it allows.
     """
     tokens, parents = torch.stack([before.draft.tokens, before.draft.tree.parents]).tolist()
-    allow, everywhere = processor._prefix_allowed_tokens_fn, list[list[int]]()
+    allow, every = processor._prefix_allowed_tokens_fn, list[list[int]]()
     for b, row in enumerate(before.session.rows):
         text = before.text[b, : len(row.tokens)]
 
@@ -203,13 +203,13 @@ def grammar(processor: stock.PrefixConstrainedLogitsProcessor, scores: Tensor, b
         lines: list[list[int] | None] = [[]]
         allowed = [allowed_after([])]
         for token, parent in zip(tokens[b][1:], parents[b][1:], strict=True):
-            line, lawful = lines[parent], allowed[parent]
-            if token == NO_TOKEN or line is None or not lawful:
+            line, options = lines[parent], allowed[parent]
+            if token == NO_TOKEN or line is None or not options:
                 lines.append(None)
                 allowed.append([0])
                 continue
-            lines.append([*line, token if token in lawful else lawful[0]])
+            lines.append([*line, token if token in options else options[0]])
             allowed.append(allowed_after(lines[-1] or []))
-        everywhere += allowed
-    each = stock.PrefixConstrainedLogitsProcessor(lambda i, _: everywhere[i], 1)
+        every += allowed
+    each = stock.PrefixConstrainedLogitsProcessor(lambda i, _: every[i], 1)
     return each(before.last(1).flatten(0, 1), scores.flatten(0, 1)).view_as(scores)

@@ -14,7 +14,7 @@ from mmspec.pipelines.host.names import CACHE, translated
 
 @dataclass(eq=False)
 class ReadText:
-    """Stands for a KV cache in a copied processor: the tokens that were read into it."""
+    """Replaces a KV cache in a copied processor by the list of tokens that were read into it."""
 
     tokens: list[int] = field(default_factory=list)
 
@@ -26,12 +26,12 @@ class Reader:
     """Replaces the model in copied processors that call it.
 
     All copies read the same text, each along its own path of the draft. So the cache of a copy is a list of tokens, and
-    one forward reads to the end of the draft, where the copies of later nodes find their logits.
+    one forward reads to the end of the draft; the copies of later nodes use its logits.
 
     Attributes:
-        model: what reads.
-        ahead: tokens of the draft below the node that is asked about.
-        loose: whether that node cannot be accepted anyway, so that any logits will do and no forward is made.
+        model: the model itself.
+        ahead: tokens of the draft below the current node.
+        loose: whether the current node cannot be accepted anyway, so that any logits suffice, without a forward.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -50,10 +50,10 @@ class Reader:
     def __call__(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = True, **others: object
     ) -> CausalLMOutputWithPast:
-        """What the model says of one row [1, n] that goes on after what the KV cache among `others` has read.
+        """The model's output for one row [1, n] that continues the text in the KV cache among `others`.
 
         Raises:
-            ValueError: padding, several rows, a cache that was made in between, or an argument that is not followed.
+            ValueError: padding, several rows, a cache that is not from the model, or an unsupported argument.
         """
         others = translated(others)
         past = ReadText() if (given := others.pop(CACHE, None)) is None else given
@@ -62,8 +62,8 @@ class Reader:
         if len(input_ids) > 1 or closed or others or not isinstance(past, ReadText):
             what = "several rows" if len(input_ids) > 1 else "padding" if closed else ", ".join(others) or "a new cache"
             raise ValueError(
-                f"a logits processor calls the model with {what}; mmspec follows input_ids [1, n], an attention_mask "
-                "of ones, the KV cache that came from the model, and use_cache. Call mmspec.disable(model) for this"
+                f"a logits processor calls the model with {what}; mmspec supports input_ids [1, n], an attention_mask "
+                "of ones, the KV cache that the model returned, and use_cache. Call mmspec.disable(model) for this"
             )
         text = past.tokens + input_ids[0].tolist()
         if use_cache:

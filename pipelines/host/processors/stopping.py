@@ -1,4 +1,4 @@
-"""Stopping criteria of transformers, asked about all tokens that a round has decided at once."""
+"""Stopping criteria of transformers, evaluated on all tokens that a round adds to a row."""
 
 from __future__ import annotations
 
@@ -22,48 +22,48 @@ from mmspec.pipelines.host.processors.history import Texts
 _KNOWN = {EosTokenCriteria, MaxLengthCriteria, StopStringCriteria}
 
 
-def _looks_at_nothing(criterion: StoppingCriteria) -> bool:
-    """Whether it is asked for the time, or for an event, and not for the tokens."""
-    return type(criterion) is MaxTimeCriteria or getattr(criterion, "looks_at_nothing", False)
+def _ignores_tokens(criterion: StoppingCriteria) -> bool:
+    """Whether it depends on the time or on an event, and not on the tokens."""
+    return type(criterion) is MaxTimeCriteria or getattr(criterion, "ignores_tokens", False)
 
 
-def unheard(criteria: Iterable[StoppingCriteria], rows: int, scored: bool) -> str | None:
-    """Why one of these criteria could not be asked as stock decoding asks it, or None.
+def unsupported(criteria: Iterable[StoppingCriteria], rows: int, scored: bool) -> str | None:
+    """Why one of these criteria cannot be called in the same way as by stock decoding, or None.
 
-    Stock asks a criterion about all rows at once, all of one length, and hands it the scores where they are collected.
+    Stock calls a criterion with all rows, which have one length there, and with the scores if these are collected.
     """
     for criterion in criteria:
         name = f"the stopping criterion {type(criterion).__name__}"
-        if type(criterion) in _KNOWN or _looks_at_nothing(criterion):
+        if type(criterion) in _KNOWN or _ignores_tokens(criterion):
             continue
         if rows > 1:
-            return f"{name} may look at all {rows} rows at once, which have different lengths here; call row by row"
+            return f"{name} may read all {rows} rows at once, but these have different lengths here; call row by row"
         if scored:
-            return f"{name} may read the scores, which are collected after it is asked; leave output_scores out"
+            return f"{name} may read the scores, but these are collected after it is called; leave output_scores out"
     return None
 
 
 def at_strings(strings: str | list[str], tokenizer: PreTrainedTokenizerBase) -> StopStringCriteria:
-    """What stock makes of `stop_strings`; a `custom_generate` is not given the tokenizer for it."""
+    """The criterion that stock builds from `stop_strings`; a `custom_generate` does not get the tokenizer for it."""
     return StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
 
 
 class Endings:
-    """A StoppingCriteriaList, asked row by row.
+    """A StoppingCriteriaList, evaluated row by row.
 
     Attributes:
-        limit: length at which every row ends.
+        limit: the length at which every row ends.
         eos: end-of-sequence ids.
-        cut: length at which the whole call ended, where rows end together; None otherwise.
+        cut: the length at which the whole call ended if rows end together, else None.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, rows: int, device: torch.device) -> None:
         self.limit, self.eos = 2**62, frozenset[int]()
         self._strings: list[StopStringCriteria] = []
-        self._blind: list[StoppingCriteria] = []
+        self._blind: list[StoppingCriteria] = []  # which ignore the tokens
         self._users: list[StoppingCriteria] = []
         self._rows, self._device = rows, device
-        self._stopped: dict[int, int] = {}  # row → length at which its conditions first held
+        self._stopped: dict[int, int] = {}  # row → the first length at which a condition was true
         for criterion in criteria:
             if type(criterion) is MaxLengthCriteria:
                 self.limit = min(self.limit, criterion.max_length)
@@ -72,13 +72,13 @@ class Endings:
             elif type(criterion) is StopStringCriteria:
                 self._strings.append(criterion)
             else:
-                (self._blind if _looks_at_nothing(criterion) else self._users).append(criterion)
+                (self._blind if _ignores_tokens(criterion) else self._users).append(criterion)
 
     def of(self, row: int) -> Callable[[list[int], int], int | None] | None:
-        """What to ask about a row's new tokens, besides limit and eos: the length at which a condition first held.
+        """A row's stop condition besides limit and eos: a function that returns the first length at which it is true.
 
-        Without an end-of-sequence token stock decoding goes on with rows that have stopped until all have, so then
-        rows end together.
+        Without an end-of-sequence token, stock decoding continues stopped rows until all have stopped, so then rows
+        end together.
         """
         if not (self._strings or self._blind or self._users):
             return None
@@ -101,7 +101,7 @@ class Endings:
         return max(self._stopped.values()) if len(self._stopped) == self._rows else None
 
     def _first(self, tokens: list[int], new: int, texts: Texts) -> int | None:
-        """What the host can answer by itself comes first; a user's criterion is not asked about what lies behind."""
+        """Criteria that run on the host come first; a user's criterion is not called for anything after their end."""
         begin = len(tokens) - new + 1
         ends = [end for criterion in self._strings if (end := string_end(criterion, tokens, begin)) is not None]
         if any(bool(criterion(torch.tensor([tokens[-1:]]), None).all()) for criterion in self._blind):
@@ -115,28 +115,28 @@ class Endings:
 
 
 def string_end(criterion: StopStringCriteria, tokens: list[int], begin: int) -> int | None:
-    """The length ≥ `begin` at which a stop string is first complete, all in one look at the host's own tokens."""
+    """The first length ≥ `begin` at which a stop string is complete, in one call on the host if possible."""
     widest, ends = criterion.maximum_token_len, range(begin, len(tokens) + 1)
-    looks = [tokens[max(0, end - widest) : end] for end in ends]
-    if len(looks[0]) == len(looks[-1]):
-        held = criterion(torch.tensor(looks), None).tolist()
-    else:  # a text shorter than the string
-        held = [bool(criterion(torch.tensor([look]), None).all()) for look in looks]
-    return next((end for end, holds in zip(ends, held, strict=True) if holds), None)
+    tails = [tokens[max(0, end - widest) : end] for end in ends]
+    if len(tails[0]) == len(tails[-1]):
+        complete = criterion(torch.tensor(tails), None).tolist()
+    else:  # the text is shorter than the string
+        complete = [bool(criterion(torch.tensor([tail]), None).all()) for tail in tails]
+    return next((end for end, stops in zip(ends, complete, strict=True) if stops), None)
 
 
 def _users_end(criteria: list[StoppingCriteria], ids: Tensor, ends: range) -> int | None:
-    """The first of the lengths of ids [1, L] at which one of the criteria holds.
+    """The first of the lengths `ends` of ids [1, L] at which one of the criteria is true.
 
-    Answers that lie on a device are read together, so that such a criterion may hear of a few tokens after its end.
+    Results on a device are read together, so such a criterion may be called with a few tokens after its end.
     """
     waiting: list[tuple[int, Tensor]] = []
-    held = None
+    first = None
     for end in ends:
         answers = [torch.as_tensor(criterion(ids[:, :end].clone(), None)).all() for criterion in criteria]
         waiting += [(end, answer) for answer in answers if answer.device.type != "cpu"]
         if any(bool(answer) for answer in answers if answer.device.type == "cpu"):
-            held = end
+            first = end
             break
     read = torch.stack([answer for _, answer in waiting]).tolist() if waiting else []
-    return next((end for (end, _), holds in zip(waiting, read, strict=True) if holds), held)
+    return next((end for (end, _), stops in zip(waiting, read, strict=True) if stops), first)

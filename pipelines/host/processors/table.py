@@ -1,4 +1,4 @@
-"""Logits processors of transformers, applied to every node of a tree as stock decoding would."""
+"""Applies logits processors of transformers to every node of a tree, with the results of stock decoding."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from mmspec.pipelines.host.processors.grammar import Grammar, GrammarProcessor
 from mmspec.session import Group
 from mmspec.types import Draft
 
-PURE = "mmspec_pure"  # a user's function that has this attribute, true, answers by its arguments alone
+PURE = "mmspec_pure"  # if true on a user's function, its result depends only on its arguments
 
 
 def _known(names: str) -> frozenset[type]:
     return frozenset(getattr(logits_process, name) for name in names.split() if hasattr(logits_process, name))
 
 
-# Functions of one position's scores alone.
+# Functions of one position's scores only.
 POINTWISE = _known("""
     TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper MinPLogitsWarper TopHLogitsWarper TypicalLogitsWarper
     EpsilonLogitsWarper EtaLogitsWarper SuppressTokensLogitsProcessor InfNanRemoveLogitsProcessor LogitNormalization
 """)
-# What does the same on a GPU, where sorting the logits of all nodes is slow; a CPU sorts them faster than it searches.
+# Equivalents for a GPU, where sorting the logits of all nodes is slow; on a CPU sorting is faster than these.
 UNSORTED: dict[type, Callable[..., Tensor]] = {logits_process.TopPLogitsWarper: nucleus.top_p}
-# Functions of the scores and of the tokens before them, with no state of their own; and what does the same for a tree.
+# Functions of the scores and of the tokens before them, without state; each with its equivalent for a tree.
 HISTORY: dict[type, history.Definition] = {
     logits_process.RepetitionPenaltyLogitsProcessor: history.repetition_penalty,
     logits_process.NoRepeatNGramLogitsProcessor: history.no_repeat_ngram,
@@ -50,33 +50,33 @@ HISTORY: dict[type, history.Definition] = {
 }
 
 
-def _known_to_us(processor: object) -> bool:
+def _stateless(processor: object) -> bool:
     return type(processor) in POINTWISE or type(processor) in HISTORY or type(processor) is GrammarProcessor
 
 
 def unsafe(processors: Iterable[object]) -> str | None:
-    """Why rejected nodes might disturb one of these processors, or None."""
+    """Why rejected nodes might corrupt the state of one of these processors, or None."""
     for p in processors:
         name = f"the logits processor {type(p).__name__}"
         if type(p) is PrefixConstrainedLogitsProcessor and not getattr(p._prefix_allowed_tokens_fn, PURE, False):
             return (
-                f"{name} asks a prefix_allowed_tokens_fn that may keep state, which rejected drafts would disturb; if "
-                f"its answer depends on its arguments alone, say so: prefix_allowed_tokens_fn.{PURE} = True"
+                f"{name} calls a prefix_allowed_tokens_fn that may keep state, which rejected drafts would corrupt; if "
+                f"its result depends only on its arguments, set prefix_allowed_tokens_fn.{PURE} = True"
             )
-        if not (_known_to_us(p) or follows(p)):
+        if not (_stateless(p) or follows(p)):
             return (
-                f"{name} may keep state that rejected drafts would disturb; if all that it remembers lies in its "
-                f"attributes, say so: {type(p).__name__}.{OWN_STATE} = True"
+                f"{name} may keep state that rejected drafts would corrupt; if all of its state is in its attributes, "
+                f"set {type(p).__name__}.{OWN_STATE} = True"
             )
     return None
 
 
 class Processors:
-    """A LogitsProcessorList over trees: each node is processed with exactly its own prefix.
+    """A LogitsProcessorList for trees: each node is processed with exactly its own prefix.
 
     Attributes:
-        grammar: the first one, if there is any.
-        private: whether it serves the rows of one call alone.
+        grammar: the first grammar, if any.
+        private: whether the rows of one call need an instance of their own.
     """
 
     def __init__(self, processors: LogitsProcessorList) -> None:
@@ -84,7 +84,7 @@ class Processors:
         self.need_history = any(type(p) in HISTORY for p in processors)
         self._texts = history.Texts()
         self._steps: list[LogitsProcessor | Grammar | Followed] = []
-        for known, group in groupby(processors, _known_to_us):
+        for known, group in groupby(processors, _stateless):
             run = list(group)
             grammars = (Grammar(p) if isinstance(p, GrammarProcessor) else p for p in run)
             self._steps += grammars if known else [Followed(run)]
@@ -92,8 +92,8 @@ class Processors:
         self.private = self.need_history or any(isinstance(step, (Followed, Grammar)) for step in self._steps)
 
     def __call__(self, logits: Tensor, session: Group, draft: Draft) -> Tensor:
-        """Process float logits [B, N, V]; the tokens before node n are the row's own and n's line of ancestors."""
-        no_tokens = draft.tokens.reshape(-1, 1)  # a pointwise warper does not look at them
+        """Process float logits [B, N, V]; the tokens before node n are the row's own and n's ancestors."""
+        no_tokens = draft.tokens.reshape(-1, 1)  # pointwise processors do not read them
         before = history.Prefixes.of(self._texts, session, draft) if self.need_history else None
         for p in self._steps:
             if isinstance(p, (Followed, Grammar)):
@@ -113,12 +113,12 @@ def pointwise(processors: Iterable[LogitsProcessor]) -> LogitsProcessorList:
 
 
 def constrained(processors: Iterable[object]) -> bool:
-    """Whether a `prefix_allowed_tokens_fn` says which tokens may come."""
+    """Whether a `prefix_allowed_tokens_fn` restricts the tokens."""
     return any(type(p) is PrefixConstrainedLogitsProcessor for p in processors)
 
 
 def warpers(how: Options) -> LogitsProcessorList:
-    """Temperature, then top-k, then top-p."""
+    """The processors for temperature, then top-k, then top-p."""
     chosen = LogitsProcessorList()
     if how["temperature"] not in (0, 1):
         chosen.append(logits_process.TemperatureLogitsWarper(float(how["temperature"])))
