@@ -82,7 +82,7 @@ def test_a_killed_worker_loses_nothing(few: Path, tmp_path: Path, capsys: pytest
     names = sorted(path.name for path in few.iterdir())
     assert sorted(told) == names and everything(tmp_path / "out") == names
     assert all(recorded(tmp_path / "out").values())  # both had a part
-    assert f"{victims[0]} on cpu has ended (SIGKILL); it is started again" in capsys.readouterr().err
+    assert f"{victims[0]} on cpu has ended (SIGKILL); it is restarted" in capsys.readouterr().err
     assert {"worker-0", "worker-1"} - {*victims} <= {summary["worker"] for summary in crew.summaries}
 
 
@@ -134,10 +134,10 @@ def test_one_device_that_fails_does_not_end_the_run(trouble: str, few: Path, tmp
     failed = [json.loads(line) for line in failures.read_text().splitlines()] if failures.exists() else []
     assert sorted(done + [line["file_name"] for line in failed]) == sorted(path.name for path in few.iterdir())
     if trouble == "unloadable":
-        assert code == OK and not failed and "no memory on cpu:1; the others go on" in said
+        assert code == OK and not failed and "no memory on cpu:1; the other workers go on" in said
     else:  # the item on which it showed is named, all others are captioned
         assert {line["error"] for line in failed} == {"AcceleratorError"} and len(done) > ITEMS / 2
-        assert "the device works no more" in said and "it is started again" in said
+        assert "the device no longer works" in said and "it is restarted" in said
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_run(few: Path, tmp_path: Path, capsys: pytest.CaptureFixture):

@@ -247,7 +247,7 @@ def test_processes_that_cannot_start_end_the_run_with_a_reason(monkeypatch: pyte
 
 def test_outside_of_its_with_it_says_so():
     decoder = Decoder(1, MediaLimits(), FramePolicy())
-    with pytest.raises(DecoderError, match="inside its `with`"):
+    with pytest.raises(DecoderError, match="inside a `with`"):
         decoder.ready()
     decoder.close()
 

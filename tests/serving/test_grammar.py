@@ -197,8 +197,8 @@ def test_captions_are_json_and_a_cut_one_fails(tmp_path: Path, capsys: pytest.Ca
         ("[1]", [], "holds a list; give an object"),
         ("{", [], "cannot be read as JSON"),
         ('{"type": "thing"}', [], "cannot be kept to"),
-        ("{}", ["--start-with", "A"], "--json-schema and --start-with do not go together"),
-        ("{}", ["--engine", "quick_engine:load"], "--json-schema and --engine do not go together"),
+        ("{}", ["--start-with", "A"], "--json-schema and --start-with cannot be combined"),
+        ("{}", ["--engine", "quick_engine:load"], "--json-schema and --engine cannot be combined"),
     ],
 )
 def test_what_the_command_refuses(
