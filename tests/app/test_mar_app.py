@@ -51,7 +51,7 @@ def test_classes_by_name_and_number(folder, tmp_path, capsys):
     told = capsys.readouterr().out
     assert "4 pictures in" in told and "head evaluations" in told
     assert run(folder, "1", "--drafter", "none", "--compare", "-o", tmp_path / "one.png") == 0
-    assert capsys.readouterr().out.count("16.0 passes a batch") == 2
+    assert capsys.readouterr().out.count("16.0 passes per batch") == 2
     draft = ["--drafter", folder / "draft", "--window", 3, "--grid", "-o", tmp_path / "grid.png"]
     assert run(folder, "red circle", "4", *draft) == 0
     with Image.open(tmp_path / "grid.png") as sheet:
@@ -64,13 +64,13 @@ def test_what_is_drawn_instead_of_the_published_sampler_is_told(tmp_path, capsys
     pipe.save_pretrained(tmp_path / "model")
     tiny.transformer(2).save_pretrained(tmp_path / "draft")
     bent = ["--rule", "cspd", "--drafter", tmp_path / "draft"]
-    singly, noise = "one token an iteration, not 16 in 4", "noise at the last denoising step"
+    singly, noise = "one token per iteration, not 16 in 4", "noise at the last denoising step"
     for words, notes, out in (
-        (["--drafter", "none"], [], "4.0 passes a batch"),
+        (["--drafter", "none"], [], "4.0 passes per batch"),
         ([], [singly, noise], "head evaluations"),
-        (bent, [], "not lossless: cspd(width=42) bends the distribution"),
-        (bent, [], "; 1.0 passes a batch"),
-        ([*bent, "--enable", "prefill=0.5"], [], "; 4.0 passes a batch"),  # ⌊0.5 · 4⌋ + 1 of 4, then a block
+        (bent, [], "not lossless: cspd(width=42) changes the distribution"),
+        (bent, [], "; 1.0 passes per batch"),
+        ([*bent, "--enable", "prefill=0.5"], [], "; 4.0 passes per batch"),  # ⌊0.5 · 4⌋ + 1 of 4, then a block
     ):
         assert run(tmp_path / "model", "1", *words, "-o", tmp_path / "one.png") == 0
         said = capsys.readouterr()
@@ -84,8 +84,8 @@ def test_what_is_drawn_instead_of_the_published_sampler_is_told(tmp_path, capsys
 @pytest.mark.parametrize(("words", "why"), [
     (["teapot"], "by name or by number from 0 to 4; 'teapot' is none. Choose from red circle, blue star"),
     (["5"], "'5' is none"),
-    (["1", "--top-k", 0], "--top-k is for models that draw ids"),
-    (["1", "--reproducible"], "reproducible is for models that draw ids; this one is a MAR, which takes window"),
+    (["1", "--top-k", 0], "--top-k is for models that draw token ids"),
+    (["1", "--reproducible"], "reproducible is for models that draw token ids; this one is a MAR, which takes window"),
     (["1", "--enable", "depth=3"], "depth is for models"),
     (["1", "--window", 0], "ahead must be a whole number ≥ 1"),
     (["1", "--drafter", "none", "--window", 4], "need a drafter"),
