@@ -25,8 +25,8 @@ def test_all_is_well_here(found: list[Finding]):
     assert told["contract"].text == f"{len(contract.judged())} rows hold"
     assert told["device"].text.startswith("cpu: ")
     for model in (embedded.MODEL, embedded.HYBRID):
-        assert told[model].mark == GOOD and told[model].said.startswith("8 tokens, ")
-        assert "identical to stock generate" in told[model].said
+        assert told[model].mark == GOOD and told[model].text.startswith("8 tokens, ")
+        assert "identical to stock generate" in told[model].text
 
 
 def test_it_names_no_folders(found: list[Finding]):

@@ -105,16 +105,16 @@ def test_two_pictures_side_by_side(studio, mode):
     *_, two = studio.run(Wish("blue star", mode, 3, prefill=0.2, seed=5, guidance=1.5), threading.Event())
     assert two.over and two.plain.state == two.fast.state == DONE and two.speed_up > 0
     assert len(two.plain.calls) == 16 == two.fast.count and all(two.fast.at) and two.fast.image is not None
-    assert len(two.fast.calls) <= image_view.forwards(two.fast) == two.fast.made.work["passes"] < 17
-    assert two.plain.made.stats == {} and two.fast.made.stats["tested"] > 0
+    assert len(two.fast.calls) <= image_view.forwards(two.fast) == two.fast.result.work["passes"] < 17
+    assert two.plain.result.stats == {} and two.fast.result.stats["tested"] > 0
     assert image_view.stage(two, marked=False).count("16 of 16 tokens drawn") == 2
-    assert f"{two.fast.made.work['rows']:,}" in image_view.figures(two)
+    assert f"{two.fast.result.work['rows']:,}" in image_view.figures(two)
     measured = {"cspd-3": {"n": 128, "fd_all": 7.3, "noise": 9.8, "fd_real": 20.4}}
     said = image_view.headline(two, measured)
     assert ("lossless" in said) == ("keeps the distribution" in said) == (mode != CSPD)
     assert ("mm-lossy" in said) == ("Fréchet distance 7.3 to plain drawing" in said) == (mode == CSPD)
     assert "No record" in image_view.headline(two, {}) or mode != CSPD
-    assert f"16 → {two.fast.made.work['passes']}" in said or mode == CSPD
+    assert f"16 → {two.fast.result.work['passes']}" in said or mode == CSPD
     assert ("mm-gain" in said) == (two.speed_up >= 1)
     assert two.fewer[0] == 4 and "Plain drawing in 4 forwards" in said  # what such models are drawn with otherwise
 
