@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import mmspec
-from mmspec.app.options import Pairs, meant
+from mmspec.app.options import Pairs, did_you_mean
 
-HIDDEN = ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")  # these are meant for developers
+HIDDEN = ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")  # these are did_you_mean for developers
 COMMANDS = {  # command: (module with configure(parser) and run(args) -> exit code, one line of help)
     "caption": ("mmspec.app.caption.command", "caption images and videos: folders, lists, tables, tars, data sets"),
     "generate": ("mmspec.app.generate", "draw pictures from prompts with an autoregressive image model"),
@@ -75,7 +75,7 @@ class Parser(argparse.ArgumentParser):
             self.exit(2)
         known, strange = super().parse_known_args(args, namespace)
         if strange:
-            near = meant(strange[0], self._option_string_actions) or self._value(strange[0])
+            near = did_you_mean(strange[0], self._option_string_actions) or self._value(strange[0])
             self.error(f"unrecognized arguments: {' '.join(strange)}{near}")
         return known, strange
 
@@ -87,7 +87,7 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: str) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
-            near, names = meant(value, action.choices) or ".", ", ".join(action.choices)
+            near, names = did_you_mean(value, action.choices) or ".", ", ".join(action.choices)
             self.error(f"there is no {action.metavar} {value!r}{near} Choose from {names}")
         super()._check_value(action, value)
 

@@ -10,7 +10,7 @@ import huggingface_hub
 import torch
 
 from mmspec.app import embedded
-from mmspec.app.options import meant
+from mmspec.app.options import did_you_mean
 
 
 class EngineError(Exception):
@@ -86,7 +86,7 @@ def _near(name: str) -> str:
     """A "did you mean" for a misspelled embedded model or neighbouring folder; empty if none is similar."""
     beside = Path(name).parent
     folders = [str(beside / one.name) for one in beside.iterdir() if one.is_dir()] if beside.is_dir() else []
-    return meant(name, [*embedded.DRAFTERS, *folders])
+    return did_you_mean(name, [*embedded.DRAFTERS, *folders])
 
 
 def _look_for_hub() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from mmspec import zoo
 from mmspec.app.embedded import SHIPPED, STOCK, resolve
-from mmspec.app.options import Pairs, meant
+from mmspec.app.options import Pairs, did_you_mean
 
 _DRAFT = "the smaller model that drafts: its folder, or its name in the Hub's cache"
 WORDS = {"true": True, "false": False, "none": None, "on": True, "off": False, "yes": True, "no": False}
@@ -91,7 +91,7 @@ def given(words: Iterable[str], drafter: object = None) -> dict[str, Any]:
     for name in options:
         if name not in known:
             whose = f" with the drafter {drafter}" if drafter and len(kinds) == 1 else ""
-            near, names = meant(name, known) or ".", ", ".join(dict.fromkeys(known))
+            near, names = did_you_mean(name, known) or ".", ", ".join(dict.fromkeys(known))
             raise EnableError(f"--enable has no {name!r}{whose}{near} It takes {names}")
     _check(options, kinds)
     return options
@@ -107,8 +107,8 @@ def _known(drafter: object) -> None:
 
     if drafter not in DRAFTERS:
         raise EnableError(
-            f"unknown drafter {drafter!r}{meant(drafter, DRAFTERS) or '.'} Choose from {', '.join(DRAFTERS)}, {STOCK}, "
-            "or give a folder or owner/name on the Hub"
+            f"unknown drafter {drafter!r}{did_you_mean(drafter, DRAFTERS) or '.'} Choose from {', '.join(DRAFTERS)}, "
+            f"{STOCK}, or give a folder or owner/name on the Hub"
         )
 
 

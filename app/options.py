@@ -19,7 +19,7 @@ def count(text: str) -> int:
     return int(text)
 
 
-def door(text: str) -> int:
+def port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port; one is a number from 1 to 65535")
     return int(text)
@@ -76,7 +76,7 @@ def where(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="dtype of the weights (%(default)s)")
 
 
-def meant(word: str, names: Iterable[str]) -> str:
+def did_you_mean(word: str, names: Iterable[str]) -> str:
     """A "did you mean" for a misspelled name; empty if no name is similar."""
     near = difflib.get_close_matches(word.partition("=")[0], names, 1, cutoff=CLOSE)
     return "".join(f"; did you mean {one}?" for one in near)

@@ -29,14 +29,14 @@ class KilledWorkerError(Exception):
 
 
 @dataclass(eq=False)
-class Hand:
+class WorkerProcess:
     """A worker process as its parent sees it."""
 
     process: Any
-    line: Connection
+    pipe: Connection
     slot: str
     place: str
-    barren: int  # starts in a row before this one in which no item was finished
+    failed_starts: int  # starts in a row before this one in which no item was finished
     tasks: dict[str, Task] = field(default_factory=dict)  # its unfinished tasks by name
     alone: bool = False  # whether its only task is one that a killed worker had
     loaded: bool = False
@@ -54,7 +54,7 @@ class Crew:
     def __init__(self, job: Job, places: Sequence[str], slots: str) -> None:
         count = len(places)
         self.job = replace(job, folder=job.folder.resolve(), workers=count, items=max(1, -(-job.items // count)))
-        self.hands: list[Hand] = []
+        self.workers: list[WorkerProcess] = []
         self.summaries: list[dict[str, Any]] = []
         self._rest, self._suspects, self._unfinished = deque[Task](), deque[Task](), set[str]()
         self._notes, self._begun, self._why = set[str](), time.time(), ""
@@ -66,24 +66,24 @@ class Crew:
         self._rest.extend(tasks)
         self._unfinished = {task.item.name for task in tasks}
         while self._unfinished:
-            if not self.hands:
+            if not self.workers:
                 raise FatalError(f"all workers have ended ({self._why}); finished captions are saved, run the same "
                     "command again to resume")  # fmt: skip
-            ready = wait([hand.line for hand in self.hands], POLL)
-            for hand in [hand for hand in self.hands if hand.line in ready]:
+            ready = wait([worker.pipe for worker in self.workers], POLL)
+            for worker in [worker for worker in self.workers if worker.pipe in ready]:
                 try:
-                    message = hand.line.recv()
+                    message = worker.pipe.recv()
                 except (EOFError, OSError):
-                    self._replace(hand, report)
+                    self._replace(worker, report)
                     continue
-                self._note(hand, message)
+                self._note(worker, message)
                 if started is not None and message.get("opened"):
                     started()
                     started = None
-                self._finish(hand, message.get("results", ()), report)
+                self._finish(worker, message.get("results", ()), report)
                 if "room" in message:
                     with contextlib.suppress(OSError):  # it has just died, and the next `recv` raises EOFError
-                        hand.line.send(self._next(hand, message["room"]))
+                        worker.pipe.send(self._next(worker, message["room"]))
 
     def compared(self, ready: Callable[[], None]) -> None:
         """Several workers are not compared with stock generate."""
@@ -91,79 +91,79 @@ class Crew:
     def stop(self) -> None:
         give_up = time.monotonic() + GOODBYE
         try:
-            for hand in self.hands:
+            for worker in self.workers:
                 with contextlib.suppress(OSError):
-                    hand.line.send(None)
-            for hand in self.hands:
+                    worker.pipe.send(None)
+            for worker in self.workers:
                 with contextlib.suppress(EOFError, OSError):
-                    while hand.loaded and hand.line.poll(max(0.0, give_up - time.monotonic())):
-                        self._note(hand, hand.line.recv())
+                    while worker.loaded and worker.pipe.poll(max(0.0, give_up - time.monotonic())):
+                        self._note(worker, worker.pipe.recv())
         finally:
-            for hand in self.hands:
-                self._end(hand)
+            for worker in self.workers:
+                self._end(worker)
 
-    def _note(self, hand: Hand, message: dict[str, Any]) -> None:
-        hand.loaded |= "notes" in message
+    def _note(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
+        worker.loaded |= "notes" in message
         notes = message.get("notes", ())
         say([note for note in notes if note not in self._notes])
         self._notes |= {*notes}
         self.summaries += [message["summary"]] if "summary" in message else []
-        hand.trouble = message.get("trouble", hand.trouble)
+        worker.trouble = message.get("trouble", worker.trouble)
 
-    def _finish(self, hand: Hand, results: Sequence[Result], report: Report) -> None:
+    def _finish(self, worker: WorkerProcess, results: Sequence[Result], report: Report) -> None:
         for result in results:
-            hand.worked, hand.barren = True, 0
-            hand.tasks.pop(result.name, None)
+            worker.worked, worker.failed_starts = True, 0
+            worker.tasks.pop(result.name, None)
             if result.name in self._unfinished:
                 self._unfinished.remove(result.name)
                 report(result)
 
-    def _next(self, hand: Hand, room: int) -> list[Task]:
+    def _next(self, worker: WorkerProcess, room: int) -> list[Task]:
         """Up to `room` tasks; the tasks of killed workers come last, each for a worker that has no other task."""
-        if hand.alone and hand.tasks:
+        if worker.alone and worker.tasks:
             return []
         tasks = [self._rest.popleft() for _ in range(min(room, len(self._rest)))]
-        hand.alone = not tasks and not hand.tasks and bool(self._suspects)
-        if hand.alone:
+        worker.alone = not tasks and not worker.tasks and bool(self._suspects)
+        if worker.alone:
             tasks = [self._suspects.popleft()]
-        hand.tasks |= {task.item.name: task for task in tasks}
+        worker.tasks |= {task.item.name: task for task in tasks}
         return tasks
 
-    def _start(self, slot: str, place: str, barren: int = 0) -> None:
-        line, theirs = multiprocessing.Pipe()
+    def _start(self, slot: str, place: str, failed_starts: int = 0) -> None:
+        pipe, theirs = multiprocessing.Pipe()
         process = multiprocessing.get_context("spawn").Process(target=serve, args=(self.job, place, slot, theirs))
         process.start()
         theirs.close()  # so that `recv` raises EOFError when the process ends
-        self.hands.append(Hand(process, line, slot, place, barren))
+        self.workers.append(WorkerProcess(process, pipe, slot, place, failed_starts))
 
     @staticmethod
-    def _end(hand: Hand) -> str:
+    def _end(worker: WorkerProcess) -> str:
         """End a process, and return how it ended."""
-        hand.line.close()
-        hand.process.join(1)  # a process that ended by itself may need a moment to exit
-        hand.process.kill()
-        hand.process.join()
-        code = hand.process.exitcode
+        worker.pipe.close()
+        worker.process.join(1)  # a process that ended by itself may need a moment to exit
+        worker.process.kill()
+        worker.process.join()
+        code = worker.process.exitcode
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
-    def _replace(self, hand: Hand, report: Report) -> None:
-        """Hand the tasks of a dead worker to the others, and restart it where that may help."""
-        self.hands.remove(hand)
-        how = self._end(hand)
-        self._finish(hand, [*self._recorded(hand.slot, self._unfinished.intersection(hand.tasks))], report)
-        for task in hand.tasks.values():
-            if hand.alone and not hand.trouble:
+    def _replace(self, worker: WorkerProcess, report: Report) -> None:
+        """Give the tasks of a dead worker to the others, and restart it where that may help."""
+        self.workers.remove(worker)
+        how = self._end(worker)
+        self._finish(worker, [*self._recorded(worker.slot, self._unfinished.intersection(worker.tasks))], report)
+        for task in worker.tasks.values():
+            if worker.alone and not worker.trouble:
                 self._unfinished.remove(task.item.name)
-                report(self._blamed(hand.slot, task))
-            elif hand.trouble and not hand.alone:  # it reported an error of its own: no item is the cause
+                report(self._blamed(worker.slot, task))
+            elif worker.trouble and not worker.alone:  # it reported an error of its own: no item is the cause
                 self._rest.append(task)
             else:
                 self._suspects.append(task)
-        self._why = hand.trouble or f"{hand.slot} on {hand.place} has ended ({how})"
-        again = hand.worked or (not hand.trouble and hand.barren + 1 < STARTS)
+        self._why = worker.trouble or f"{worker.slot} on {worker.place} has ended ({how})"
+        again = worker.worked or (not worker.trouble and worker.failed_starts + 1 < STARTS)
         if again:
-            self._start(hand.slot, hand.place, 0 if hand.worked else hand.barren + 1)
-        then = "it is restarted" if again else "the other workers go on" if self.hands else "no worker is left"
+            self._start(worker.slot, worker.place, 0 if worker.worked else worker.failed_starts + 1)
+        then = "it is restarted" if again else "the other workers go on" if self.workers else "no worker is left"
         print(f"{' '.join(self._why.split())}; {then}", file=sys.stderr)
 
     def _recorded(self, slot: str, names: set[str]) -> Iterator[Result]:

@@ -83,10 +83,10 @@ class Finals:
             with Journal(self._log) as log:
                 log.append({"file": name})
 
-    def drop_shards(self, made: Collection[Path]) -> None:
+    def drop_shards(self, written: Collection[Path]) -> None:
         """Remove tars that earlier runs wrote and this one did not, since there are fewer captions now."""
         for name in noted(self._log):
-            if SHARD.fullmatch(name) and self.folder / name not in made:
+            if SHARD.fullmatch(name) and self.folder / name not in written:
                 (self.folder / name).unlink(missing_ok=True)
 
     def _made_at(self, path: Path, kinds: Collection[str]) -> bool:

@@ -42,7 +42,7 @@ class Plan:
     done: int = 0
     kept: int = 0
     failed_before: int = 0
-    anew: int = 0  # pending items that have a caption by mmspec, with another prompt or other settings
+    again: int = 0  # pending items that have a caption by mmspec, with another prompt or other settings
     restored: int = 0
     unwritable: list[str] = field(default_factory=list)
 
@@ -53,7 +53,7 @@ class Plan:
     def __str__(self) -> str:
         parts = {
             "to caption": len(self.pending),
-            "of them again, since the prompt or a setting has changed": self.anew,
+            "of them again, since the prompt or a setting has changed": self.again,
             "done before": self.done,
             "kept (they have a caption that mmspec did not write; see --on-existing)": self.kept,
             "failed before (--retry-failed retries them)": self.failed_before,
@@ -115,7 +115,7 @@ class Planner:
                 f"{outputs.folder} already holds a caption of {name}, from another folder; "
                 "choose another --out, or --on-existing overwrite"
             )
-        todo.anew += same
+        todo.again += same
         todo.pending.append(Task(item, choice, named, came_with, existing, sidecar))
 
     def _choice(self, item: Item, existing: str | None) -> tuple[PromptChoice, str]:

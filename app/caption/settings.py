@@ -15,7 +15,7 @@ from mmspec.app import embedded, enabling
 from mmspec.app.caption.journal import key
 from mmspec.app.caption.options import AUTO, BESIDE, ENGINE, RARE, VLLM, Options
 from mmspec.app.media import video
-from mmspec.app.options import meant
+from mmspec.app.options import did_you_mean
 
 PROMPT = "Describe this image in two or three sentences."  # for models other than the embedded one
 WHOLE = "--help-all"
@@ -64,7 +64,7 @@ class Flags:
         for name, value in entries.items():
             dest = str(name).replace("-", "_")
             if dest not in OPTIONS or dest == CONFIG:
-                hint = meant(dest.replace("_", "-"), [one.replace("_", "-") for one in OPTIONS])
+                hint = did_you_mean(dest.replace("_", "-"), [one.replace("_", "-") for one in OPTIONS])
                 raise SettingsError(f"{origin}: unknown setting {name!r}{hint} (mmspec caption --help lists them)")
             if dest == "inputs" or value is None:
                 continue

@@ -66,7 +66,7 @@ class Alone:
         self.worker.close()
 
 
-def serve(job: Job, place: str, slot: str, line: Connection) -> None:
+def serve(job: Job, place: str, slot: str, pipe: Connection) -> None:
     """The main function of a worker process: requests items and sends results until the parent stops it or is gone."""
     quiet()
     for number in (signal.SIGINT, signal.SIGTERM):  # may be sent to all processes; the parent decides when to stop
@@ -77,27 +77,27 @@ def serve(job: Job, place: str, slot: str, line: Connection) -> None:
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has gone
         try:
             with contextlib.closing(Worker(job, place, slot)) as worker:
-                line.send({"notes": worker.notes})
+                pipe.send({"notes": worker.notes})
                 results, opened = list[Result](), False
                 while True:
                     room = max(0, min(worker.window, job.items) - worker.in_hand)
                     if results or room or opened != (worker.flow is not None):
                         opened = worker.flow is not None
-                        line.send({"results": results, "room": room, "opened": opened})
-                        tasks = line.recv()  # the parent answers every such message
+                        pipe.send({"results": results, "room": room, "opened": opened})
+                        tasks = pipe.recv()  # the parent answers every such message
                         if tasks is None:
                             break
                         worker.give(tasks)
-                    elif line.poll():  # the parent stops the run, or is gone: EOFError
-                        line.recv()
+                    elif pipe.poll():  # the parent stops the run, or is gone: EOFError
+                        pipe.recv()
                     if not worker.busy:  # another worker may still die, and its items come here
                         time.sleep(POLL)
                     results = worker.step()
-                line.send({"summary": worker.summary()})
+                pipe.send({"summary": worker.summary()})
         except ConnectionError:
             raise
         except (FatalError, OSError) as error:
-            line.send({"trouble": f"{slot} on {place}: {error}"})
+            pipe.send({"trouble": f"{slot} on {place}: {error}"})
 
 
 def say(notes: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from mmspec.app.demo.answer import MAX_FRAMES, MAX_NEW_TOKENS, MAX_PROMPT, PICTU
 from mmspec.app.demo.desk import Desk, visitor
 from mmspec.app.demo.duo import Duo
 from mmspec.app.demo.race import DONE
-from mmspec.app.demo.tab import QUICK, Tab, doors, pressed, tie
+from mmspec.app.demo.tab import QUICK, Tab, buttons, connect, enable_buttons
 
 NAMES = (  # the examples are buttons with a picture and no text
     "() => document.querySelectorAll('#mm-examples button, #mm-clips button').forEach((b, i) => "
@@ -91,7 +91,7 @@ def build(duo: Duo, desk: Desk, offer: Offer, page: gr.Blocks) -> Caption:
         with gr.Column(scale=2, min_width=300):
             question = kind, image, video, prompt = _question(offer)
             clear = gr.Button("Clear", elem_id="mm-clear", min_width=80, render=False)
-            run, stop = doors("Run", ("mm-run", "mm-stop"), clear)
+            run, stop = buttons("Run", ("mm-run", "mm-stop"), clear)
             drafter = gr.Dropdown(list(duo.drafters), value=duo.name, label="Drafter", elem_id="mm-drafter")
             if len(offer.prompts) > 1:
                 ready = [[text] for text in offer.prompts]
@@ -103,17 +103,17 @@ def build(duo: Duo, desk: Desk, offer: Offer, page: gr.Blocks) -> Caption:
             inputs = [*question, drafter, *_options(duo)]
         with gr.Column(scale=5, min_width=320):
             talk = gr.HTML("", elem_id="mm-talk")
-            panes = caption.lay(view.LEGEND)
+            panes = caption.build_panes(view.LEGEND)
             further, send = _further(offer)
     shown = [*panes, talk, history]
     for triggers, work, given in (
         ([run.click, prompt.submit], caption.run, inputs),
         ([send.click, further.submit], caption.go_on, [history, further, *inputs]),
     ):
-        ended = tie(caption, triggers, work, given, shown, panes, [run, stop])
-        ended.then(lambda turns: pressed(*[bool(turns)] * 2), history, [further, send], **QUICK)
+        ended = connect(caption, triggers, work, given, shown, panes, [run, stop])
+        ended.then(lambda turns: enable_buttons(*[bool(turns)] * 2), history, [further, send], **QUICK)
     another = [kind.change, image.change, video.change]  # a new picture or video ends the conversation
-    gr.on(another, lambda: ([], "", *pressed(False, False)), None, [history, talk, further, send], **QUICK)
+    gr.on(another, lambda: ([], "", *enable_buttons(False, False)), None, [history, talk, further, send], **QUICK)
     stop.click(caption.stop, None, None, **QUICK)
     clear.click(caption.clear, None, [image, video, prompt, further, *shown], **QUICK)
     page.load(None, js=NAMES, **QUICK)

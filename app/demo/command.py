@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mmspec import media, zoo
 from mmspec.app import embedded, enabling
 from mmspec.app.media import inputs, items
-from mmspec.app.options import above_zero, check_port, door, where
+from mmspec.app.options import above_zero, check_port, port, where
 
 if TYPE_CHECKING:
     from gradio import Blocks
@@ -60,7 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--examples", type=Path, metavar="FOLDER", help="example pictures (default: the sample drawings)")
     add("--results", type=Path, default=RESULTS, metavar="FOLDER", help="the bench's JSON records")
     add("--host", default="127.0.0.1", help="address to listen on; any but this machine's needs --auth (%(default)s)")
-    add("--port", type=door, help="default: the first free port from 7860 on")
+    add("--port", type=port, help="default: the first free port from 7860 on")
     add("--auth", metavar="USER:PASSWORD", help="require a password; or set MMSPEC_DEMO_AUTH, which `ps` does not show")
     add("--time-limit", type=above_zero, default=180.0, metavar="S", help="limit of a run, in seconds (%(default)s)")
     enabling.add(parser)
@@ -73,14 +73,14 @@ def run(args: argparse.Namespace) -> int:
     from mmspec.app.demo import desk, guard, sight
     from mmspec.app.devices import EngineError
 
-    refused = (guard.DoorError, desk.RefusedError, EngineError, enabling.EnableError, media.MediaError)
+    refused = (guard.AccessError, desk.RefusedError, EngineError, enabling.EnableError, media.MediaError)
     try:
         auth = guard.credentials(args.host, args.auth or os.environ.get("MMSPEC_DEMO_AUTH"))
         if args.port is not None:  # check before the slow loading of the models
             check_port(args.host, args.port, "choose another --port, or none: a free one is found")
         pictures, clips = examples(args.examples)
-        with sight.decoder() as eyes:
-            page = load(args, eyes, pictures, clips)
+        with sight.decoder() as decoder:
+            page = load(args, decoder, pictures, clips)
             quietly = {"quiet": True, "prevent_thread_lock": True}  # no advice to create a public link
             _, address, _ = launch(page, args.host, args.port, auth, inbrowser=args.open, **quietly)
             print(f"the demo is at {address} (Ctrl-C ends it)", flush=True)
@@ -103,17 +103,17 @@ def examples(folder: Path | None) -> tuple[list[Path], list[Path]]:
     return pictures[:EXAMPLES], clips[:EXAMPLES]
 
 
-def load(args: argparse.Namespace, eyes: Decoder, pictures: list[Path], clips: list[Path]) -> Blocks:
+def load(args: argparse.Namespace, decoder: Decoder, pictures: list[Path], clips: list[Path]) -> Blocks:
     from mmspec.app.demo import records
 
-    duo, offer = _captions(args, eyes, pictures, clips)
+    duo, offer = _captions(args, decoder, pictures, clips)
     bench = records.read(args.results)
     easel, studio = _pictures(args), _classes(args, bench)
     wishes = WISHES if args.image_model == embedded.IMAGE_MODEL else ()
     return build(duo, offer, bench, easel, wishes, studio, args.model)
 
 
-def _captions(args: argparse.Namespace, eyes: Decoder, pictures: list[Path], clips: list[Path]) -> tuple[Duo, Offer]:
+def _captions(args: argparse.Namespace, decoder: Decoder, pictures: list[Path], clips: list[Path]) -> tuple[Duo, Offer]:
     """The race and the examples of the Caption tab."""
     from mmspec.app import engine as engines
     from mmspec.app.demo.caption_tab import Offer
@@ -127,7 +127,7 @@ def _captions(args: argparse.Namespace, eyes: Decoder, pictures: list[Path], cli
     engine = engines.load(args.model, drafter, args.device, args.dtype, 128, 0.0, **options)
     if engine.drafter is None:
         raise EngineError(f"{args.model} cannot be accelerated: {'; '.join(engine.notes) or 'no drafter was given'}")
-    duo = Duo(engine, eyes, args.time_limit, fitting(engine, args.model, args.drafters))
+    duo = Duo(engine, decoder, args.time_limit, fitting(engine, args.model, args.drafters))
     prompts = list(zoo.PROMPTS.values()) if own else list(PROMPTS)
     if pictures:
         duo.warm_up(str(pictures[0]), prompts[0])

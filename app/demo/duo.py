@@ -59,9 +59,10 @@ class Duo(Race[Ask, ChatTurn, BatchFeature]):
     """Stock generate and mmspec on one loaded model; one run at a time."""
 
     def __init__(
-        self, engine: Engine, eyes: Decoder, time_limit: float = TIME_LIMIT, drafters: dict[str, object] | None = None
-    ) -> None:
-        self.eyes = eyes
+        self, engine: Engine, decoder: Decoder, time_limit: float = TIME_LIMIT,
+        drafters: dict[str, object] | None = None,
+    ) -> None:  # fmt: skip
+        self.decoder = decoder
         self.model, self.processor, self.time_limit = engine.model, engine.processor, time_limit
         self.enabled = engine.options  # of the command line; the page's controls override them
         self.options = {k: v for k, v in engine.options.items() if k not in Ask.__dataclass_fields__}
@@ -74,7 +75,7 @@ class Duo(Race[Ask, ChatTurn, BatchFeature]):
         if ask.drafter not in self.drafters:
             raise RefusedError(f"No drafter {ask.drafter!r} here; choose from {', '.join(self.drafters)}.")
         began = time.perf_counter()
-        frames = look_at(ask, self.eyes, stop)
+        frames = look_at(ask, self.decoder, stop)
         inputs = self._inputs(ask, frames)
         shown = frames if ask.kind == VIDEO else ()
         both = ShownAnswer(), ShownAnswer(accelerated=True)

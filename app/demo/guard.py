@@ -13,7 +13,7 @@ from mmspec.app.options import is_local
 ADDRESS = "The demo fetches nothing from the network. Download the file and upload it."
 
 
-class DoorError(ValueError):
+class AccessError(ValueError):
     """The demo may not be opened to others in this way; the message says what to do."""
 
 
@@ -65,16 +65,16 @@ def _refuse_address(file: dict[str, Any]) -> dict[str, Any]:
 def credentials(host: str, auth: str | None) -> tuple[str, str] | None:
     """User and password; None if only this machine can reach the demo.
 
-    Raises DoorError: another host without a password, or a password that cannot be read.
+    Raises AccessError: another host without a password, or a password that cannot be read.
     """
     if auth is None:
         if is_local(host):
             return None
-        raise DoorError(
+        raise AccessError(
             f"--host {host} lets others on the network in, so a password is needed: add --auth USER:PASSWORD, or set "
             f"MMSPEC_DEMO_AUTH, or leave --host out for this machine only"
         )
     user, colon, password = auth.partition(":")
     if not (user and colon and password):
-        raise DoorError("--auth takes USER:PASSWORD, both not empty, separated by a colon")
+        raise AccessError("--auth takes USER:PASSWORD, both not empty, separated by a colon")
     return user, password

@@ -14,7 +14,7 @@ from mmspec.app.demo import image_view, look
 from mmspec.app.demo.answer import MAX_PROMPT
 from mmspec.app.demo.desk import Desk
 from mmspec.app.demo.easel import COUPLED, FAMILIES, LOSSLESS, RANGES, SEED_EXACT, STEPS, Easel, Pair, Studio, Wish
-from mmspec.app.demo.tab import QUICK, Tab, doors, tie
+from mmspec.app.demo.tab import QUICK, Tab, buttons, connect
 from mmspec.app.painter import unknown_words
 
 MARKS = "(on) => { document.getElementById('mm-paint-race').dataset.marks = on; }"
@@ -57,7 +57,7 @@ def build(easel: Easel, desk: Desk, prompts: Sequence[str] = (), own: bool = Fal
                 wished: Any = gr.Dropdown(names, value=names[0], label="Class", filterable=True, elem_id="mm-class")
             else:
                 wished = _prompt(easel, prompts)
-            draw, stop = doors("Draw", ("mm-sketch", "mm-sketch-halt") if image.classes else ("mm-draw", "mm-halt"))
+            draw, stop = buttons("Draw", ("mm-sketch", "mm-sketch-halt") if image.classes else ("mm-draw", "mm-halt"))
             inputs = [wished, *(_drafts if image.classes else _method)(easel), *_sampling(easel)]
             if len(prompts) > 1:
                 ready = [[text] for text in prompts]
@@ -66,9 +66,9 @@ def build(easel: Easel, desk: Desk, prompts: Sequence[str] = (), own: bool = Fal
             marks = gr.Checkbox(
                 True, label="marks", container=False, scale=0, min_width=110, elem_id="mm-marks", render=False
             )
-            panes = image.lay(image_view.LEGEND, marks) if easel.ordered else image.lay("")
+            panes = image.build_panes(image_view.LEGEND, marks) if easel.ordered else image.build_panes("")
     triggers = [draw.click] if image.classes else [draw.click, wished.submit]
-    tie(image, triggers, image.run, inputs, panes, panes, [draw, stop])
+    connect(image, triggers, image.run, inputs, panes, panes, [draw, stop])
     stop.click(image.stop, None, None, **QUICK)
     if easel.ordered:
         marks.change(None, marks, js=MARKS, **QUICK)

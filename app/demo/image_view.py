@@ -35,7 +35,7 @@ def board(canvas: Canvas, fast: float, marked: bool) -> str:
 
 
 def stage(pair: Pair, marked: bool) -> str:
-    fast = look.haste(pair)
+    fast = look.speed_factor(pair)
     about = f"{pair.wish.method}: one forward verifies many tokens"
     return look.stage(pair, (("Plain", "one forward of the model for each token", board(pair.plain, fast, False)),
                              ("mmspec", about, board(pair.fast, fast, marked))))  # fmt: skip

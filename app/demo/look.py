@@ -16,14 +16,14 @@ FAILED = "This could not be run: the page sent invalid values. Reload the page a
 NO_FIGURES = "Figures appear after a run."
 
 
-def haste(both: RaceView[RaceSide]) -> float:
+def speed_factor(both: RaceView[RaceSide]) -> float:
     """The factor by which a replay is faster than the run."""
     return max(1.0, max(both.plain.seconds, both.fast.seconds) / LONGEST)
 
 
 def stage(both: RaceView[RaceSide], sides: Sequence[tuple[str, str, str]]) -> str:
     """Both sides next to each other, each as (title, description, body), with time bars on a common scale."""
-    fast = haste(both)
+    fast = speed_factor(both)
     longest = max(both.plain.seconds, both.fast.seconds) or 1.0
     panes = "".join(
         f'<section class="mm-pane" aria-label="{escape(title)}"><header><h3>{escape(title)}</h3>{_clock(one, fast)}'
@@ -54,7 +54,7 @@ def moment(seconds: float, fast: float) -> str:
 
 def pace(both: RaceView[RaceSide]) -> str:
     """A note on the speed of the replay, if it is not the original one."""
-    fast = haste(both)
+    fast = speed_factor(both)
     return f"Replayed {fast:.1f}× as fast as it ran." if fast > 1 else ""
 
 

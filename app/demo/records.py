@@ -166,9 +166,9 @@ def origins(bench: ResultFolder, run: str, measure: str) -> str:
     return "".join([*parts, f'<details class="mm-origin">{summary}<dl>{rows}</dl></details>'])
 
 
-def shown(bench: ResultFolder, run: str, under: str, measure: str) -> tuple[object, ...]:
-    rows, label = table(bench.conditions(run)[under][:MOST], measure), MEASURES[measure]
-    title = f"{label[0].upper()}{label[1:]}; {under}"
+def shown(bench: ResultFolder, run: str, condition_: str, measure: str) -> tuple[object, ...]:
+    rows, label = table(bench.conditions(run)[condition_][:MOST], measure), MEASURES[measure]
+    title = f"{label[0].upper()}{label[1:]}; {condition_}"
     best = rows.rename(columns={label: "value"}).filter(["method", "distribution", "value", *QUARTILES.values()])
     return gr.BarPlot(best[best["value"].notna()].head(BARS), title=title), rows, origins(bench, run, measure)
 
@@ -181,7 +181,7 @@ def build(bench: ResultFolder, model: str, page: gr.Blocks) -> None:
     first = bench.first(model)
     with gr.Row():
         run = gr.Dropdown([(bench.title(name), name) for name in bench.runs], value=first, label="Measurements")
-        under, measure = gr.Dropdown(label="Condition"), gr.Dropdown(label="Measure")
+        condition_, measure = gr.Dropdown(label="Condition"), gr.Dropdown(label="Measure")
     coloured: dict[str, Any] = {"color": "distribution", "color_map": COLOURS, "color_title": "", "height": 380}
     views: list[Any] = [
         gr.BarPlot(x="method", y="value", x_title=" ", y_title=" ", sort="-y", x_label_angle=-40, tooltip="all",
@@ -196,9 +196,9 @@ def build(bench: ResultFolder, model: str, page: gr.Blocks) -> None:
         labels = [(MEASURES[name], name) for name in named]
         return gr.update(choices=list(there), value=next(iter(there))), gr.update(choices=labels, value=named[0])
 
-    def redraw(run: str, under: str, measure: str) -> tuple[object, ...]:
-        return shown(bench, run, under, measure)
+    def redraw(run: str, condition_: str, measure: str) -> tuple[object, ...]:
+        return shown(bench, run, condition_, measure)
 
     for chosen in (page.load, run.input):
-        chosen(choices, run, [under, measure], **QUICK).then(redraw, [run, under, measure], views, **QUICK)
-    gr.on([under.input, measure.input], redraw, [run, under, measure], views, **QUICK)
+        chosen(choices, run, [condition_, measure], **QUICK).then(redraw, [run, condition_, measure], views, **QUICK)
+    gr.on([condition_.input, measure.input], redraw, [run, condition_, measure], views, **QUICK)

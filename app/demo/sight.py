@@ -26,21 +26,21 @@ def decoder() -> Decoder:
     return Decoder(1, LIMITS, FramePolicy("uniform", MAX_FRAMES), max_side=LONGEST)
 
 
-def look_at(ask: Ask, eyes: Decoder, stop: threading.Event) -> tuple[Image.Image, ...]:
+def look_at(ask: Ask, decoder: Decoder, stop: threading.Event) -> tuple[Image.Image, ...]:
     """The picture, or at most `ask.frames` frames of the video.
 
     Raises RefusedError: it cannot be used; the message says why, and what to do.
     """
     assert ask.media is not None
     ticket, end = object(), time.monotonic() + 2 * LIMITS.seconds
-    eyes.submit(ticket, Item("upload", ask.kind, FileSource(Path(ask.media))))
+    decoder.submit(ticket, Item("upload", ask.kind, FileSource(Path(ask.media))))
     while not stop.is_set() and time.monotonic() < end:
-        for whose, seen in eyes.ready(PATIENCE):
+        for whose, media in decoder.ready(PATIENCE):
             if whose is not ticket:  # left over from a stopped run
                 continue
-            if isinstance(seen, MediaError):
-                raise RefusedError(f"This {ask.noun} {seen.reason}; {_advice(ask, seen)}.")
-            return tuple(centres(seen.frames, ask.frames))
+            if isinstance(media, MediaError):
+                raise RefusedError(f"This {ask.noun} {media.reason}; {_advice(ask, media)}.")
+            return tuple(centres(media.frames, ask.frames))
     raise RefusedError(f"The {ask.noun} was not read completely.")
 
 

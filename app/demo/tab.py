@@ -58,12 +58,12 @@ class Tab(Generic[V]):
     def begin(self, request: gr.Request) -> tuple[object, ...]:
         """Called before the queue: end an earlier run of this visitor and clear its output."""
         self.desk.begin(visitor(request))
-        return look.WAITING, self.empty(), look.NO_FIGURES, *pressed(False, True)
+        return look.WAITING, self.empty(), look.NO_FIGURES, *enable_buttons(False, True)
 
     def stop(self, request: gr.Request) -> None:
         self.desk.stop(visitor(request))
 
-    def lay(self, legend: str, *more: Component) -> list[Component]:
+    def build_panes(self, legend: str, *more: Component) -> list[Component]:
         """Build headline, stage, replay buttons and figures in the current page."""
         summary = gr.HTML(self.start, elem_id=f"mm-{self.name}-summary")
         stage = gr.HTML(self.empty(), elem_id=f"mm-{self.name}-race")
@@ -78,31 +78,31 @@ class Tab(Generic[V]):
         return [summary, stage, figures]
 
 
-def tie(
+def connect(
     tab: Tab[Any], triggers: Sequence[Callable[..., Dependency]], work: Callable[..., Iterator[object]],
     given: Sequence[Component], shown: Sequence[Component],
-    panes: Sequence[Component], doors: Sequence[Component],
+    panes: Sequence[Component], buttons: Sequence[Component],
 ) -> Dependency:  # fmt: skip
     """Connect a run to the events that start it; returns the event of its end.
 
     Args:
         given, shown: inputs and outputs of `work`.
         panes: headline, stage and figures, which `begin` clears.
-        doors: the buttons that start and stop a run.
+        buttons: the buttons that start and stop a run.
     """
-    started = gr.on(triggers, tab.begin, None, [*panes, *doors], **QUICK)
+    started = gr.on(triggers, tab.begin, None, [*panes, *buttons], **QUICK)
     ended = started.then(work, given, shown, **IN_TURN)
     ended.failure(lambda: look.refusal(look.FAILED), None, panes[0], **QUICK)
     gr.on(triggers, None, js=SHOW.format(panes[0].elem_id), **QUICK)
-    return ended.then(lambda: pressed(True, False), None, doors, **QUICK)
+    return ended.then(lambda: enable_buttons(True, False), None, buttons, **QUICK)
 
 
-def pressed(*may: bool) -> tuple[dict[str, object], ...]:
+def enable_buttons(*may: bool) -> tuple[dict[str, object], ...]:
     """Updates that enable or disable buttons."""
     return tuple(gr.update(interactive=one) for one in may)
 
 
-def doors(start: str, ids: Sequence[str], *more: Component) -> list[gr.Button]:
+def buttons(start: str, ids: Sequence[str], *more: Component) -> list[gr.Button]:
     """A row with the buttons that start and stop a run, and others."""
     with gr.Row():
         run = gr.Button(start, variant="primary", elem_id=ids[0], min_width=80)

@@ -50,7 +50,7 @@ def text(answer: ShownAnswer, title: str, fast: float) -> str:
 
 
 def stage(turn: ChatTurn) -> str:
-    fast = look.haste(turn)
+    fast = look.speed_factor(turn)
     return look.stage(turn, (
         ("Plain", "stock generate: one call of the model for each token", text(turn.plain, "Plain", fast)),
         ("mmspec", f"{turn.ask.drafter} drafts ahead; one call checks the whole draft",

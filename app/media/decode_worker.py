@@ -33,7 +33,7 @@ class DecodeOrder:
     max_side: int | None
 
 
-def serve(line: Connection, order: DecodeOrder) -> None:
+def serve(pipe: Connection, order: DecodeOrder) -> None:
     """The main function of a worker process: receive an item, answer with its frames, until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides when to stop
     for library in ("OMP", "OPENBLAS", "MKL"):  # numpy is loaded for few pictures only, and needs no threads
@@ -41,15 +41,15 @@ def serve(line: Connection, order: DecodeOrder) -> None:
     Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, order.limits.max_pixels)  # Pillow's own limit
     _limit_memory(order.limits.memory)
     with contextlib.suppress(OSError, EOFError):  # the parent has gone
-        line.send_bytes(b"{}")
+        pipe.send_bytes(b"{}")
         while True:
-            packed = line.recv_bytes()
+            packed = pipe.recv_bytes()
             _set_alarm(order.limits.seconds + 5)
             answer, frames = _answer(packed, order)
             _set_alarm(0)
-            line.send_bytes(json.dumps(answer).encode())
+            pipe.send_bytes(json.dumps(answer).encode())
             for frame in frames:
-                line.send_bytes(frame)
+                pipe.send_bytes(frame)
 
 
 def _answer(packed: bytes, order: DecodeOrder) -> tuple[dict[str, Any], list[bytes]]:

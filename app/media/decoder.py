@@ -46,12 +46,12 @@ class DecodeWorker:
 
     order: DecodeOrder
     process: Any = None
-    line: Connection | None = None
+    pipe: Connection | None = None
     started: bool = False
     job: DecodeJob | None = None
 
     def begin(self) -> None:
-        self.line, theirs = multiprocessing.Pipe()
+        self.pipe, theirs = multiprocessing.Pipe()
         self.started = False
         self.process = multiprocessing.get_context("spawn").Process(
             target=serve, args=(theirs, self.order), name="mmspec-decoder", daemon=True
@@ -63,8 +63,8 @@ class DecodeWorker:
 
     def end(self, patience: float = 0) -> str:
         """End the process, after up to `patience` seconds in which it may exit by itself; returns how it ended."""
-        if self.line is not None:
-            self.line.close()
+        if self.pipe is not None:
+            self.pipe.close()
         if self.process is None or self.process.pid is None:
             return ""
         self.process.join(patience)
@@ -77,18 +77,18 @@ class DecodeWorker:
 
     def answers(self, seconds: float) -> bool:
         """Whether an answer arrives within so many seconds; the second poll finds one that arrived at the deadline."""
-        assert self.line is not None
-        return self.line.poll(seconds) or self.line.poll(0)
+        assert self.pipe is not None
+        return self.pipe.poll(seconds) or self.pipe.poll(0)
 
     def ask(self, job: DecodeJob, seconds: float) -> Media | MediaError | None:
         """The decoded item or its error; None if it takes too long. EOFError or OSError if the process has died."""
-        assert self.line is not None
-        self.line.send_bytes(job.packed)
+        assert self.pipe is not None
+        self.pipe.send_bytes(job.packed)
         if not self.answers(seconds):
             return None
-        answer = json.loads(self.line.recv_bytes())
+        answer = json.loads(self.pipe.recv_bytes())
         sizes = answer.pop("frames", ())
-        frames = tuple(Image.frombytes("RGB", size, self.line.recv_bytes(3 * size[0] * size[1])) for size in sizes)
+        frames = tuple(Image.frombytes("RGB", size, self.pipe.recv_bytes(3 * size[0] * size[1])) for size in sizes)
         return MediaError(*answer["error"]) if "error" in answer else Media(frames, **answer)
 
 
@@ -207,8 +207,8 @@ class Decoder:
             late = not worker.answers(START_SECONDS)
             if not late:
                 with contextlib.suppress(OSError, EOFError):
-                    assert worker.line is not None
-                    worker.line.recv_bytes()
+                    assert worker.pipe is not None
+                    worker.pipe.recv_bytes()
                     worker.started = True
                     return
             how = worker.end(0 if late else 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.app import embedded, enabling
-from mmspec.app.options import check_port, count, door, from_zero, is_local, where
+from mmspec.app.options import check_port, count, from_zero, is_local, port, where
 from mmspec.media import MAX_PIXELS, MediaLimits
 
 
@@ -19,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("model", nargs="?", default=embedded.MODEL, help="name on the Hugging Face Hub, or a folder (%(default)s)")
     add("--drafter", help="name, folder or hub name; default: what the model ships with")
     add("--host", default="127.0.0.1", help="address to listen on; any but this machine's needs --key (%(default)s)")
-    add("--port", type=door, default=8000, help="(%(default)s)")
+    add("--port", type=port, default=8000, help="(%(default)s)")
     add("--key", help="API key that clients must send; or set MMSPEC_API_KEY, which `ps` does not show")
     add("--batch-size", type=count, metavar="N", help="maximum batch size (default: what fits)")
     add("--queue", type=count, default=256, metavar="N", help="requests that may wait besides (%(default)s)")

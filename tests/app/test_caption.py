@@ -828,7 +828,7 @@ def test_what_is_left_out_or_called_by_its_whole_path_is_said(caption, photos: P
     assert caption("--out", "out", folder="lists/list.txt") == OK
     name = str((photos / "a.png").resolve())[1:]
     assert f"files outside of lists are named by their full path, such as {name}" in capsys.readouterr().out
-    assert "whole path" not in capsys.readouterr().out and list(captions("out")) == [name]
+    assert "full path" not in capsys.readouterr().out and list(captions("out")) == [name]
 
 
 def test_config(caption, photos: Path, capsys: pytest.CaptureFixture):

@@ -315,7 +315,7 @@ def test_stop_and_the_time_limit_end_both_answers(duo: Duo, picture: str) -> Non
     next(run)
     run.close()  # as when the browser went away
     assert threads() <= before
-    slow = Duo(Engine(tiny_llava.model(), tiny_llava.processor(), "ngram", 32), duo.eyes, time_limit=0.0)
+    slow = Duo(Engine(tiny_llava.model(), tiny_llava.processor(), "ngram", 32), duo.decoder, time_limit=0.0)
     turn = last(slow.run(about(picture, PROMPT), threading.Event()))
     assert turn.plain.state == turn.fast.state == TIMED_OUT
 
@@ -630,11 +630,11 @@ def test_another_host_needs_a_password() -> None:
     for host in ("127.0.0.1", "localhost", "::1", "127.3.2.1"):
         assert guard.credentials(host, None) is None
     for host in ("0.0.0.0", "::", "192.168.1.5", "example.org"):
-        with pytest.raises(guard.DoorError, match="--auth USER:PASSWORD"):
+        with pytest.raises(guard.AccessError, match="--auth USER:PASSWORD"):
             guard.credentials(host, None)
         assert guard.credentials(host, "ann:pass:word") == ("ann", "pass:word")
     for wrong in ("ann", "ann:", ":pass", ""):
-        with pytest.raises(guard.DoorError, match="USER:PASSWORD"):
+        with pytest.raises(guard.AccessError, match="USER:PASSWORD"):
             guard.credentials("127.0.0.1", wrong)
 
 

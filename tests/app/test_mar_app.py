@@ -113,7 +113,7 @@ def test_two_pictures_side_by_side(studio, mode):
     said = image_view.headline(two, measured)
     assert ("lossless" in said) == ("keeps the distribution" in said) == (mode != CSPD)
     assert ("mm-lossy" in said) == ("Fréchet distance 7.3 to plain drawing" in said) == (mode == CSPD)
-    assert "No record" in image_view.headline(two, {}) or mode != CSPD
+    assert "no record" in image_view.headline(two, {}) or mode != CSPD
     assert f"16 → {two.fast.result.work['passes']}" in said or mode == CSPD
     assert ("mm-gain" in said) == (two.speed_up >= 1)
     assert two.fewer[0] == 4 and "Plain drawing in 4 forwards" in said  # what such models are drawn with otherwise

@@ -311,7 +311,7 @@ BAD = {
     "temperature": (asking(large()), {"temperature": -1}, 400, "temperature: Input should be greater"),
     "nobody": ([], {}, 400, "messages: List should have at least 1 item"),
     "robot": ([{"role": "robot", "content": "?"}], {}, 400, "messages.0.role"),
-    "answered": ([{"role": "assistant", "content": "?"}], {}, 400, "has to be the user's"),
+    "answered": ([{"role": "assistant", "content": "?"}], {}, 400, "must be the user's"),
     "long": ([{"role": "user", "content": "word " * 9000}], {}, 400, "too many for this model"),
 }
 
@@ -336,7 +336,7 @@ def test_models_keys_and_strange_addresses(client: openai.OpenAI, base: str, ser
     assert httpx.post(f"{base}/v1/chat/completions", content="{").json()["error"]["message"].startswith("the body")
     service.key = "secret"
     try:
-        with pytest.raises(openai.AuthenticationError, match="a key is asked for"):
+        with pytest.raises(openai.AuthenticationError, match="an API key is required"):
             client.models.list()
         assert list(client.with_options(api_key="secret").models.list())
     finally:

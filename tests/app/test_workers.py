@@ -70,13 +70,13 @@ def test_a_killed_worker_loses_nothing(few: Path, tmp_path: Path, capsys: pytest
         told.append(result.name)
         if len(told) == 10:
             lines = {path.stem: path.read_bytes().count(b"\n") for path in (tmp_path / "out").glob(f"{STATE}/*.jsonl")}
-            victim = max(crew.hands, key=lambda hand: lines.get(hand.slot, 0))
+            victim = max(crew.workers, key=lambda worker: lines.get(worker.slot, 0))
             victims.append(victim.slot)
             os.kill(victim.process.pid, signal.SIGKILL)
 
     try:
         crew.run(tasks, report)
-        assert len(crew.hands) == 2  # it was started again
+        assert len(crew.workers) == 2  # it was started again
     finally:
         crew.stop()
     names = sorted(path.name for path in few.iterdir())
@@ -94,7 +94,7 @@ def test_an_item_that_kills_its_workers_ends_as_a_failure(workers: int, few: Pat
     crew, told = Crew(job, ["cpu"] * workers, ""), {}
     try:
         crew.run(tasks, lambda result: told.update({result.name: result.error}))
-        assert len(crew.hands) == workers
+        assert len(crew.workers) == workers
     finally:
         crew.stop()
     assert {name: error for name, error in told.items() if error} == {poison: "KilledWorkerError"}

@@ -233,7 +233,7 @@ def test_an_answer_that_is_there_is_never_too_late(decoder: Decoder, monkeypatch
             late.extend([found] * (seconds > 0))
             return found and seconds == 0
 
-    monkeypatch.setattr(worker, "line", Deaf(worker.line))
+    monkeypatch.setattr(worker, "pipe", Deaf(worker.pipe))
     assert isinstance(run(decoder, {0: GOOD})[0], Media) and late == [True]
 
 
