@@ -1,4 +1,4 @@
-"""The `mmspec` command: a table of verbs, each a module of this folder that is imported only when it is called."""
+"""The `mmspec` command: a table of commands, each in a module that is imported only when it is called."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import mmspec
-from mmspec.app.options import Pairs, meant
+from mmspec.app.options import Pairs, did_you_mean
 
-UNSAID = ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")  # of libraries, to their developers
-COMMANDS = {  # verb: (module with configure(parser) and run(args) -> exit code, one line of help)
+HIDDEN = ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")  # these are did_you_mean for developers
+COMMANDS = {  # command: (module with configure(parser) and run(args) -> exit code, one line of help)
     "caption": ("mmspec.app.caption.command", "caption images and videos: folders, lists, tables, tars, data sets"),
     "generate": ("mmspec.app.generate", "draw pictures from prompts with an autoregressive image model"),
     "demo": ("mmspec.app.demo.command", "see it at work in the browser"),
-    "serve": ("mmspec.app.serve.command", "answer OpenAI's chat protocol, many clients at once"),
+    "serve": ("mmspec.app.serve.command", "serve OpenAI's chat protocol to many clients at once"),
     "verify": ("mmspec.app.verify", "check that output is unchanged on your model and image"),
-    "bench": ("mmspec.app.bench.command", "measure speed beside plain decoding, and the quality of pictures"),
+    "bench": ("mmspec.app.bench.command", "measure the speed-up over plain decoding, and the quality of pictures"),
     "train": ("mmspec.app.train", "train a drafter for a model"),
     "convert": ("mmspec.app.convert", "rewrite a drafter in another published layout"),
     "doctor": ("mmspec.app.doctor", "check versions, device, compiler and what a new release changed; for bug reports"),
@@ -31,10 +31,10 @@ COMMANDS = {  # verb: (module with configure(parser) and run(args) -> exit code,
 
 
 def main(argv: Sequence[str] | None = None, build: Callable[[list[str]], argparse.ArgumentParser] | None = None) -> int:
-    """Run one verb, of the parser that `build` makes; the exit code."""
+    """Run one command of the parser that `build` creates; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a console that lacks a letter must not end a long run
+        if hasattr(stream, "reconfigure"):  # a character that the console lacks must not end a long run
             stream.reconfigure(errors="backslashreplace")
     quiet()
     parser = (build or _parser)(words)
@@ -44,30 +44,30 @@ def main(argv: Sequence[str] | None = None, build: Callable[[list[str]], argpars
     except KeyboardInterrupt:
         print(f"\n{parser.prog}: stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `mmspec ... | head`: nobody reads any more
+    except BrokenPipeError:  # as in `mmspec ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
 def quiet() -> None:
-    """Leave unsaid what libraries say to their developers, here and in processes that are started from now on."""
+    """Silence warnings that libraries address to developers, in this process and in those that it starts later."""
     for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
         os.environ.setdefault(name, "error")
-    os.environ.setdefault("PYTHONWARNINGS", ",".join(f"ignore::{kind}" for kind in UNSAID))
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # of compilers that nobody asked for
-    warnings.formatwarning = _told
+    os.environ.setdefault("PYTHONWARNINGS", ",".join(f"ignore::{kind}" for kind in HIDDEN))
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # about missing compilers
+    warnings.formatwarning = _short
     if not sys.warnoptions:
-        for kind in UNSAID:
+        for kind in HIDDEN:
             warnings.filterwarnings("ignore", category=getattr(builtins, kind))
 
 
-def _told(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-    """A warning as a user of the command reads it: without the place in the source."""
+def _short(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """A warning for users: without its place in the source."""
     return f"warning: {message}\n"
 
 
 class Parser(argparse.ArgumentParser):
-    """One of the command, a verb or a suite: it tells what was wrong in two lines, and what may have been meant."""
+    """An argument parser whose errors are two lines and suggest corrections."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if not args and self._subparsers is not None:
@@ -75,19 +75,19 @@ class Parser(argparse.ArgumentParser):
             self.exit(2)
         known, strange = super().parse_known_args(args, namespace)
         if strange:
-            near = meant(strange[0], self._option_string_actions) or self._value(strange[0])
+            near = did_you_mean(strange[0], self._option_string_actions) or self._value(strange[0])
             self.error(f"unrecognized arguments: {' '.join(strange)}{near}")
         return known, strange
 
     def _value(self, word: str) -> str:
-        """A question after NAME=VALUE, where a word that is no flag is a name that one takes."""
+        """A "did you mean" for a word that is not a flag, but a name that a NAME=VALUE flag takes."""
         name = word.lstrip("-").partition("=")[0].replace("-", "_")
         takes = (each for each in self._actions if isinstance(each, Pairs) and name in each.names())
         return "".join(f"; did you mean {each.option_strings[0]} {name}=VALUE?" for each in takes)
 
     def _check_value(self, action: argparse.Action, value: str) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
-            near, names = meant(value, action.choices) or ".", ", ".join(action.choices)
+            near, names = did_you_mean(value, action.choices) or ".", ", ".join(action.choices)
             self.error(f"there is no {action.metavar} {value!r}{near} Choose from {names}")
         super()._check_value(action, value)
 

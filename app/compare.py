@@ -1,4 +1,4 @@
-"""One comparison: the same requests by every method, warmed up and run in turn; what each run gave, held and asked."""
+"""Compares methods: each is warmed up, then all run in turn on the same requests, with peak memory and host reads."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from torch.overrides import TorchFunctionMode
 from mmspec.app.devices import first_line
 from mmspec.compile.capture import PiecewiseFunction
 
-WARM_UPS = 6  # runs at most until a compiled path stops compiling
-PEAKS = 3  # runs whose memory is watched
+WARM_UPS = 6  # maximum number of runs until a compiled path stops compiling
+PEAKS = 3  # runs whose peak memory is measured
 COMPILED = "compiled during a timed call: its time is overstated"
-OWN = "mmspec runs"  # how warnings of ours begin that tell how a call is run
+OWN = "mmspec runs"  # mmspec's warnings that say how a call is run begin with this
 
 
 class Named(Protocol):
@@ -32,7 +32,7 @@ class Named(Protocol):
 
 @dataclass(frozen=True)
 class Side:
-    """One of the sides of a comparison that has no table of methods: its name, and what its runs do."""
+    """One method of a comparison that has no table of methods: its name, and how its runs decode."""
 
     name: str
     how: Any
@@ -40,24 +40,24 @@ class Side:
 
 M = TypeVar("M", bound=Named)
 Q = TypeVar("Q")  # a request
-R = TypeVar("R")  # what a run gives
+R = TypeVar("R")  # the result of a run
 
 
 class Comparison(Generic[M, Q, R]):
-    """Methods side by side on the same requests; one that fails while it warms up is a result, and the others count.
+    """Runs several methods on the same requests; one that fails in its warm-up gets a note and is left out.
 
     Attributes:
         run: one timed run of a method on a request.
-        able: the methods that are left after the warm-up.
-        made: by method, what its runs gave, one a request.
-        notes: by method, why there is nothing, or what is to be known of it.
-        peaks: by method, MiB that a run holds at its peak; None where that is not told.
-        reads: by method, how often a run asked a tensor for its values.
+        able: the methods that have not failed in the warm-up.
+        results: by method, the results of its runs, one per request.
+        notes: by method, why it failed, or a remark about its runs.
+        peaks: by method, peak memory of a run in MiB; None if unknown.
+        reads: by method, how often a run read values of tensors to the host.
     """
 
     def __init__(self, methods: Sequence[M], run: Callable[[M, Q], R]) -> None:
         self.run, self.able = run, list(methods)
-        self.made: dict[str, list[R]] = {}
+        self.results: dict[str, list[R]] = {}
         self.notes: dict[str, str] = {}
         self.peaks: dict[str, float | None] = {}
         self.reads: dict[str, int] = {}
@@ -66,19 +66,19 @@ class Comparison(Generic[M, Q, R]):
         self, request: Q, needed: Collection[str] = (), device: torch.device | None = None,
         read: Callable[[M], bool] | None = None,
     ) -> None:  # fmt: skip
-        """Run each method until nothing compiles any more; leave out those that fail.
+        """Run each method until nothing compiles any more; drop those that fail.
 
         Args:
-            needed: methods without which there is nothing to compare: where one fails, its error is raised.
-            device: where runs are watched for their peak of memory; None: they are not.
-            read: whose reads are counted.
+            needed: methods whose failure is raised, since there is nothing to compare without them.
+            device: where peak memory is measured; None: it is not.
+            read: says for which methods host reads are counted.
         """
         for method in self.able[:]:
             try:
-                with warnings.catch_warnings(record=True) as said:
+                with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
                     settle(partial(self.run, method, request))
-                self._heard(method.name, said)
+                self._note(method.name, caught)
                 if device is not None:
                     self.peaks[method.name] = peak_mb(device, partial(self.run, method, request))
                 if read is not None and read(method):
@@ -93,23 +93,23 @@ class Comparison(Generic[M, Q, R]):
                 free()
 
     def turns(self, requests: Iterable[Q]) -> Iterator[dict[str, R]]:
-        """What each method gives for each request; in every turn another one begins."""
-        self.made = {method.name: [] for method in self.able}
+        """Yield each request's results by method; the order of the methods changes from request to request."""
+        self.results = {method.name: [] for method in self.able}
         for turn, request in enumerate(requests):
             for method in (self.able[place] for place in in_turn(len(self.able), turn)):
                 graphs = compiled_graphs()
-                self.made[method.name].append(self.run(method, request))
+                self.results[method.name].append(self.run(method, request))
                 if compiled_graphs() != graphs:
                     self.notes[method.name] = COMPILED
-            yield {name: runs[-1] for name, runs in self.made.items()}
+            yield {name: runs[-1] for name, runs in self.results.items()}
 
     def measure(self, requests: Iterable[Q]) -> dict[str, list[R]]:
         for _ in self.turns(requests):
             pass
-        return self.made
+        return self.results
 
-    def _heard(self, name: str, said: list[warnings.WarningMessage]) -> None:
-        for one in said:
+    def _note(self, name: str, caught: list[warnings.WarningMessage]) -> None:
+        for one in caught:
             if str(one.message).startswith(OWN):
                 self.notes[name] = str(one.message)
             else:
@@ -117,25 +117,25 @@ class Comparison(Generic[M, Q, R]):
 
 
 def in_turn(count: int, turn: int) -> list[int]:
-    """A new starter each turn, and every other turn backwards, so that no method always follows the same one."""
+    """The order of methods in a turn: rotated and alternately reversed, so that none always follows the same one."""
     places = [(turn // 2 + i) % count for i in range(count)]
     return places[::-1] if turn % 2 else places
 
 
-def over(base: Sequence[object], made: Sequence[object], what: str = "seconds") -> list[float | None]:
-    """Of each pair of runs, how often what `base` took contains what the other took; None where one is not known."""
-    pairs = [(getattr(b, what), getattr(m, what)) for b, m in zip(base, made, strict=False)]
+def over(base: Sequence[object], runs: Sequence[object], what: str = "seconds") -> list[float | None]:
+    """For each pair of runs, `base`'s value of attribute `what` divided by the other's; None if one is unknown."""
+    pairs = [(getattr(b, what), getattr(m, what)) for b, m in zip(base, runs, strict=False)]
     return [b / m if b and m else None for b, m in pairs]
 
 
 def compiled_graphs() -> int:
-    """How many graphs torch.compile and mmspec have made; a change during a call means that the call compiled."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # absent as long as nothing was compiled
+    """How many graphs torch.compile and mmspec have compiled; a change during a call means that the call compiled."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # absent until something is compiled
     return PiecewiseFunction.made + (dynamo.counters["stats"]["unique_graphs"] if dynamo else 0)
 
 
 def settle(call: Callable[[], object]) -> None:
-    """One call, and as many more as it takes until nothing is compiled any more."""
+    """Repeat a call until it compiles nothing any more."""
     for _ in range(WARM_UPS):
         graphs = compiled_graphs()
         call()
@@ -145,28 +145,28 @@ def settle(call: Callable[[], object]) -> None:
 
 
 class Reads(TorchFunctionMode):
-    """Counts how often Python asks a tensor for its values; on a GPU each of these waits for it."""
+    """Counts how often Python reads values of a tensor; on a GPU each read waits for the device."""
 
-    ASKING = {"item", "tolist", "__bool__", "__int__", "__index__", "__float__", "cpu", "nonzero"}
+    READING = {"item", "tolist", "__bool__", "__int__", "__index__", "__float__", "cpu", "nonzero"}
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += getattr(func, "__name__", "") in self.ASKING
+        self.count += getattr(func, "__name__", "") in self.READING
         return func(*args, **(kwargs or {}))
 
 
 def free() -> None:
-    """Give back what ended runs held, caches of the device included."""
+    """Free memory of ended runs, including the device's caches."""
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.memory.empty_cache()
 
 
 def peak_mb(device: torch.device, call: Callable[[], object]) -> float | None:
-    """MiB that a call holds at its peak above what was held before it, the median of several; None: it is not told."""
+    """Peak memory of a call in MiB above what was in use before it, as the median of several; None if unknown."""
     known = [peak for _ in range(PEAKS) if (peak := _peak_mb(device, call)) is not None]
     return statistics.median(known) if known else None
 
@@ -179,8 +179,8 @@ def _peak_mb(device: torch.device, call: Callable[[], object]) -> float | None:
         call()
         return (torch.cuda.max_memory_allocated(device) - before) / 2**20
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # give back what earlier calls freed, so that this one has to ask for it
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+        ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system, so that this call's memory is counted
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = _resident("VmRSS")
     except (OSError, AttributeError, TypeError):
         call()

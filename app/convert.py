@@ -1,4 +1,4 @@
-"""`mmspec convert`: a drafter from one published layout to another; LlamaGen's or MAR's files to a pipeline."""
+"""`mmspec convert`: converts a drafter between published layouts, or LlamaGen's or MAR's files to a pipeline."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from mmspec.app.options import count
 
 OK, FAILED = 0, 1
-LLAMAGEN, MAR = "llamagen", "mar"  # in the place of SRC
-OF_PIPELINES = {  # flags that only they take, and their names
+LLAMAGEN, MAR = "llamagen", "mar"  # given in place of SRC
+OF_PIPELINES = {  # flags for these two only → their names
     "-o": "output", "--vq": "vq", "--vae": "vae", "--text-encoder": "text_encoder", "--image-size": "image_size",
     "--heads": "heads",
 }  # fmt: skip
@@ -31,27 +31,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("src", help="folder, file with config.json beside it, or owner/name on the Hub; or `llamagen`, `mar`")
     add("dst", type=Path, help="folder to write; after `llamagen` or `mar`, the transformer's file")
     add("--layout", choices=tuple(LAYOUTS), metavar="NAME", default="mmspec", help="layout to write (%(default)s)")
-    add("--from", dest="source", choices=tuple(LAYOUTS), metavar="NAME", help="layout to read; default: as files show")
-    add("--target", help="model it drafts for, name or folder; needed where the files do not say which layers it reads")
+    add("--from", dest="source", choices=tuple(LAYOUTS), metavar="NAME", help="layout to read; default: detected")
+    add("--target", help="model it drafts for, name or folder; needed if the files do not say which layers it reads")
     add("--revision", help="branch, tag or commit of SRC on the hub")
     add("--allow-pickle", action="store_true", help="run the code in a .bin file; only if you trust its author "
-        "(llamagen: none is run, see there)")  # fmt: skip
-    add("--overwrite", action="store_true", help="replace what is in the folder to write")
+        "(llamagen: no code is run, see there)")  # fmt: skip
+    add("--overwrite", action="store_true", help="replace files in the folder to write")
     group = parser.add_argument_group(
         LLAMAGEN,
         "Read the authors' .pt files, or a folder with the Llama-like names of LANTERN's repositories, and write a "
         "pipeline that mmspec.LlamaGenPipeline loads. Files of the training scripts hold an "
-        "argparse.Namespace; --allow-pickle lets that through and nothing else.",
+        "argparse.Namespace; --allow-pickle allows that and nothing else.",
     )
     add = group.add_argument
     add("--vq", type=Path, help="the VQ tokenizer's file, such as vq_ds16_t2i.pt")
     add("--text-encoder", help="T5 for a text-conditional model: folder or hub name, such as google/flan-t5-xl")
     add("-o", "--output", type=Path, help="folder to write")
-    add("--image-size", type=count, help="pixels along a side of its pictures, where the file does not say it")
+    add("--image-size", type=count, help="pixels along a side of its pictures, if the file does not say")
     add("--heads", type=count, help="attention heads, for sizes other than the published ones")
     group = parser.add_argument_group(
         MAR,
-        "Read the authors' checkpoint-last.pth (of its averaged weights) or a .safetensors file, and write a pipeline "
+        "Read the authors' checkpoint-last.pth (its averaged weights) or a .safetensors file, and write a pipeline "
         "that mmspec.MARPipeline loads. -o, --heads and --allow-pickle mean the same as for llamagen.",
     )
     group.add_argument("--vae", type=Path, help="the VAE's file, kl16.ckpt")
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _drafter(args: argparse.Namespace) -> str:
-    """Rewrite a drafter; what to say of it."""
+    """Convert a drafter; returns the line to print."""
     from mmspec.checkpoints.files import CONFIG, WEIGHTS
     from mmspec.checkpoints.save import save_drafter
     from mmspec.pipelines.host.loading import load_drafter
@@ -82,25 +82,25 @@ def _drafter(args: argparse.Namespace) -> str:
     drafter = load_drafter(
         args.src, target=args.target, revision=args.revision, allow_pickle=args.allow_pickle, layout=args.source
     )
-    _refuse_standing(args.dst, (WEIGHTS, CONFIG), args.overwrite)
+    _refuse_existing(args.dst, (WEIGHTS, CONFIG), args.overwrite)
     save_drafter(drafter, args.dst, args.layout)
-    target = drafter.config.target or "not noted; name it with --target"
+    target = drafter.config.target or "not recorded; name it with --target"
     return f"{args.src} written to {args.dst} in the layout {args.layout}; target: {target}"
 
 
 def _pipeline(args: argparse.Namespace) -> str:
-    """Write a pipeline of LlamaGen's or MAR's files; what to say of it."""
+    """Write a pipeline from LlamaGen's or MAR's files; returns the line to print."""
     part, what = (args.vae, "--vae FILE") if args.src == MAR else (args.vq, "--vq FILE, the VQ tokenizer")
     if part is None or args.output is None:
         raise ValueError(f"`mmspec convert {args.src} FILE` needs {what}, and -o FOLDER to write")
-    _refuse_standing(args.output, ("model_index.json",), args.overwrite)
+    _refuse_existing(args.output, ("model_index.json",), args.overwrite)
     how = {"heads": args.heads, "allow_pickle": args.allow_pickle}
     pipe: Any
     if args.src == MAR:
         from mmspec.pipelines.mar import files as of_mar
 
         pipe = of_mar.pipeline(args.dst, part, **how)
-        pixels = pipe.image_processor.config.vae_scale_factor  # along a side of a token
+        pixels = pipe.image_processor.config.vae_scale_factor  # side of a token in pixels
     else:
         from mmspec.pipelines.llamagen import files
 
@@ -109,11 +109,11 @@ def _pipeline(args: argparse.Namespace) -> str:
     pipe.save_pretrained(args.output)
     c = pipe.transformer.config
     kind, g, side = f"{c.classes} classes" if c.classes else "text", c.grid, c.grid * pixels
-    silent = "" if c.classes or args.text_encoder else "; it has no text encoder yet, name one with --text-encoder"
-    return f"{args.dst} written to {args.output}: {kind} to {side}x{side} pixels in {g}x{g} tokens{silent}"
+    lacks = "" if c.classes or args.text_encoder else "; it has no text encoder yet, name one with --text-encoder"
+    return f"{args.dst} written to {args.output}: {kind} to {side}x{side} pixels in {g}x{g} tokens{lacks}"
 
 
-def _refuse_standing(folder: Path, names: tuple[str, ...], overwrite: bool) -> None:
-    standing = [name for name in names if (folder / name).exists()]
-    if standing and not overwrite:
-        raise FileExistsError(f"{folder} holds {' and '.join(standing)} already; pass another folder, or --overwrite")
+def _refuse_existing(folder: Path, names: tuple[str, ...], overwrite: bool) -> None:
+    existing = [name for name in names if (folder / name).exists()]
+    if existing and not overwrite:
+        raise FileExistsError(f"{folder} holds {' and '.join(existing)} already; pass another folder, or --overwrite")

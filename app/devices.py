@@ -1,4 +1,4 @@
-"""The devices that models run on: found by name, asked what they have free, waited for; and why a model cannot run."""
+"""Finds devices, dtypes and models by name, measures free memory, and explains why a model cannot be loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import huggingface_hub
 import torch
 
 from mmspec.app import embedded
-from mmspec.app.options import meant
+from mmspec.app.options import did_you_mean
 
 
 class EngineError(Exception):
@@ -18,12 +18,12 @@ class EngineError(Exception):
 
 
 def first_line(error: Exception) -> str:
-    """Class and first line of an error, for people."""
+    """Class and first line of an error, for messages."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be taken on the device; None where it does not tell."""
+    """Free bytes on the device; None if unknown."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -37,13 +37,13 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what was queued."""
+    """Wait until the device has finished its queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def find_device(name: str) -> torch.device:
-    """The device of that name; `auto` is the fastest there is."""
+    """The device of that name; `auto` is the accelerator if there is one, else the CPU."""
     if name == "auto":
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
@@ -53,7 +53,7 @@ def find_device(name: str) -> torch.device:
 
 
 def find_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The type of that name; `auto` is float32 on a CPU and bfloat16 elsewhere."""
+    """The dtype of that name; `auto` is float32 on a CPU and bfloat16 elsewhere."""
     usual = "float32" if device.type == "cpu" else "bfloat16"
     return getattr(torch, usual if name == "auto" else name)  # type: ignore[no-any-return]
 
@@ -61,7 +61,7 @@ def find_dtype(name: str, device: torch.device) -> torch.dtype:
 def find_model(name: str) -> str:
     """The folder of an embedded model, a folder, or a name on the Hub.
 
-    Raises EngineError: it can be none of these, or the embedded weights are missing.
+    Raises EngineError: it is none of these, or the embedded weights are missing.
     """
     try:
         where = embedded.resolve(name)
@@ -76,32 +76,32 @@ def find_model(name: str) -> str:
 
 
 def unloadable(name: str, error: Exception) -> EngineError:
-    """That a model cannot be loaded, and why; of a name that is no folder, also which one may be meant."""
+    """The error for a model that cannot be loaded; if the folder is missing, it suggests a similar name."""
     missing = isinstance(error, OSError) and not Path(embedded.resolve(name)).exists()
     here = f"There is no folder {name!r} here{_near(name) or '.'} " if missing else ""
     return EngineError(f"cannot load the model {name!r}. {here}{first_line(error)}")
 
 
 def _near(name: str) -> str:
-    """A question after an embedded model, or a folder beside it, whose name this one misspells."""
+    """A "did you mean" for a misspelled embedded model or neighbouring folder; empty if none is similar."""
     beside = Path(name).parent
     folders = [str(beside / one.name) for one in beside.iterdir() if one.is_dir()] if beside.is_dir() else []
-    return meant(name, [*embedded.DRAFTERS, *folders])
+    return did_you_mean(name, [*embedded.DRAFTERS, *folders])
 
 
 def _look_for_hub() -> None:
-    """Where the Hub cannot be reached, take what its cache holds; asking it for each file again and again is slow."""
+    """Switch to offline mode if the Hub cannot be reached, since a request for each file of the cache would be slow."""
     constants = huggingface_hub.constants
     if not constants.is_offline_mode():
         try:
             huggingface_hub.get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-        except Exception:  # of whichever library it asks with
+        except Exception:  # the HTTP library depends on the version
             constants.HF_HUB_OFFLINE = True
 
 
 def load_quietly(*libraries: str) -> None:
-    """No progress bars of `transformers` or `diffusers` on the screen while they load, and no advice."""
+    """Import `transformers` or `diffusers` without progress bars and warnings."""
     for library in libraries:
-        said = importlib.import_module(f"{library}.utils.logging")
-        said.set_verbosity_error()
-        said.disable_progress_bar()
+        logging = importlib.import_module(f"{library}.utils.logging")
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""`mmspec doctor`: what is installed, whether it is what mmspec knows, and whether drafting works here."""
+"""`mmspec doctor`: checks installed versions, what mmspec assumes of them, and whether drafting works here."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mmspec.app.extras import cores, version
 from mmspec.pipelines.host import contract
 
 PACKAGES = ("torch", "torchvision", "transformers", "diffusers", "accelerate")
-OPTIONAL = {"peft": "adapters", "triton": "kernels on a GPU"}  # package → what is not there without it
+OPTIONAL = {"peft": "adapters", "triton": "kernels on a GPU"}  # package → what is missing without it
 TOKENS = 8
-GOOD, NOTE, BAD = "ok", "--", "NO"  # all is well; it may matter; this has to be mended
-_FOLDERS = re.compile(r"(?<![\w:/\\.])(?:~|[A-Za-z]:)?(?:[/\\][\w.+@-]+)+[/\\]")  # of an absolute path
+GOOD, NOTE, BAD = "ok", "--", "NO"  # fine; may matter; must be fixed
+_FOLDERS = re.compile(r"(?<![\w:/\\.])(?:~|[A-Za-z]:)?(?:[/\\][\w.+@-]+)+[/\\]")  # the folders of an absolute path
 
 
 class Finding(NamedTuple):
@@ -28,33 +28,33 @@ class Finding(NamedTuple):
 
     mark: str
     about: str
-    said: str
+    text: str
 
     def __str__(self) -> str:
-        return f"{self.mark}  {self.about:<14} {_FOLDERS.sub('…/', self.said)}"
+        return f"{self.mark}  {self.about:<14} {_FOLDERS.sub('…/', self.text)}"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Check the installed versions, the device, the compiler, what mmspec assumes of transformers, diffusers and "
-        f"accelerate, and {TOKENS} tokens of the embedded models, drafted and not. The text names no folders of yours "
-        "and can be pasted into a bug report. Exit code: 0 all is well, 1 something has to be mended."
+        f"accelerate, and {TOKENS} tokens of the embedded models, with and without drafts. The output shows no paths "
+        "of yours and can be pasted into a bug report. Exit code: 0 all is well, 1 something must be fixed."
     )
     parser.add_argument("--device", default="auto", help="where the embedded models run (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was found, line by line; 1 if something has to be mended."""
+    """Print the findings line by line; returns 1 if something must be fixed."""
     wrong = 0
     for finding in findings(args.device):
         print(finding, flush=True)
         wrong += finding.mark == BAD
-    print("all is well" if not wrong else f"to be mended: {wrong}, marked {BAD}")
+    print("all is well" if not wrong else f"to be fixed: {wrong}, marked {BAD}")
     return 1 if wrong else 0
 
 
 def findings(device: str) -> Iterator[Finding]:
-    """What there is, the cheap things first; an error in one of them is its finding."""
+    """All findings, cheap checks first; an error in a check becomes its finding."""
     yield from _software()
     yield from _guarded("commit", _commit)
     yield from _guarded("contract", _assumptions)
@@ -67,7 +67,7 @@ def findings(device: str) -> Iterator[Finding]:
 def _guarded(about: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from look()
-    except Exception as error:  # whatever is broken here is what is looked for
+    except Exception as error:  # any error is a finding
         yield Finding(BAD, about, f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
 
 
@@ -82,7 +82,7 @@ def _software() -> Iterator[Finding]:
 
 
 def _commit() -> Iterator[Finding]:
-    """Of a clone."""
+    """The commit, in a clone."""
     from mmspec.app import provenance
 
     commit, changed = provenance.checkout()
@@ -94,16 +94,16 @@ def _package(name: str) -> Finding:
     from packaging.specifiers import SpecifierSet
 
     range_, here = contract.TESTED.get(name, ""), version(name)
-    mend = f'pip install "{name}{range_}"'
+    advice = f'pip install "{name}{range_}"'
     if here is None:
-        return Finding(BAD, name, f"not installed; {mend}")
+        return Finding(BAD, name, f"not installed; {advice}")
     if not SpecifierSet(range_).contains(here, prereleases=True):
-        return Finding(NOTE, name, f"{here}, untested: mmspec is tested with {range_}; {mend}")
+        return Finding(NOTE, name, f"{here}, untested: mmspec is tested with {range_}; {advice}")
     return Finding(GOOD, name, f"{here} (tested: {range_ or 'any'})")
 
 
 def _assumptions() -> Iterator[Finding]:
-    """What mmspec assumes of the packages that it is built on."""
+    """Check what mmspec assumes of the packages that it is built on."""
     broken = contract.broken()
     for row in broken:
         yield Finding(NOTE if row.models else BAD, "contract", str(row))
@@ -126,14 +126,14 @@ def _device(name: str) -> Iterator[Finding]:
 
 
 def _compiler() -> Iterator[Finding]:
-    """What `compile=True` builds with on a CPU; on a GPU Triton wants one, too."""
+    """The C++ compiler, which `compile=True` needs on a CPU, and Triton on a GPU."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
         command = get_cpp_compiler()
-        said = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=20).stdout
-        yield Finding(GOOD, "compiler", said.partition("\n")[0] or command)
-    except Exception as error:  # of torch's own kinds
+        output = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=20).stdout
+        yield Finding(GOOD, "compiler", output.partition("\n")[0] or command)
+    except Exception as error:  # torch has several errors for this
         why = f"{type(error).__name__}; install g++ or clang, or name one in CXX"
         yield Finding(NOTE, "compiler", f"no C++ compiler, which compile=True needs ({why})")
     from mmspec.kernels import few_rows
@@ -143,12 +143,12 @@ def _compiler() -> Iterator[Finding]:
 
 
 def _tokens(model: str, device: str) -> Iterator[Finding]:
-    """A few tokens of an embedded model, drafted and on the stock path."""
+    """Generate a few tokens with an embedded model, with drafts and on the stock path, and compare them."""
     from mmspec import media, zoo
     from mmspec.app import engine
     from mmspec.pipelines.prompts import chat_inputs
 
-    with warnings.catch_warnings(record=True) as heard:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         drafter = embedded.drafter(model)
         loaded = engine.load(model, drafter, device, "float32", TOKENS, 0.0)
@@ -159,8 +159,8 @@ def _tokens(model: str, device: str) -> Iterator[Finding]:
         inputs = chat_inputs(loaded.processor, [embedded.prompt()], [[picture]])
         report = mmspec.verify(loaded.model, inputs.to(loaded.model.device), TOKENS)
         rounds = mmspec.stats(loaded.model).rounds
-    said = [str(one.message) for one in heard if str(one.message).startswith("mmspec")]
-    for each in dict.fromkeys(said):
+    messages = [str(one.message) for one in caught if str(one.message).startswith("mmspec")]
+    for each in dict.fromkeys(messages):
         yield Finding(NOTE, model, each)
     if not rounds:
         yield Finding(BAD, model, "the stock path ran, and nothing was drafted")

@@ -1,4 +1,4 @@
-"""`--enable NAME=VALUE ...`: everything that `mmspec.enable` takes, said in one way to every verb that enables it."""
+"""`--enable NAME=VALUE ...`: the options of `mmspec.enable` on the command line, the same for every command."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 
 from mmspec import zoo
 from mmspec.app.embedded import SHIPPED, STOCK, resolve
-from mmspec.app.options import Pairs, meant
+from mmspec.app.options import Pairs, did_you_mean
 
 _DRAFT = "the smaller model that drafts: its folder, or its name in the Hub's cache"
 WORDS = {"true": True, "false": False, "none": None, "on": True, "off": False, "yes": True, "no": False}
-PLAIN = "plain"  # the registry's name of no drafter
-OF_MODEL = ("model", "assistant")  # the drafters that are a model of their own
-DRAFT = "draft"  # what names that model
-LIST = "help"  # in the place of NAME=VALUE: what there is to say
-DRAWN = ("rule", "budget", "reproducible")  # those that change what is generated, or drawn; all others change the speed
+PLAIN = "plain"  # the registry's name for decoding without a drafter
+OF_MODEL = ("model", "assistant")  # drafters that are a separate model
+DRAFT = "draft"  # the option that names that model
+LIST = "help"  # given in place of NAME=VALUE: print the options
+DRAWN = ("rule", "budget", "reproducible")  # options that change the output; all others change only the speed
 
 
 class EnableError(ValueError):
-    """What was said by --enable cannot be meant; the message says what can be."""
+    """A value of --enable is invalid; the message says what is allowed."""
 
 
-class _Said(Pairs):
-    """For LIST it prints what there is to say and ends."""
+class _Enable(Pairs):
+    """Collects NAME=VALUE; for LIST it prints all options and exits."""
 
     @staticmethod
     def names() -> list[str]:
@@ -43,9 +43,9 @@ class _Said(Pairs):
 
 
 FLAG: dict[str, Any] = {
-    "nargs": "+", "action": _Said, "metavar": "NAME=VALUE",
+    "nargs": "+", "action": _Enable, "metavar": "NAME=VALUE",
     "help": f"options of mmspec.enable, such as compile=true depth=6; '--enable {LIST}' explains those of the "
-    "--drafter named before it, or of all",
+    "--drafter given before it, or of all drafters",
 }  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def add(parser: argparse._ActionsContainer) -> None:
 
 
 class _Short(argparse.Action):
-    """A flag of its own for one of them: --window 8 says the same as --enable window=8."""
+    """A separate flag for one option: --window 8 is the same as --enable window=8."""
 
     def __call__(self, parser: argparse.ArgumentParser, args: argparse.Namespace, values: object, *_: object) -> None:
         name = self.option_strings[-1].removeprefix("--")
@@ -63,42 +63,42 @@ class _Short(argparse.Action):
 
 
 def short(parser: argparse._ActionsContainer, flag: str, help: str, **takes: Any) -> None:
-    """Such a flag; `nargs=0` is one that is true when it is said."""
+    """Add such a flag; with `nargs=0` it takes no value and means true."""
     parser.add_argument(flag, dest="enable", action=_Short, default=[], help=help, **takes)
 
 
-def given(said: Iterable[str], drafter: object = None) -> dict[str, Any]:
-    """Keyword arguments of `mmspec.enable` from words like depth=6, checked as far as can be without a model.
+def given(words: Iterable[str], drafter: object = None) -> dict[str, Any]:
+    """Keyword arguments of `mmspec.enable` from words like depth=6, checked as far as possible without a model.
 
     Args:
-        drafter: a name, a folder or None; of a name that is known, only its own options are taken.
+        drafter: a name, a folder or None; with a known name, only the options of that drafter are allowed.
 
-    Raises EnableError: a drafter or an option that there is not, a wrong value, or a word that is no NAME=VALUE.
+    Raises EnableError: an unknown drafter or option, an invalid value, or a word that is not NAME=VALUE.
     """
     _known(drafter)
-    words = unchecked(said)
+    options = unchecked(words)
     if drafter in OF_MODEL:
-        if DRAFT not in words:
+        if DRAFT not in options:
             raise EnableError(f"--drafter {drafter} needs --enable {DRAFT}=FOLDER, {_DRAFT}")
-        words[DRAFT] = resolve(str(words[DRAFT]))
-    if not words:  # nothing of this needs torch to be imported
+        options[DRAFT] = resolve(str(options[DRAFT]))
+    if not options:  # do not import torch in this case
         return {}
     from mmspec.config import SpecConfig, option_names
 
     kinds = kinds_of(drafter)
     known = [name for kind in (SpecConfig(), *kinds) for name in option_names(kind)]
     known += [DRAFT] if drafter in OF_MODEL else []
-    for name in words:
+    for name in options:
         if name not in known:
             whose = f" with the drafter {drafter}" if drafter and len(kinds) == 1 else ""
-            near, names = meant(name, known) or ".", ", ".join(dict.fromkeys(known))
+            near, names = did_you_mean(name, known) or ".", ", ".join(dict.fromkeys(known))
             raise EnableError(f"--enable has no {name!r}{whose}{near} It takes {names}")
-    _check(words, kinds)
-    return words
+    _check(options, kinds)
+    return options
 
 
 def _known(drafter: object) -> None:
-    """Refuse a drafter that is neither a name nor can be a folder or a name on the Hub, before a model is loaded."""
+    """EnableError, before a model is loaded, for a drafter that is neither known nor a folder or a name on the Hub."""
     if not isinstance(drafter, str) or drafter in (STOCK, SHIPPED, *zoo.DRAFTERS):
         return
     if "/" in drafter or Path(drafter).exists():
@@ -107,24 +107,24 @@ def _known(drafter: object) -> None:
 
     if drafter not in DRAFTERS:
         raise EnableError(
-            f"unknown drafter {drafter!r}{meant(drafter, DRAFTERS) or '.'} Choose from {', '.join(DRAFTERS)}, {STOCK}, "
-            "or give a folder or owner/name on the Hub"
+            f"unknown drafter {drafter!r}{did_you_mean(drafter, DRAFTERS) or '.'} Choose from {', '.join(DRAFTERS)}, "
+            f"{STOCK}, or give a folder or owner/name on the Hub"
         )
 
 
-def unchecked(said: Iterable[str]) -> dict[str, Any]:
-    """The same for an engine of somebody else, whose options are not known here."""
-    words = {}
-    for word in said:
+def unchecked(words: Iterable[str]) -> dict[str, Any]:
+    """Options from words like depth=6, without a check of their names; also for engines of others."""
+    options = {}
+    for word in words:
         name, equals, text = word.partition("=")
         if not equals:
             raise EnableError(f"--enable takes NAME=VALUE, such as depth=6; got {word!r}")
-        words[name.strip().replace("-", "_")] = value_of(text)
-    return words
+        options[name.strip().replace("-", "_")] = value_of(text)
+    return options
 
 
 def help_text(drafter: object = None) -> str:
-    """What can be said, with what it means, a line each: the shared options, then those of the drafter."""
+    """One line for each option with its meaning: first the shared options, then those of the drafter."""
     from mmspec.config import SpecConfig
     from mmspec.registry import DRAFTERS
 
@@ -138,14 +138,14 @@ def help_text(drafter: object = None) -> str:
 
 
 def kinds_of(drafter: object) -> list[object]:
-    """The options of a drafter; of one that is known only once it is loaded, those of all."""
+    """The options objects of a drafter; those of all drafters if its method is unknown until it is loaded."""
     from mmspec.registry import DRAFTERS
 
     name = zoo.DRAFTERS[drafter].method if drafter in zoo.DRAFTERS else drafter
     name = PLAIN if name == STOCK else name
     if name in DRAFTERS:
         return [_options(name)]
-    kinds = {type(made): made for made in map(_options, DRAFTERS)}
+    kinds = {type(options): options for options in map(_options, DRAFTERS)}
     return list(kinds.values())
 
 
@@ -154,13 +154,13 @@ def _options(name: str) -> object:
     from mmspec.drafters.shape import TreeOptions
     from mmspec.registry import DRAFTERS, drafter_class
 
-    if DRAFTERS[name].trained or DRAFTERS[name].from_model:  # theirs come with what they are made of
+    if DRAFTERS[name].trained or DRAFTERS[name].from_model:  # the actual options come with its weights or model
         return BlockOptions() if name == "block" else TreeOptions()
     return getattr(drafter_class(name), "options", None)
 
 
 def value_of(text: str) -> object:
-    """A number, a truth, nothing, several of these with commas between, or the words as they are."""
+    """The value of a text: a number, a boolean, None, several of these separated by commas, or the text itself."""
     text = text.strip()
     if text.lower() in WORDS:
         return WORDS[text.lower()]
@@ -171,7 +171,7 @@ def value_of(text: str) -> object:
 
 
 def _check(words: Mapping[str, object], kinds: Iterable[object]) -> None:
-    """Refuse values that no option of that name allows."""
+    """EnableError for values that no option of that name allows."""
     from mmspec.config import SpecConfig, option_names
 
     try:
@@ -196,7 +196,7 @@ def _trouble(kind: object, name: str, value: object) -> str:
 
 
 def _described(kind: object) -> list[str]:
-    """A line for each field of a dataclass: its name, default, and the words of the docstring's Attributes."""
+    """A line for each field of a dataclass: its name, its default, and its text in the docstring's Attributes."""
     if not is_dataclass(kind):
         return []
     about = _attributes(type(kind))
@@ -208,7 +208,7 @@ def _described(kind: object) -> list[str]:
 
 
 def _attributes(cls: type) -> dict[str, str]:
-    """What the docstrings of a class and its parents say of each attribute."""
+    """The descriptions of attributes in the docstrings of a class and its parents."""
     about: dict[str, str] = {}
     for parent in reversed(cls.__mro__):
         _, _, section = (parent.__doc__ or "").partition("Attributes:\n")

@@ -1,4 +1,4 @@
-"""An enabled model that captions: it is loaded, mmspec is enabled on it, pictures and a prompt become texts."""
+"""The captioning engine: loads a model, enables mmspec on it, and turns pictures and prompts into texts."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from mmspec.pipelines.serving.batcher import TOGETHER, Batcher, FinishedPrompt, 
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.statistics import Stats
 
-PICTURE = (1024, 768)  # what `suggest_rows` takes for an ordinary picture
-WARM_UP = 8  # new tokens that are written only to have what they need compiled
-ROWS = {"cpu": 16, "cuda": 64}  # answers written at once at most, if nobody says otherwise
-NODES = {"cpu": 64, "cuda": 512}  # nodes of one forward at most; beyond that it is bound by arithmetic
+PICTURE = (1024, 768)  # default picture size of `suggest_rows`
+WARM_UP = 8  # new tokens of a warm-up that compiles the model
+ROWS = {"cpu": 16, "cuda": 64}  # default maximum batch size
+NODES = {"cpu": 64, "cuda": 512}  # maximum number of draft nodes in one forward; beyond it, forwards are compute-bound
 
 
 @dataclass(frozen=True)
 class CaptionResult:
-    """What became of one thing to caption.
+    """The result of one item.
 
     Attributes:
-        tokens: how many were generated.
-        seconds: since its prompt was first read; answers that are written at once share the time.
-        finish: "stop" where the model ended it, "length" where it, or another of several, was cut off at the most
-            tokens allowed.
+        tokens: number of generated tokens.
+        seconds: since the prefill of its prompt; answers of one batch share the time.
+        finish: "stop" if the model ended the answer, "length" if it, or another of several answers, was cut off at
+            `max_new_tokens`.
         further: the answers to the further prompts.
-        scores: mean log-probability of a token of each answer, the first prompt's first; empty unless asked for.
-        error: why there is no text; None: there is one.
+        scores: mean log-probability per token for each answer, in the order of the prompts; empty unless requested.
+        error: why there is no text; None if there is one.
     """
 
     ticket: Hashable
@@ -58,20 +58,19 @@ class CaptionResult:
 
 
 class Engine:
-    """A model with its processor and drafter; `drafter=None` is the stock path of transformers.
+    """A model with its processor and drafter; with `drafter=None` it runs on the stock path of transformers.
 
-    A model that mmspec cannot accelerate captions all the same, on the stock path: `drafter` is None then and `notes`
-    say why.
+    A model that mmspec cannot accelerate also captions on the stock path: then `drafter` is None and `notes` say why.
     """
 
-    scored = False  # whether answers come with their scores
+    scored = False  # whether answers come with scores
 
     def __init__(
         self, model: GenerativeModel, processor: Processor, drafter: object, max_new_tokens: int,
         temperature: float = 0, options: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         self.model, self.processor, self.drafter = model.eval(), processor, drafter
-        self.options = dict(options or {})  # of `enable`
+        self.options = dict(options or {})  # of `mmspec.enable`
         self.sampling = temperature > 0
         warmth = {"do_sample": True, "temperature": temperature} if self.sampling else {"do_sample": False}
         self.settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "num_beams": 1, **warmth}
@@ -85,7 +84,7 @@ class Engine:
             self._enable()
 
     def keep_to(self, schema: dict[str, Any]) -> None:
-        """Let every answer be JSON of this schema; EngineError where that cannot be."""
+        """Constrain every answer to JSON of this schema; EngineError if that is not possible."""
         try:
             self.settings["logits_processor"] = [mmspec.json_grammar(self.processor, schema)]
         except (ImportError, ValueError) as error:
@@ -97,7 +96,7 @@ class Engine:
         return families.of(self.model).unsupported(self.model) is None
 
     def warm_up(self, frames: Sequence[Image.Image], choice: PromptChoice, rows: int) -> None:
-        """Compile the model from now on, and let the first answers wait for it: those about one item, thrown away."""
+        """Turn on `compile`, and compile by generating a few tokens about one item in all rows, which are discarded."""
         self.options["compile"] = True
         if self.drafter is not None:
             self._enable()
@@ -111,7 +110,7 @@ class Engine:
         return Captioner(self, self.batcher(rows, **settings))
 
     def batcher(self, rows: int, **settings: object) -> Batcher:
-        """Takes prompts, `rows` of them at once; static batches where mmspec cannot accelerate the model."""
+        """A batcher of `rows` prompts: continuous, or with static batches if mmspec cannot accelerate the model."""
         batches: type[Batcher] = StaticBatcher
         if self.compilable:
             batches = ContinuousBatcher
@@ -120,16 +119,16 @@ class Engine:
         return batches(self.model, self.processor, rows, scored=self.scored, **(self.settings | settings))
 
     def suggest_rows(self, frames: int = 1, size: tuple[int, int] = PICTURE) -> int:
-        """How many answers to write at once to begin with; a flow halves it when memory runs out all the same.
+        """The initial batch size; a flow halves it if memory runs out nevertheless.
 
-        Four fifths of what is free on the device, less what reading prompts takes, over what a row takes: keys and
-        values of the prompt, the answer and the draft, twice, since they are copied when rows join; and the draft's
-        logits in float32, four times over. At most ROWS, and no more than NODES nodes in one forward: beyond that it is
-        bound by arithmetic, where more rows bring nothing and drafts cost.
+        It is 4/5 of the device's free memory, less the activations of a prefill, divided by the memory of a row: twice
+        the KV cache of prompt, answer and draft, since it is copied when rows join, and four times the draft's logits
+        in float32. At most ROWS, and at most NODES nodes in one forward: beyond that a forward is compute-bound, so
+        that more rows gain nothing and drafts cost time.
 
         Args:
-            frames: pictures of one item at most.
-            size: of the largest of them.
+            frames: maximum number of pictures of one item.
+            size: of the largest picture.
         """
         nodes = getattr(self.drafter, "nodes", 1)
         kind = self.model.device.type
@@ -144,12 +143,12 @@ class Engine:
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         keys = 2 * config.num_hidden_layers * heads * width * each * length
         row = 2 * keys + 4 * nodes * config.vocab_size * 4
-        reading = TOGETHER * 12 * config.hidden_size * each  # activations: hidden states, and the widest of an MLP
-        return max(1, min(most, int((0.8 * free - reading) / row)))
+        prefill = TOGETHER * 12 * config.hidden_size * each  # activations: hidden states, and the widest of an MLP
+        return max(1, min(most, int((0.8 * free - prefill) / row)))
 
     @contextlib.contextmanager
     def stock(self) -> Iterator[None]:
-        """Inside, the model generates as transformers made it."""
+        """Inside the block, the model runs stock `generate`."""
         mmspec.disable(self.model)
         try:
             yield
@@ -157,62 +156,62 @@ class Engine:
             self._enable()
 
     def _enable(self) -> None:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             named = None if self.drafter == embedded.SHIPPED else self.drafter
             handle = mmspec.enable(self.model, drafter=named, **{"on_unsupported": "fallback", **self.options})
-        self.drafter = handle.drafter  # loaded once, however often the stock path is compared
+        self.drafter = handle.drafter  # keep it, so that it is loaded only once
         self.options.pop("draft", None)
-        heard = [str(note.message) for note in said if issubclass(note.category, UserWarning)]
-        self.notes += [note for note in heard if note not in self.notes]
+        messages = [str(note.message) for note in caught if issubclass(note.category, UserWarning)]
+        self.notes += [note for note in messages if note not in self.notes]
 
 
 @dataclass(frozen=True, eq=False)
 class _Ticket:
-    """What is needed to read an answer: whose it is, how it was made to begin, and which of several it is."""
+    """What is needed to decode an answer: its item, the forced beginning, and the number of its prompt."""
 
     ticket: Hashable
     start: str
     prompt: list[int]
     number: int = 0
-    rest: tuple[Prompted, ...] = ()  # of the first of several: the others
+    rest: tuple[Prompted, ...] = ()  # for the first of several prompts: the others
 
 
-Prompted = tuple[_Ticket, BatchFeature, int]  # what `add` of the batches takes; the last is a seed
+Prompted = tuple[_Ticket, BatchFeature, int]  # the arguments of `Batcher.add`: ticket, inputs, seed
 
 
 class Captioner:
-    """Pictures and prompts go in one by one, answers come out as they are finished; a failure is one item's own."""
+    """Takes pictures and prompts one by one, and returns answers as they finish; a failure affects only its item."""
 
     def __init__(self, engine: Engine, batches: Batcher) -> None:
         self.engine, self._batches = engine, batches
         self._preparing = Preparing[Prompted](engine.threads)
-        self._several: dict[Hashable, list[CaptionResult | None]] = {}  # items of several prompts, with what is there
+        self._several: dict[Hashable, list[CaptionResult | None]] = {}  # items with several prompts; answers so far
 
     @property
     def rows(self) -> int:
-        """How many answers are written at once at most; it is halved when memory runs out."""
+        """The maximum batch size; it is halved when memory runs out."""
         return self._batches.rows
 
     @property
     def free(self) -> int:
-        """How many items can be added; some are prepared ahead, so that a row that ends is replaced at once."""
+        """How many items can be added; some are prepared ahead, so that an ended row is replaced at once."""
         return max(0, self._batches.free + max(THREADS, self.rows // 4) - len(self._preparing))
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything that has not been handed back yet."""
+        """Whether any item has not been returned yet."""
         return self._batches.busy or bool(self._preparing)
 
     @property
     def stats(self) -> Stats:
-        """What happened so far, where mmspec took part."""
+        """Statistics of the accelerated path so far."""
         return self._batches.stats
 
     def add(self, ticket: Hashable, frames: Sequence[Image.Image], choice: PromptChoice, seed: int = 0) -> None:
-        """One picture, or the frames of one clip, and what is asked about it; `seed` fixes what is drawn.
+        """Add one picture, or the frames of one clip, and its prompts; `seed` is used for sampling.
 
-        Further prompts join once the first is answered: what `prefix_cache` keeps of the picture is not read again.
+        Further prompts join once the first is answered, so that they can use the prefix cache of the picture.
         """
 
         def one(processor: Processor, number: int, text: str, rest: tuple[Prompted, ...] = ()) -> Prompted:
@@ -228,21 +227,21 @@ class Captioner:
         self._preparing.add(ticket, job)
 
     def _enter(self) -> list[CaptionResult]:
-        """Hand over what has been prepared; what the processor or the batches refuse."""
+        """Add prepared prompts to the batcher; returns results for those that the processor or the batcher refuses."""
         refused = []
-        for ticket, made in self._preparing.ready(wait=0 if self._batches.busy else self._batches.free):
+        for ticket, prompted in self._preparing.ready(wait=0 if self._batches.busy else self._batches.free):
             try:
-                if isinstance(made, BaseException):
-                    raise made
-                self._batches.add(*made)
-            except Exception as error:  # a picture or a prompt that cannot be read
+                if isinstance(prompted, BaseException):
+                    raise prompted
+                self._batches.add(*prompted)
+            except Exception as error:  # the picture or prompt cannot be processed
                 refused.append(CaptionResult(ticket, error=error))
         return refused
 
     def step(self) -> list[CaptionResult]:
-        """A part of the work, such as one forward of the model; returns what has finished.
+        """Do a part of the work, such as one forward of the model, and return the finished results.
 
-        Only full batches are worth compiling: at the end of a run a batch takes every size below its own.
+        Only full batches are worth compiling: at the end of a run the batch shrinks through all smaller sizes.
         """
         results = self._enter()
         with settled(self._batches.free > 0):
@@ -251,7 +250,7 @@ class Captioner:
             assert isinstance(one.ticket, _Ticket)
             error, finish = one.error, self._finish(one)
             if finish == "length" and "logits_processor" in self.engine.settings:
-                error, finish = ValueError(f"no whole JSON in {len(one.tokens)} tokens; raise --max-new-tokens"), ""
+                error, finish = ValueError(f"no complete JSON in {len(one.tokens)} tokens; raise --max-new-tokens"), ""
             text = self._text(one.ticket, one.tokens) if error is None else ""
             scores = () if one.logprob is None else (round(one.logprob / max(1, len(one.tokens)), 6),)
             result = CaptionResult(one.ticket.ticket, text, len(one.tokens), one.seconds, error, finish, scores=scores)
@@ -259,7 +258,7 @@ class Captioner:
         return results
 
     def _gathered(self, ticket: _Ticket, result: CaptionResult) -> list[CaptionResult]:
-        """The result of an item once all of its prompts are answered; the first that fails fails the item."""
+        """The result of an item, once all of its prompts are answered; if one fails, the item fails."""
         if ticket.rest and result.error is None:
             self._several[ticket.ticket] = [None] * (1 + len(ticket.rest))
             for prompt, inputs, seed in reversed(ticket.rest):
@@ -285,14 +284,14 @@ class Captioner:
         ]
 
     def _finish(self, one: FinishedPrompt) -> str:
-        """Why an answer ends: as long as it may be and without an end of its own, it was cut off."""
+        """Why an answer ended: "length" if it has the maximum length and no end token, else "stop"."""
         config = self.engine.model.generation_config
         ended = answer_length([*one.tokens, -1], config.eos_token_id) <= len(one.tokens)
         full = len(one.tokens) >= self.engine.settings["max_new_tokens"]
         return "" if one.error is not None else "length" if full and not ended else "stop"
 
     def _text(self, ticket: _Ticket, tokens: list[int]) -> str:
-        """The answer with its beginning; a tokenizer may join the two in ways that only it knows."""
+        """The answer after its forced beginning; both are decoded together, since a tokenizer may merge them."""
         if not ticket.start:
             return self._decode(tokens).strip()
         before, whole = self._decode(ticket.prompt), self._decode(ticket.prompt + tokens)
@@ -305,7 +304,7 @@ class Captioner:
 def load(
     model: str, drafter: str, device: str, dtype: str, max_new_tokens: int, temperature: float, **options: object
 ) -> Engine:
-    """Engine for a name on the Hub, a local folder or an embedded model; `auto` picks the fastest device there is.
+    """Load an Engine: a name on the Hub, a local folder or an embedded model; `auto` picks the fastest device.
 
     `options` are those of `mmspec.enable`.
     """
@@ -317,7 +316,7 @@ def load(
     try:
         network, processor = model_and_processor(where, kind)
         network = network.to(place)
-    except Exception as error:  # a missing folder, no network, an unknown architecture, too little memory: all fatal
+    except Exception as error:  # a missing folder, no network, an unknown architecture, too little memory
         raise unloadable(model, error) from error
     try:
         chosen = None if drafter == STOCK else embedded.resolve(embedded.fitting(drafter, model))

@@ -1,4 +1,4 @@
-"""What this machine has: cores, installed packages, and how to install those of an extra; nothing here needs torch."""
+"""Cores and installed packages of this machine, and how to install an extra; nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def cores() -> int:
 
 
 def version(package: str) -> str | None:
-    """Of an installed package; None where it is missing."""
+    """The version of an installed package; None if it is missing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -20,5 +20,5 @@ def version(package: str) -> str | None:
 
 
 def installing(*extras: str) -> str:
-    """The command of the documentation; mmspec is installed from a clone."""
+    """The command that installs extras, as in the documentation; mmspec is installed from a clone."""
     return f'pip install -e ".[{",".join(extras)}]" in the clone of mmspec'

@@ -1,4 +1,4 @@
-"""A file that is written in one step: there as it was before, or whole; its stamp; a picture as an address."""
+"""Writes files atomically, reads their stamps, and encodes pictures as data URLs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 def replacing(
     path: Path, note: Callable[[Path], None] | None = None, partial: Path | None = None, durable: bool = True
 ) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of `path` at the end: whoever looks sees the old one or all of the new.
+    """A file to write that replaces `path` at the end: readers see the old file or the complete new one.
 
     Args:
-        note: told where a file is to be put, before it is there.
-        partial: where it grows: one name per writer, on the same disk, so that a kill leaves no litter but this.
+        note: called with `path` before the file is put there.
+        partial: the temporary file: one name per writer, on the same disk, so that a kill leaves only this file behind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial or path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     try:
-        with open(partial, "xb") as file:  # x: never through a link that somebody laid there
+        with open(partial, "xb") as file:  # x: never write through an existing link
             yield file
             if durable:
                 file.flush()
@@ -42,18 +42,18 @@ def replacing(
 
 
 def write_whole(path: Path, data: bytes, partial: Path | None = None, durable: bool = True) -> None:
-    """Replace a file in one step; in another one where `partial` is on another disk."""
+    """Replace a file in one step; if `partial` is on another disk, use a temporary file in the same folder."""
     try:
         with replacing(path, None, partial or path.parent / ".mmspec.partial", durable) as file:
             file.write(data)
     except OSError as error:
         if error.errno != errno.EXDEV or partial is None or partial.parent == path.parent:
             raise
-        write_whole(path, data, durable=durable)  # a folder below is another disk
+        write_whole(path, data, durable=durable)  # a subfolder may be on another disk
 
 
 def stamp(path: Path) -> str | None:
-    """Size and time of a file, which change when it does; None where it cannot be looked at."""
+    """Size and modification time of a file, which change when the file does; None if it cannot be read."""
     try:
         facts = path.stat()
     except OSError:
@@ -62,7 +62,7 @@ def stamp(path: Path) -> str | None:
 
 
 def inline(picture: Image.Image, kind: str = "PNG", **how: object) -> str:
-    """A picture as an address that holds it."""
+    """A picture as a data URL."""
     into = io.BytesIO()
     picture.save(into, kind, **how)
     return f"data:image/{kind.lower()};base64,{base64.b64encode(into.getvalue()).decode()}"

@@ -1,4 +1,4 @@
-"""`mmspec generate`: prompts in, pictures out, and how many forwards of the model they took."""
+"""`mmspec generate`: draws pictures from prompts, and reports how many forwards of the model they took."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from mmspec.app.painter import ImageResult, Subject
 
 OK, FATAL = 0, 1
-EXACT = "exact"  # the rule that changes nothing
+EXACT = "exact"  # the lossless rule
 OWN, PLAIN = "mmspec", "plain"  # the two sides of --compare
-SELF = "self"  # the drafter of a MAR's own drafts
+SELF = "self"  # drafter: a MAR drafts for itself
 MAR_TAKES = ("window", "rule", "prefill", "width")
-SHORT: tuple[tuple[str, str, dict[str, Any]], ...] = (  # of `--enable`, with a flag of their own
-    ("--window", "tokens that jacobi looks at in one forward of the model", {"metavar": "N"}),
+SHORT: tuple[tuple[str, str, dict[str, Any]], ...] = (  # options of `--enable` that have their own flag
+    ("--window", "tokens that jacobi verifies in one forward of the model", {"metavar": "N"}),
     ("--coupling", "how jacobi redraws its guesses: none, maximal or gumbel", {}),
-    ("--init", "where jacobi's guesses come from: neighbours, uniform, horizontal, vertical or mixture", {}),
+    ("--init", "where jacobi's first guesses come from: neighbours, uniform, horizontal, vertical or mixture", {}),
     ("--proactive", "a tree of K guesses, D - 1 deep", {"nargs": 2, "metavar": ("K", "D")}),
-    ("--reproducible", "the very picture of plain decoding, in float32", {"nargs": 0}),
+    ("--reproducible", "draw exactly the picture of plain decoding, in float32", {"nargs": 0}),
     ("--rule", "change the distribution for speed, such as 'typical(epsilon=0.3, delta=0.05)'", {"metavar": "SPEC"}),
-    ("--budget", "the most a rule may cost per picture, in total variation", {}),
+    ("--budget", "limit of a rule's cost per picture, in total variation", {}),
 )
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -47,30 +47,30 @@ class DrawingOrder:
 
 
 class GenerateError(Exception):
-    """A call that makes no sense; the message says what came, what is allowed and what to do."""
+    """Invalid arguments; the message says what was given, what is allowed and what to do."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Draw pictures from prompts. Without a rule their distribution is the model's own, only faster; a relaxed rule "
-        "bends it, and how far is printed. Exit code: 0 all well, 1 nothing (more) could be drawn."
+        "Draw pictures from prompts. Without a rule their distribution is the model's own; a relaxed rule, for speed, "
+        "changes it, and by how much is printed. Exit code: 0 success, 1 nothing (more) could be drawn."
     )
     add = parser.add_argument
     add("prompt", nargs="*", help="one or several prompts, each in quotes (or class numbers)")
     add("-o", "--out", type=Path, metavar="PATH", help="a file for one picture, else a folder (default: picture.png)")
-    add("--prompts", type=Path, metavar="FILE", help="a file of prompts, one a line; they go into a folder")
-    add("--images", type=count, default=1, metavar="N", help="pictures of each prompt, each with a seed of its own")
-    add("--grid", action="store_true", help="one sheet with all pictures, a row a prompt, instead of single files")
-    add("--compare", action="store_true", help="draw each by plain decoding too, and tell the difference")
+    add("--prompts", type=Path, metavar="FILE", help="a file of prompts, one per line; the pictures go into a folder")
+    add("--images", type=count, default=1, metavar="N", help="pictures of each prompt, each with its own seed")
+    add("--grid", action="store_true", help="one sheet with all pictures, a row per prompt, instead of single files")
+    add("--compare", action="store_true", help="draw each by plain decoding too, and print the difference")
     add("--batch-size", type=count, default=4, metavar="N", help="pictures drawn together (%(default)s)")
-    add("--seed", type=int, default=0, help="of the first picture; the next ones count up (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of the first picture; it counts up for the next ones (%(default)s)")
     model = parser.add_argument_group("the model")
     model.add_argument("--model", default=embedded.IMAGE_MODEL, help="a LlamaGen, a MAR, or mar (%(default)s)")
     where(model)
     model.add_argument("--guidance", type=from_zero, help="how closely to follow the prompt; 1 is not guided")
-    model.add_argument("--top-k", type=int, help="draw from the k likeliest tokens, 0 from all (the model's own)")
-    model.add_argument("--temperature", type=float, help="0 takes the likeliest token (the model's own)")
-    fast = parser.add_argument_group("how it is made fast")
+    model.add_argument("--top-k", type=int, help="sample from the k likeliest tokens, 0 from all (the model's own)")
+    model.add_argument("--temperature", type=float, help="0 is greedy decoding (the model's own)")
+    fast = parser.add_argument_group("speculation")
     fast.add_argument("--drafter", default="jacobi", help="jacobi (a MAR: self), a folder, or none (%(default)s)")
     for flag, help, takes in SHORT:
         enabling.short(fast, flag, help, **takes)
@@ -83,35 +83,35 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         prompts, continuous = _prompts(args), mar.draws(args.model)
-        said = (_said_mar if continuous else _said)(args)
+        options = (_options_mar if continuous else _options)(args)
         orders = _orders(args, prompts)
         settings = {"guidance_scale": args.guidance, "top_k": args.top_k, "temperature": args.temperature}
         say(f"loading {args.model}")
         subject = (mar if continuous else painter).load(args.model, args.device, args.dtype, **settings)
         if isinstance(subject, mar.MarSubject):
-            way: Any = _speculation(args, subject, said)
+            way: Any = _speculation(args, subject, options)
         else:
-            if (said.get("window") or 0) > subject.tokens:
+            if (options.get("window") or 0) > subject.tokens:
                 raise GenerateError(
-                    f"window={said['window']} is more than the {subject.tokens} tokens of a picture; 8 to 64 is usual"
+                    f"window={options['window']} exceeds the {subject.tokens} tokens of a picture; 8 to 64 is usual"
                 )
-            way = painter.DrawingMethod(embedded.fitting(args.drafter, args.model), said)
+            way = painter.DrawingMethod(embedded.fitting(args.drafter, args.model), options)
         orders = [replace(order, condition=subject.label(order.condition)) for order in orders]
         if args.model == embedded.IMAGE_MODEL and (unknown := painter.unknown_words(prompts)):
             print(painter.NOTE.format(", ".join(unknown[:8])), file=sys.stderr)
         summary: Any = _summary_mar if continuous else _summary
-        print("\n".join(summary(*_draw(subject, way, orders, args), args.drafter, said)))
+        print("\n".join(summary(*_draw(subject, way, orders, args), args.drafter, options)))
     except (GenerateError, EngineError, enabling.EnableError) as error:
         print(f"mmspec generate: {' '.join(str(error).split())}", file=sys.stderr)
         return FATAL
     except OSError as error:
-        print(f"mmspec generate: {error}; what was written before is safe", file=sys.stderr)
+        print(f"mmspec generate: {error}; pictures written before are kept", file=sys.stderr)
         return FATAL
     return OK
 
 
 def _draw(subject: Subject, way: Any, orders: Sequence[DrawingOrder], args: argparse.Namespace) -> tuple[Any, Any]:
-    """Draw in batches, and write each at once; what the calls gave, and those of plain decoding beside them."""
+    """Draw in batches and write each at once; returns the results of the calls, and those of plain decoding."""
     from mmspec.app.compare import Comparison, Side
 
     sides = [Side(OWN, way), Side(PLAIN, subject.plain)][: 1 + args.compare]
@@ -129,11 +129,11 @@ def _draw(subject: Subject, way: Any, orders: Sequence[DrawingOrder], args: argp
         done += len(batch)
         if done < len(orders):
             say(f"{done} of {len(orders)} pictures, {time.monotonic() - began:.0f} s")
-    made, base = (comparison.made.get(name, []) for name in (OWN, PLAIN))
+    results, base = (comparison.results.get(name, []) for name in (OWN, PLAIN))
     if args.grid:
-        fast, plain = ([image for each in some for image in each.images] for some in (made, base))
+        fast, plain = ([image for each in some for image in each.images] for some in (results, base))
         write_sheet(orders, fast, plain, args.images)
-    return made, base
+    return results, base
 
 
 def say(line: str) -> None:
@@ -148,15 +148,15 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise GenerateError(f"cannot read the prompts of {str(args.prompts)!r}: {error}") from error
     if not prompts or not all(prompt.strip() for prompt in prompts):
-        raise GenerateError("no prompt; write one in quotes, or name a file of them with --prompts, one a line")
+        raise GenerateError("no prompt; write one in quotes, or name a file of them with --prompts, one per line")
     return prompts
 
 
-def _said(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of `mmspec.enable`, checked as far as can be without a model."""
-    useless = [name for name in enabling.unchecked(args.enable) if name != "reproducible"]
-    if args.drafter == STOCK and useless:
-        raise GenerateError(f"{useless[0]} needs a drafter; {STOCK!r} decodes one token after the other")
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of `mmspec.enable`, checked as far as possible without a model."""
+    unused = [name for name in enabling.unchecked(args.enable) if name != "reproducible"]
+    if args.drafter == STOCK and unused:
+        raise GenerateError(f"{unused[0]} needs a drafter; {STOCK!r} decodes one token after the other")
     return {} if args.drafter == STOCK else enabling.given(args.enable, args.drafter)
 
 
@@ -182,7 +182,7 @@ def write(orders: Sequence[DrawingOrder], pictures: Sequence[Image]) -> None:
 
 
 def write_sheet(orders: Sequence[DrawingOrder], pictures: Sequence[Image], plain: Sequence[Image], across: int) -> None:
-    """All on one sheet, a row a prompt, and below each row that of plain decoding, if there is one."""
+    """Write one sheet with a row per prompt, and below each row that of plain decoding, if there is one."""
     from mmspec.app.painter import sheet
 
     rows = []
@@ -193,30 +193,30 @@ def write_sheet(orders: Sequence[DrawingOrder], pictures: Sequence[Image], plain
 
 
 def _summary(
-    made: Sequence[ImageResult], base: Sequence[ImageResult], drafter: str, said: dict[str, Any]
+    results: Sequence[ImageResult], base: Sequence[ImageResult], drafter: str, options: dict[str, Any]
 ) -> Iterator[str]:
-    """What it took, what a rule cost, and what plain decoding took."""
-    rule = said.get("rule") or EXACT
-    bent = rule != EXACT
-    count, seconds = sum(len(each.images) for each in made), sum(each.seconds for each in made)
-    own, pace = _rate(made)
+    """Lines with the time and forwards, the cost of a rule, and the comparison with plain decoding."""
+    rule = options.get("rule") or EXACT
+    relaxed = rule != EXACT
+    count, seconds = sum(len(each.images) for each in results), sum(each.seconds for each in results)
+    own, pace = _rate(results)
     yield (
         f"{count} picture{'s' * (count != 1)} in {seconds:.1f} s; {own:.1f} forwards of the model each, {pace:.2f} "
         "tokens per forward"
     )
-    if bent:
-        spent = [charge for each in made for charge in each.spent]
+    if relaxed:
+        spent = [charge for each in results for charge in each.spent]
         yield (
-            f"not lossless: {rule} bent the distribution; distance in total variation charged per picture: mean "
-            f"{statistics.fmean(spent):.2f}, most {max(spent):.2f} (summed over its tokens)"
+            f"not lossless: {rule} changed the distribution; total-variation cost per picture: mean "
+            f"{statistics.fmean(spent):.2f}, maximum {max(spent):.2f} (summed over its tokens)"
         )
     if base:
         plain, (forwards, _) = sum(each.seconds for each in base), _rate(base)
-        same = [bool((a == b).all()) for m, p in zip(made, base, strict=True)
+        same = [bool((a == b).all()) for m, p in zip(results, base, strict=True)
                 for a, b in zip(m.tokens, p.tokens, strict=True)]  # fmt: skip
         identical = f"identical pictures: {sum(same)} of {len(same)}"
-        if not said.get("reproducible") and drafter != STOCK:
-            identical += f" (others drawn from {'a bent' if bent else 'the same'} distribution)"
+        if not options.get("reproducible") and drafter != STOCK:
+            identical += f" (the others are from {'a changed' if relaxed else 'the same'} distribution)"
         yield (
             f"plain decoding took {plain:.1f} s, {plain / seconds:.2f} times as long, and {forwards:.1f} forwards, "
             f"{forwards / own:.2f} times as many; {identical}"
@@ -230,28 +230,28 @@ def _rate(paintings: Sequence[ImageResult]) -> tuple[float, float]:
     return forwards, paintings[0].tokens[0].numel() / forwards
 
 
-def _said_mar(args: argparse.Namespace) -> dict[str, Any]:
-    said = enabling.unchecked(args.enable)
-    strange = [*(["--top-k"] if args.top_k is not None else []), *(name for name in said if name not in MAR_TAKES)]
-    if strange:
+def _options_mar(args: argparse.Namespace) -> dict[str, Any]:
+    options = enabling.unchecked(args.enable)
+    wrong = [*(["--top-k"] if args.top_k is not None else []), *(name for name in options if name not in MAR_TAKES)]
+    if wrong:
         raise GenerateError(
-            f"{strange[0]} is for models that draw ids; this one is a MAR, which takes {', '.join(MAR_TAKES)}"
+            f"{wrong[0]} is for models that draw token ids; this one is a MAR, which takes {', '.join(MAR_TAKES)}"
         )
-    if args.drafter == STOCK and said:
-        raise GenerateError(f"{' and '.join(said)} need a drafter; {STOCK!r} draws without")
-    return said
+    if args.drafter == STOCK and options:
+        raise GenerateError(f"{' and '.join(options)} need a drafter; {STOCK!r} draws without")
+    return options
 
 
-def _speculation(args: argparse.Namespace, model: MarSubject, said: dict[str, Any]) -> dict[str, Any] | None:
-    """How a MAR drafts; `jacobi`, the default of this command, means the model's own drafts."""
+def _speculation(args: argparse.Namespace, model: MarSubject, options: dict[str, Any]) -> dict[str, Any] | None:
+    """The speculation settings of a MAR; `jacobi`, the default drafter, means that the MAR drafts for itself."""
     how: dict[str, Any] | None = None
     if args.drafter != STOCK:
-        given = {**said, "ahead": said.get("window"), "window": None}
+        given = {**options, "ahead": options.get("window"), "window": None}
         how = {name: value for name, value in given.items() if value not in (None, EXACT)}
         if args.drafter not in ("jacobi", SELF):
             how["draft"] = model.small(args.drafter)
     note = ""
-    if (args.compare or how is not None) and said.get("rule") != "cspd":  # that takes any schedule and sampler
+    if (args.compare or how is not None) and options.get("rule") != "cspd":  # cspd works with any schedule and sampler
         note = model.singly()
     if note:
         print(f"note: {note}", file=sys.stderr)
@@ -259,9 +259,9 @@ def _speculation(args: argparse.Namespace, model: MarSubject, said: dict[str, An
 
 
 def _summary_mar(
-    made: Sequence[MarImages], base: Sequence[MarImages], drafter: str, said: dict[str, Any]
+    results: Sequence[MarImages], base: Sequence[MarImages], drafter: str, options: dict[str, Any]
 ) -> Iterator[str]:
-    """The same of a MAR."""
+    """The same for a MAR."""
     from mmspec.continuous import cspd
 
     def sums(some: Sequence[MarImages], what: str) -> str:
@@ -269,14 +269,14 @@ def _summary_mar(
         rows, evaluations = (sum(each.work[name] for each in some) / count for name in ("rows", "evaluations"))
         passes = sum(each.work["passes"] for each in some) / len(some)
         return (
-            f"{count} {what} in {seconds:.1f} s; {passes:.1f} passes a batch; a picture has {rows:.0f} rows in them "
+            f"{count} {what} in {seconds:.1f} s; {passes:.1f} passes per batch; a picture has {rows:.0f} rows in them "
             f"and {evaluations:.0f} head evaluations"
         )
 
-    bent = said.get("rule") == "cspd"
-    yield sums(made, f"picture{'s' * (sum(len(each.images) for each in made) > 1)}")
+    relaxed = options.get("rule") == "cspd"
+    yield sums(results, f"picture{'s' * (sum(len(each.images) for each in results) > 1)}")
     if base:
-        yield "plainly: " + sums(base, f"of the {'unbent' if bent else 'same'} distribution")
-    if bent:
-        width = said.get("width", cspd.WIDTH)
-        yield f"not lossless: cspd(width={width:g}) bends the distribution; by how much is not measured"
+        yield "plain decoding: " + sums(base, f"of the {'unchanged' if relaxed else 'same'} distribution")
+    if relaxed:
+        width = options.get("width", cspd.WIDTH)
+        yield f"not lossless: cspd(width={width:g}) changes the distribution; by how much is not measured"

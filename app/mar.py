@@ -1,4 +1,4 @@
-"""The one place where classes meet a MAR: load it and its draft, and draw plainly or by speculation."""
+"""Loads a MAR and its draft model, and draws pictures of classes, plainly or by speculation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmspec import zoo
 from mmspec.app.devices import EngineError, find_device, first_line, load_quietly, wait
 from mmspec.app.embedded import MAR_DRAFT, MAR_MODEL
 
-NAME = "mar"  # stands for the embedded model
+NAME = "mar"  # short name of the embedded model
 OWN = (NAME, MAR_MODEL)
 
 
@@ -36,9 +36,9 @@ class MarImages:
 
 
 class MarSubject:
-    """A MARPipeline, the embedded model's draft, and arguments of the calls."""
+    """A MARPipeline, the embedded draft model if it is the embedded one, and arguments for its calls."""
 
-    plain = None  # how it draws without speculation
+    plain = None  # the `speculation` that means plain decoding
 
     def __init__(self, pipe: Any, draft: Any = None, **settings: object) -> None:
         self.pipe, self.draft = pipe, draft
@@ -46,9 +46,9 @@ class MarSubject:
         pipe.set_progress_bar_config(disable=True)
 
     def singly(self) -> str:
-        """Draw one token an iteration from now on, as speculation does, by a sampler for the exact rule.
+        """Draw one token per iteration from now on, as speculation does, with a sampler that suits the exact rule.
 
-        Returns: a note of what that changes; empty where the model is drawn so anyway.
+        Returns: a note of what that changes; empty if the model is drawn so anyway.
         """
         from mmspec.models.mar_scheduler import MARScheduler
         from mmspec.pipelines.mar.pipeline import DEFAULTS
@@ -56,7 +56,7 @@ class MarSubject:
         changed, config = [], self.pipe.scheduler.config
         iterations = {**DEFAULTS, **self.pipe.config.defaults}["num_inference_steps"]
         if iterations < self.tokens:
-            changed.append(f"one token an iteration, not {self.tokens} in {iterations}")
+            changed.append(f"one token per iteration, not {self.tokens} in {iterations}")
         self.settings["num_inference_steps"] = self.tokens
         if not config.final_noise:
             changed.append("noise at the last denoising step too, and none of the first step")
@@ -69,12 +69,12 @@ class MarSubject:
 
     @property
     def names(self) -> list[str]:
-        """Of the classes, by number; numbers where they have no names."""
+        """Names of the classes by number; the number itself if a class has no name."""
         known = {int(number): name for number, name in self.pipe.config.id2label.items()}
         return [known.get(number, str(number)) for number in range(self.pipe.transformer.config.classes)]
 
     def small(self, name: str) -> Any:
-        """A draft model: a folder's, or the embedded one. Raises EngineError: it cannot be loaded."""
+        """A draft model: from a folder, or the embedded one. Raises EngineError: it cannot be loaded."""
         from mmspec.models.mar import MARTransformer2DModel
 
         own, model = name == MAR_DRAFT, self.pipe.transformer
@@ -86,22 +86,22 @@ class MarSubject:
             raise EngineError(f"cannot load the draft {name}: {first_line(error)}") from error
         return draft.to(model.device, model.dtype).eval()
 
-    def label(self, said: str) -> int:
-        """The number of a class by its name or number. Raises EngineError: there is none."""
-        names, said = self.names, said.strip()
-        if said in names:
-            return names.index(said)
-        if said.isdecimal() and int(said) < len(names):
-            return int(said)
+    def label(self, prompt: str) -> int:
+        """The number of a class by its name or number. Raises EngineError: there is no such class."""
+        names, prompt = self.names, prompt.strip()
+        if prompt in names:
+            return names.index(prompt)
+        if prompt.isdecimal() and int(prompt) < len(names):
+            return int(prompt)
         raise EngineError(
-            f"this model draws classes, by name or by number from 0 to {len(names) - 1}; {said!r} is none. Choose "
+            f"this model draws classes, by name or by number from 0 to {len(names) - 1}; {prompt!r} is none. Choose "
             f"from {', '.join(names[:8])}{' …' if len(names) > 8 else ''}"
         )
 
     def draw(
         self, labels: Sequence[int], seeds: Sequence[int], speculation: dict[str, Any] | None = None, **more: object
     ) -> MarImages:
-        """A picture of each class, by the settings of all calls and `more`; speculation needs `singly` before.
+        """Draw a picture of each class; `more` overrides the settings. Call `singly` first if `speculation` is given.
 
         Raises EngineError: the pipeline refuses the settings.
         """
@@ -132,9 +132,9 @@ def load(model: str, device: str, dtype: str, **settings: object) -> MarSubject:
     kind = torch.float32 if dtype == "auto" else getattr(torch, dtype)
     try:
         pipe = MARPipeline.from_pretrained(zoo.path(MAR_MODEL) if own else model, torch_dtype=kind).to(place)
-    except Exception as error:  # no such weights, other files, too little memory: all fatal
+    except Exception as error:  # missing weights, other files, too little memory
         raise EngineError(f"cannot load {model}: {first_line(error)}") from error
-    made = MarSubject(pipe, **settings)
+    subject = MarSubject(pipe, **settings)
     if own:
-        made.draft = made.small(MAR_DRAFT)
-    return made
+        subject.draft = subject.small(MAR_DRAFT)
+    return subject

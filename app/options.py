@@ -1,4 +1,4 @@
-"""Options that several verbs of the command line share, and how their values are read."""
+"""Command-line options that several commands share, and functions that parse their values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import socket
 from collections.abc import Callable, Iterable
 
-CLOSE = 0.75  # how alike two names are, from 0 to 1, for one to be a misspelling of the other
+CLOSE = 0.75  # similarity of names, from 0 to 1, from which on one is taken for a misspelling of the other
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -19,24 +19,24 @@ def count(text: str) -> int:
     return int(text)
 
 
-def door(text: str) -> int:
+def port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port; one is a number from 1 to 65535")
     return int(text)
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine can reach a server that listens there."""
+    """Whether a server that listens on this host can be reached from this machine only."""
     if host == "localhost":
         return True
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # a host name
         return False
 
 
 def check_port(host: str, port: int, otherwise: str) -> None:
-    """OSError if somebody listens there already, which says what to do `otherwise`."""
+    """OSError if the port is in use; its message ends with the advice `otherwise`."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as listening:
@@ -65,18 +65,18 @@ def _number(text: str, allowed: str, open_end: bool) -> float:
 
 
 class Pairs(argparse._ExtendAction):
-    """Collects words NAME=VALUE, however often the flag is said."""
+    """Collects NAME=VALUE arguments; the flag may be repeated."""
 
-    names: Callable[[], Iterable[str]] = staticmethod(lambda: ())  # that may be said to it
+    names: Callable[[], Iterable[str]] = staticmethod(lambda: ())  # the names that the flag takes
 
 
 def where(parser: argparse._ActionsContainer) -> None:
-    """`--device` and `--dtype`: where a model runs, and in which numbers; for a parser, or a group of one."""
+    """Add `--device` and `--dtype` to a parser, or to a group of one."""
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (%(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="dtype of the weights (%(default)s)")
 
 
-def meant(word: str, known: Iterable[str]) -> str:
-    """A question after the one of these names that a word misspells; nothing where none is near."""
-    near = difflib.get_close_matches(word.partition("=")[0], known, 1, cutoff=CLOSE)
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """A "did you mean" for a misspelled name; empty if no name is similar."""
+    near = difflib.get_close_matches(word.partition("=")[0], names, 1, cutoff=CLOSE)
     return "".join(f"; did you mean {one}?" for one in near)

@@ -1,4 +1,4 @@
-"""A Python file of the user's with a model that draws and the way it is called, for models that mmspec cannot call."""
+"""Loads an image model from the user's own Python file, for models that mmspec does not know how to call."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ OWN_FILE = (
 
 
 def of_file(path: Path, device: str, dtype: str) -> ImageModel:
-    """What the file's `load` gives, drawn by its `draw`.
+    """The model that the file's `load` returns, called by its `draw`.
 
-    Raises EngineError: no such file, or one that fails or lacks either.
+    Raises EngineError: there is no such file, it fails, or it lacks `load` or `draw`.
     """
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:
@@ -33,14 +33,14 @@ def of_file(path: Path, device: str, dtype: str) -> ImageModel:
         spec.loader.exec_module(module)
         target = module.load(place, find_dtype(dtype, place))
         draw = module.draw
-    except Exception as error:  # of the user's code
+    except Exception as error:  # in the user's code
         raise EngineError(f"cannot load {str(path)!r} ({first_line(error)}); {OWN_FILE}") from error
     about = f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()[:10]}"
 
     def drawn(prompts: Sequence[str], **settings: object) -> Sequence[Image.Image]:
         try:
             return draw(target, prompts, **settings)  # type: ignore[no-any-return]
-        except Exception as error:  # of the user's code
+        except Exception as error:  # in the user's code
             raise EngineError(f"{str(path)!r} cannot draw: {first_line(error)}") from error
 
     return ImageModel(target, drawn, image_models.codes_of(unwrap(target)), about)

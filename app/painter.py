@@ -1,4 +1,4 @@
-"""The one place where prompts meet an image model: load it, enable mmspec on it, turn prompts into pictures."""
+"""Loads an image model, enables mmspec on it, and draws pictures from prompts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mmspec.rules import Rule
 from mmspec.statistics import Stats
 from mmspec.zoo import pictures
 
-PLAIN = STOCK  # the drafter that is none: one token per forward of the target
+PLAIN = STOCK  # no drafter: one token per forward of the target
 NOTE = (
     "note: scenes-llamagen, the model that comes with mmspec, draws one or two coloured shapes and does not know: {}. "
     "It knows prompts like 'a small red striped circle left of a large blue square on a grey background'. For others "
@@ -32,40 +32,40 @@ NOTE = (
 
 @dataclass(frozen=True)
 class DrawingMethod:
-    """How to decode: a drafter and the options of `mmspec.enable`; PLAIN decodes one token after the other."""
+    """How to decode: a drafter and the options of `mmspec.enable`; PLAIN is decoding without drafts."""
 
     drafter: Any = PLAIN
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        said = " ".join(f"{name}={value}" for name, value in self.options.items() if value is not None)
-        return f"{self.drafter} {said}".strip()
+        options = " ".join(f"{name}={value}" for name, value in self.options.items() if value is not None)
+        return f"{self.drafter} {options}".strip()
 
 
 @dataclass(frozen=True)
 class ImageResult:
-    """What one call of the pipeline gave and took, one entry a picture."""
+    """The result of one call of the pipeline for a batch of B pictures."""
 
     images: list[Image.Image]
     tokens: Tensor  # [B, grid, grid]
-    seconds: float  # of the whole call: text encoder, prefill, rounds, picture decoder
+    seconds: float  # the whole call: text encoder, prefill, rounds, picture decoder
     stats: Stats
-    spent: list[float]  # what a relaxed rule cost in total variation; see LlamaGenOutput
+    spent: list[float]  # total-variation cost of a relaxed rule for each picture; see LlamaGenOutput
 
     @property
     def forwards(self) -> int:
-        """Forwards of the target, the prefill among them; its rows share them."""
+        """Forwards of the target, including the prefill; all rows share them."""
         return self.stats.rounds + 1
 
     @property
     def compression(self) -> float:
-        """Tokens of one picture per forward that it took part in; plain decoding has 1."""
+        """Tokens of one picture per forward of its row; 1 for plain decoding."""
         rows = len(self.images)
         return self.tokens.numel() / (self.stats.row_rounds + rows)
 
     @property
     def decode_seconds(self) -> float:
-        """Of the rounds alone: draft, verify, accept and commit."""
+        """Time of the rounds alone: draft, verify, accept and commit."""
         return sum(spent for part, spent in self.stats.seconds.items() if part != "prefill")
 
     @property
@@ -74,22 +74,22 @@ class ImageResult:
 
 
 class Subject(Protocol):
-    """What draws pictures, in its own ways: a LlamaGenPipeline (below), or a MARPipeline (`mar.py`)."""
+    """The interface of image models: ImageSubject for a LlamaGenPipeline (below), MarSubject (`mar.py`)."""
 
-    plain: Any  # the way of plain decoding
+    plain: Any  # the `way` that means plain decoding
 
-    def label(self, said: str, /) -> Any:
-        """What a prompt is to the model: the prompt, or the number of a class."""
+    def label(self, prompt: str, /) -> Any:
+        """The condition for a prompt: the prompt itself, or the number of a class."""
 
     def draw(self, conditions: Sequence[str | int], seeds: Sequence[int], way: Any, /, **settings: object) -> Any:
-        """One picture of each, in one batch, with the `seconds` it took and the `images`."""
+        """Draw one picture for each condition in one batch; the result has `seconds` and `images`."""
 
 
 class ImageSubject:
-    """A LlamaGenPipeline and the arguments of its calls.
+    """A LlamaGenPipeline with the arguments for its calls.
 
     Attributes:
-        static: whether it has a plain loop of fixed shapes, too.
+        static: whether it also has a plain decoding loop with fixed shapes.
     """
 
     plain = DrawingMethod()
@@ -98,14 +98,14 @@ class ImageSubject:
     def __init__(self, pipe: Any, **settings: object) -> None:
         self.pipe = pipe
         self.settings = {name: value for name, value in settings.items() if value is not None}
-        self._loaded: dict[str, Any] = {}  # trained drafters, read from their files once
-        self._rules: dict[tuple[str, float | None], Rule] = {}  # neighbours and cells of a codebook take a while
+        self._loaded: dict[str, Any] = {}  # trained drafters by name
+        self._rules: dict[tuple[str, float | None], Rule] = {}  # cached, since codebook neighbours are slow to compute
         if hasattr(pipe, "set_progress_bar_config"):
             pipe.set_progress_bar_config(disable=True)
 
     @property
     def model(self) -> Any:
-        """What writes the tokens."""
+        """The model that generates the tokens."""
         return self.pipe.transformer
 
     @property
@@ -118,12 +118,12 @@ class ImageSubject:
 
     @property
     def codes(self) -> int:
-        """How many codes a picture is made of; 0: that is not known."""
+        """Size of the codebook; 0 if unknown."""
         return self.model.config.vocab
 
     @property
     def classes(self) -> int:
-        """How many classes it draws; 0: it reads prompts."""
+        """Number of classes; 0 if the model reads prompts."""
         return self.pipe.transformer.config.classes
 
     @property
@@ -131,7 +131,7 @@ class ImageSubject:
         return self.pipe.transformer.config.grid**2
 
     def go(self, way: DrawingMethod) -> Any:
-        """Decode in this way from now on; the handle, or None for plain decoding.
+        """Decode in this way from now on; returns the handle, or None for plain decoding.
 
         Raises EngineError: the drafter or an option does not fit.
         """
@@ -148,8 +148,8 @@ class ImageSubject:
             if name and name not in DRAFTERS:
                 self._loaded[name] = handle.drafter
             return handle
-        except Exception as error:  # a bad option, a missing folder, a drafter of another model: all end the call
-            raise EngineError(f"cannot draw with {way}: {_told(error)}") from error
+        except Exception as error:  # such as a wrong option, a missing folder, a drafter for another model
+            raise EngineError(f"cannot draw with {way}: {_message(error)}") from error
 
     def _rule(self, spec: str, budget: float | None) -> Rule:
         if (spec, budget) not in self._rules:
@@ -161,10 +161,10 @@ class ImageSubject:
         return self._rules[spec, budget]
 
     def paint(self, conditions: Sequence[str | int], seeds: Sequence[int], **settings: object) -> ImageResult:
-        """One picture per prompt or class, in one batch; each depends on its own seed only.
+        """Draw one picture per prompt or class, in one batch; each depends only on its own seed.
 
         Args:
-            settings: further arguments of the pipeline's call, for this one only.
+            settings: further arguments for this call of the pipeline.
 
         Raises EngineError: the pipeline refuses the prompts or its settings.
         """
@@ -176,37 +176,37 @@ class ImageSubject:
                 warnings.filterwarnings("ignore", message="prompts are only lower-cased")
                 out = self.pipe(**condition, generator=generators, **{**self.settings, **settings})
         except (ValueError, TypeError) as error:
-            raise EngineError(_told(error)) from error
+            raise EngineError(_message(error)) from error
         return ImageResult(out.images, out.tokens.cpu(), time.perf_counter() - began, out.stats, out.spent)
 
     def draw(
         self, conditions: Sequence[str | int], seeds: Sequence[int], way: DrawingMethod, **settings: object
     ) -> ImageResult:
-        """The same, decoded in this way.
+        """Like `paint`, decoded in this way.
 
         Raises EngineError: the drafter or an option does not fit, or the pipeline refuses the prompts or its settings.
         """
         self.go(way)
         return self.paint(conditions, seeds, **settings)
 
-    def label(self, said: str) -> Any:
-        """What a prompt is to the model: the prompt, or the number of a class.
+    def label(self, prompt: str) -> Any:
+        """The condition for a prompt: the prompt itself, or the number of a class.
 
-        Raises EngineError: the model draws classes, and this is none.
+        Raises EngineError: the model draws classes, and the prompt is not the number of one.
         """
         if not self.classes:
-            return said
-        if not said.strip().isdecimal() or int(said) >= self.classes:
+            return prompt
+        if not prompt.strip().isdecimal() or int(prompt) >= self.classes:
             raise EngineError(
-                f"this model draws classes, by their numbers from 0 to {self.classes - 1}; {said!r} is none"
+                f"this model draws classes, by their numbers from 0 to {self.classes - 1}; {prompt!r} is none"
             )
-        return int(said)
+        return int(prompt)
 
 
 def load(model: str, device: str, dtype: str, **settings: object) -> ImageSubject:
-    """ImageSubject for the embedded model, a folder or a name on the Hub.
+    """Load an ImageSubject: the embedded model, a folder or a name on the Hub.
 
-    Raises EngineError: no such model, or it is no LlamaGenPipeline.
+    Raises EngineError: there is no such model, or it is not a LlamaGenPipeline.
     """
     from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 
@@ -215,26 +215,26 @@ def load(model: str, device: str, dtype: str, **settings: object) -> ImageSubjec
     kind = find_dtype(dtype, place)
     try:
         pipe = LlamaGenPipeline.from_pretrained(where).to(place)
-    except Exception as error:  # a missing folder, no network, another pipeline, too little memory: all fatal
+    except Exception as error:  # a missing folder, no network, another pipeline, too little memory
         raise EngineError(
-            f"cannot load the model {model!r}: {first_line(error).rstrip('.')}. It must be a LlamaGenPipeline; make "
-            "one of the authors' files with `mmspec convert llamagen`. Other models that draw are for mmspec.enable"
+            f"cannot load the model {model!r}: {first_line(error).rstrip('.')}. It must be a LlamaGenPipeline; convert "
+            "the authors' files with `mmspec convert llamagen`. For other image models use mmspec.enable in Python"
         ) from error
-    for part in (pipe.transformer, pipe.text_encoder):  # the picture decoder stays as it is: it is cheap and exact
-        if part is not None and part.dtype != kind:  # transformers loads a text encoder in the type of its file
+    for part in (pipe.transformer, pipe.text_encoder):  # the picture decoder keeps its dtype: it is cheap and exact
+        if part is not None and part.dtype != kind:  # transformers loads a text encoder in the dtype of its file
             part.to(kind)
     return ImageSubject(pipe, **settings)
 
 
 def unknown_words(prompts: Sequence[str]) -> list[str]:
-    """Words that the embedded model has never seen, in order of appearance."""
+    """Words that are not in the embedded model's vocabulary, in order of appearance."""
     known = set(pictures.vocabulary())
-    said = (word.strip(".,;:!?\"'()").lower() for prompt in prompts for word in prompt.split())
-    return [word for word in dict.fromkeys(said) if word and word not in known]
+    words = (word.strip(".,;:!?\"'()").lower() for prompt in prompts for word in prompt.split())
+    return [word for word in dict.fromkeys(words) if word and word not in known]
 
 
 def sheet(rows: Sequence[tuple[str, Sequence[Image.Image]]]) -> Image.Image:
-    """All pictures on one sheet, a row each, with the row's name above it."""
+    """All pictures on one sheet, with each row's title above it."""
     from PIL import ImageDraw
 
     side = max(max(picture.size) for _, row in rows for picture in row)
@@ -250,6 +250,6 @@ def sheet(rows: Sequence[tuple[str, Sequence[Image.Image]]]) -> Image.Image:
     return page
 
 
-def _told(error: Exception) -> str:
-    """The message of an error that was written for people; of any other its class too."""
+def _message(error: Exception) -> str:
+    """The message of an error that is written for users; for other errors, class and first line."""
     return str(error) if isinstance(error, (ValueError, TypeError, FileNotFoundError)) else first_line(error)

@@ -1,4 +1,4 @@
-"""The processor's work in threads of its own: while the model writes, the next pictures become its inputs."""
+"""Runs the processor in threads, so that the next inputs are prepared while the model generates."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from mmspec.pipelines.host.kinds import Processor
 
 
-THREADS = 2  # a model; resizing and normalizing leave Python's lock alone
+THREADS = 2  # per model; resizing and normalizing release the GIL
 
 
 T = TypeVar("T")
 
 
 class ProcessorThreads:
-    """Threads that each work with a copy of a processor of transformers: tokenizers are not safe to share."""
+    """Threads that each use their own copy of a processor, since tokenizers are not thread-safe."""
 
     def __init__(self, processor: Processor, threads: int = THREADS):
         self._processor, self._own = processor, threading.local()
@@ -36,7 +36,7 @@ class ProcessorThreads:
 
 
 class Preparing(Generic[T]):
-    """Jobs in, what they give or raise out, in the order of the jobs."""
+    """Runs jobs in the threads, and returns their results or exceptions in the order of the jobs."""
 
     def __init__(self, threads: ProcessorThreads):
         self._threads = threads
@@ -49,7 +49,7 @@ class Preparing(Generic[T]):
         self._jobs.append((ticket, self._threads.submit(job)))
 
     def ready(self, wait: int = 0) -> Iterator[tuple[Hashable, T | BaseException]]:
-        """What is done, from the first job on, an exception in the place of what it raised; waits for so many."""
+        """Results or exceptions of finished jobs up to the first unfinished one; waits for the first `wait` jobs."""
         while self._jobs and (wait > 0 or self._jobs[0][1].done()):
             ticket, future = self._jobs.popleft()
             yield ticket, future.exception() or future.result()

@@ -1,4 +1,4 @@
-"""What is asked about each item: a prompt with variables, how its answer begins, and the caption that it gives."""
+"""Prompts with variables for each item, the beginning of the answer, and the caption that is made of it."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ VARIABLES = ("name", "dir", "tags", "existing")
 
 @dataclass(frozen=True)
 class PromptChoice:
-    """What the model is asked about one item, with all variables filled in."""
+    """The prompts for one item, with all variables filled in."""
 
     text: str
     system: str = ""
-    start: str = ""  # the model's answer is made to begin with this
-    prepend: str = ""  # these two are set around the answer afterwards, unseen by the model
+    start: str = ""  # the model's answer is forced to begin with this
+    prepend: str = ""  # this and `append` are put around the answer afterwards; the model does not see them
     append: str = ""
-    further: tuple[str, ...] = ()  # what is asked about the same item, too
+    further: tuple[str, ...] = ()  # further prompts about the same item
 
     @property
     def texts(self) -> tuple[str, ...]:
         return self.text, *self.further
 
     def caption(self, answer: str) -> str:
-        """The caption that a model's answer gives; `start` is put before it unless it is there already."""
+        """The caption for a model's answer; `start` is put before it unless it is there already."""
         answer, start = answer.strip(), self.start.strip()
-        if not answer.startswith(start):  # no space before punctuation that goes on with the last word
+        if not answer.startswith(start):  # no space before punctuation that continues the last word
             answer = start + " " * (answer != "" and answer[0] not in ",.;:!?'’)") + answer
         return f"{self.prepend}{answer}{self.append}"
 
 
 class PromptError(Exception):
-    """A prompt that cannot be used."""
+    """A prompt is invalid."""
 
 
 @dataclass(frozen=True)
 class Prompts(PromptChoice):
-    """The same before the variables are filled in. PromptError where one cannot be."""
+    """The prompts before the variables are filled in. PromptError if one is invalid."""
 
     def __post_init__(self) -> None:
         if not all(text.strip() for text in self.texts):
@@ -63,12 +63,12 @@ class Prompts(PromptChoice):
 
 
 def _check(text: str, what: str) -> None:
-    """Only plain {variables} of ours; a brace that is meant is written twice."""
+    """Allow only plain {variables} with a name in VARIABLES; literal braces are doubled."""
     allowed = "use " + ", ".join(f"{{{name}}}" for name in VARIABLES) + "; write {{ and }} for braces"
     try:
         parts: Sequence[tuple] = list(string.Formatter().parse(text))
     except ValueError as error:
-        raise PromptError(f"the {what} {_short(text)} has a brace too many ({error}); {allowed}") from error
+        raise PromptError(f"the {what} {_short(text)} has an unmatched brace ({error}); {allowed}") from error
     for _, name, form, conversion in parts:
         if name is not None and (name not in VARIABLES or form or conversion):
             given = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")

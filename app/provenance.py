@@ -1,4 +1,4 @@
-"""Where a number comes from: code, command, versions, machine and its load, to stand beside every result."""
+"""The provenance that is stored with every result: commit, command, versions, machine and its load."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CODE = ("mmspec", "pipelines", "kernels", "app", "pyproject.toml")
 
 
 def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
-    """The facts as plain data; what cannot be found out is None."""
+    """The facts as plain data; None for what is unknown."""
     commit, dirty = checkout()
-    workshop = Path(sys.argv[0]).parts[-2:] == ("benchmarks", "__main__.py")
+    benchmarks = Path(sys.argv[0]).parts[-2:] == ("benchmarks", "__main__.py")
     return {
         "commit": commit,
         "dirty": dirty,
-        "argv": [*(("python", "-m", "benchmarks") if workshop else ("mmspec",)), *sys.argv[1:]],
+        "argv": [*(("python", "-m", "benchmarks") if benchmarks else ("mmspec",)), *sys.argv[1:]],
         "versions": {
             "python": platform.python_version(),
             "mmspec": mmspec.__version__,
@@ -44,7 +44,7 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
 
 
 def checkout() -> tuple[str | None, bool | None]:
-    """Commit of the checkout that mmspec runs from, and whether code or weights differ; None twice if installed."""
+    """Commit of the checkout that mmspec runs from, and whether its code has changed; (None, None) if installed."""
     root = Path(mmspec.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None, None
@@ -54,10 +54,10 @@ def checkout() -> tuple[str | None, bool | None]:
 
 def _git(root: Path, *words: str) -> str | None:
     try:
-        said = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):  # no git here, or a repository of somebody else
+        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):  # git is missing, or refuses another user's repository
         return None
-    return said.stdout.strip()
+    return done.stdout.strip()
 
 
 def device_name(device: torch.device) -> str:
@@ -71,5 +71,5 @@ def device_name(device: torch.device) -> str:
 
 
 def load_average() -> list[float] | None:
-    """Processes that wanted to run over the last 1, 5 and 15 minutes; above the cores, timings are disturbed."""
+    """Runnable processes over the last 1, 5 and 15 minutes; with more than there are cores, timings are unreliable."""
     return [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None

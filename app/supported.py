@@ -1,4 +1,4 @@
-"""`mmspec supported`: the model families that are proved identical, the drafters and the rules."""
+"""`mmspec supported`: lists the model families proved identical, the drafters and the rules."""
 
 from __future__ import annotations
 

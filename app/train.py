@@ -1,4 +1,4 @@
-"""`mmspec train`: distil a drafter from a frozen target."""
+"""`mmspec train`: trains a drafter by distillation from a frozen target."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mmspec.train.recipes import RECIPES, Recipe
 if TYPE_CHECKING:
     from mmspec.pipelines.host.kinds import GenerativeModel, Processor
 
-DRAW = {"guidance_scale": 3.0, "temperature": 1.0, "top_k": 0, "image_area": 0}  # of its calls, and their kinds
+DRAW = {"guidance_scale": 3.0, "temperature": 1.0, "top_k": 0, "image_area": 0}  # names of --draw, with their types
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list", str: "a word"}
 
 
@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     trained = [name for name, entry in DRAFTERS.items() if entry.trained]
     others = [name for name in BLOCKS if name not in trained]
     methods = [*trained, *others, "mtp"]
-    parser.description = "Train a drafter for a model, by its own answers about your data. Rerun the command to resume."
+    parser.description = "Train a drafter on the target's own answers about your data. Rerun the command to resume."
     add = parser.add_argument
     add("--method", choices=methods, default="eagle", metavar="NAME", help=f"{', '.join(methods)} (%(default)s)")
     add("--target", required=True, help="folder or hub name of the model to draft for")
@@ -55,14 +55,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     recipe = add("--set", help="change values of the recipe, such as steps=200 held_out=8", **sets)
     recipe.names = lambda: [one.name for one in fields(Recipe)]  # type: ignore[attr-defined]
     add("--intermediate", type=count, help="width of the drafter's MLP; default: the target's")
-    add("--shape", help="other values of the drafter's config, such as draft_vocab=8192 (a head of its own, for the "
+    add("--shape", help="other values of the drafter's config, such as draft_vocab=8192 (its own output head for the "
         "most frequent tokens of the answers), num_q=4 or depth=6", **sets)  # fmt: skip
-    draw = add("--draw", help="how a model that draws is called, such as guidance_scale=3.0, under which its drafter "
-        "learns, or temperature=0.9 top_k=2000", **sets)  # fmt: skip
+    draw = add("--draw", help="how to call a model that draws while its drafter is trained, such as guidance_scale=3.0 "
+        "or temperature=0.9 top_k=2000", **sets)  # fmt: skip
     draw.names = lambda: DRAW  # type: ignore[attr-defined]
     add("--answers", type=Path, help="folder of the target's answers, to share between runs")
-    add("--keep", type=from_zero, default=0.0, metavar="GB", help="memory for features to use again")
-    add("--limit", type=count, help="use at most so many samples")
+    add("--keep", type=from_zero, default=0.0, metavar="GB", help="memory for caching features")
+    add("--limit", type=count, help="maximum number of samples")
     add("--video-frames", type=policy, metavar="POLICY", default=USUAL, help=HELP)
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s)")
 
@@ -79,18 +79,18 @@ def _recipe(args: argparse.Namespace) -> Recipe:
 
 
 def _values(option: str, items: list[str], now: dict[str, Any]) -> dict[str, Any]:
-    """NAME=VALUE with values of the kind that the names have now; `option` is for messages.
+    """Parse NAME=VALUE items, with the types of the current values in `now`; `option` is for messages.
 
-    Raises ValueError: an unknown name, or a value of another kind.
+    Raises ValueError: an unknown name, or a value of another type.
     """
     chosen: dict[str, Any] = {}
     for item in items:
-        name, said, value = item.partition("=")
+        name, equals, value = item.partition("=")
         if name not in now:
             raise ValueError(f"{option}: there is no {name!r}; choose from {', '.join(sorted(now))}")
         kind = type(now[name])
         try:
-            if not said:
+            if not equals:
                 raise ValueError("no value")
             if kind is bool:
                 chosen[name] = {"true": True, "false": False, "yes": True, "no": False}[value.lower()]
@@ -102,8 +102,8 @@ def _values(option: str, items: list[str], now: dict[str, Any]) -> dict[str, Any
 
 
 def draws(target: str, data: str) -> bool:
-    """Whether a target makes pictures: it is a diffusers pipeline or a Python file, or the data are bare prompts and it
-    is no model of transformers in a folder, or one that draws."""
+    """Whether a target draws pictures: it is a diffusers pipeline or a Python file; or the data are prompts:FILE or
+    pictures:N, and it is not a local transformers model that only writes text."""
     from mmspec.pipelines.host.image_models import CALLS
 
     if target.endswith(".py") or (Path(target) / "model_index.json").is_file():
@@ -119,17 +119,17 @@ def train(
     text: str | None = None, answers: Path | None = None, keep: float = 0.0, frames: FramePolicy | None = None,
     drawing: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Train a drafter for a loaded model and write it to `out`; returns it. Resumes what `out` already holds.
+    """Train a drafter for a loaded model, write it to `out` and return it. Resumes a run that `out` holds.
 
-    Without a processor the model is one that draws: a LlamaGenPipeline, or an ImageModel.
+    Without a processor the model must be one that draws: a LlamaGenPipeline or an ImageModel.
 
     Args:
-        drafter: one to train on; None: an untrained one, of this `intermediate` and `shape` (see `build`).
-        limit: use at most so many samples.
+        drafter: a drafter to continue from; None: an untrained one with this `intermediate` and `shape` (see `build`).
+        limit: maximum number of samples.
         text: a source of prompts without pictures.
         answers: a folder of the target's answers, to share between runs.
-        keep: GB of memory for traces.
-        frames: which frames of a video are looked at; None: eight, evenly spread.
+        keep: GB of memory for cached features.
+        frames: which frames of a video the model sees; None: eight, evenly spaced.
         drawing: how a model that draws is called, such as its `guidance_scale`.
     """
     from mmspec.pipelines.host.training import Accelerator
@@ -139,7 +139,7 @@ def train(
 
     torch.manual_seed(recipe.seed)
     if processor is not None and drawing:
-        raise ValueError("--draw says how a model that draws is called, and this one writes; leave it out")
+        raise ValueError("--draw is for models that draw, and this one generates text; leave it out")
     shaped = build_for_pictures if processor is None else build
     drafter = drafter or shaped(method, model, intermediate, **(shape or {}))
     if processor is None:
@@ -148,26 +148,26 @@ def train(
         check_block(drafter, recipe)
     heads = getattr(drafter.config, "tokens", 1)
     if heads not in (1, recipe.unroll):
-        raise ValueError(f"a drafter of {heads} tokens a pass learns so many steps: set unroll={heads}, or tokens")
+        raise ValueError(f"a drafter of {heads} tokens per pass needs {heads} steps: set unroll={heads}, or tokens")
     frames = frames or FramePolicy.parse(USUAL)
     clips = VideoReader(frames)
     samples = read(data, limit, recipe.seed, clips)
     if processor is not None and text_alone(processor) and any(sample.images for sample in samples):
-        raise ValueError(f"the target reads text alone, and {data} shows pictures; give a .jsonl of prompts without")
+        raise ValueError(f"the target reads text alone, and {data} has pictures; give a .jsonl of prompts without")
     texts = read(text, limit, recipe.seed) if text and recipe.texts else ()
     began = time.monotonic()
     features, of = drafter.features, getattr(drafter.config, "target", "") or model.config._name_or_path
     about = f"{of} {data}" + (f" {frames}" if any(sample.clip for sample in samples) else "")
     about += f" {sorted(drawing.items())}" if drawing else ""
     about += f" {model.about}" if getattr(model, "about", "") else ""
-    teaches: Any = Teacher(model, processor, features) if processor else ImageTeacher(model, features, drawing)
-    if teaches.dtype != torch.float32 and not recipe.bf16:  # its features come in half precision
+    context: Any = Teacher(model, processor, features) if processor else ImageTeacher(model, features, drawing)
+    if context.dtype != torch.float32 and not recipe.bf16:  # its features come in half precision
         recipe = recipe.with_(bf16=True)
-    with clips, teaches as teacher:
+    with clips, context as teacher:
         if processor is None:
             teacher.open(samples[0])
             if teacher.target.streams > 1 and getattr(getattr(drafter, "head", None), "own", False):
-                raise ValueError("a drafter with a head of its own knows no guidance; leave draft_vocab out")
+                raise ValueError("a drafter with its own output head does not support guidance; leave draft_vocab out")
         drafter.to(teacher.model.device)
         kind = HeadsTraining if drafter.method == "heads" else Distillation
         run = kind(
@@ -182,7 +182,7 @@ def train(
 
 
 def _report(run: Distillation, tau: float, seconds: float, facts: dict[str, Any]) -> None:
-    """What a run came to, in its folder and on the screen."""
+    """Write the results of a run to its folder, and print them."""
     recipe, out = run.recipe, run.out
     report = {
         "held_out_tau": tau, "curve": run.curve, "minutes": seconds / 60, "cpu_minutes_of_steps": run.seconds / 60,
@@ -195,7 +195,7 @@ def _report(run: Distillation, tau: float, seconds: float, facts: dict[str, Any]
 
 
 def write(drafter: Any, model: GenerativeModel, folder: Path) -> None:
-    """A trained drafter as files that `enable` reads; heads of the model's own classes as its checkpoint holds them."""
+    """Write a trained drafter as files that `enable` reads; an MTP head in the format of the model's checkpoint."""
     if drafter.method != "mtp":
         return save_drafter(drafter, folder)
     from mmspec.pipelines.drafters import mtp_files
@@ -204,9 +204,9 @@ def write(drafter: Any, model: GenerativeModel, folder: Path) -> None:
 
 
 def _opened(target: str, pictures: bool, device: torch.device) -> tuple[Any, Any]:
-    """A model and its processor, or what draws and None.
+    """Load a model and its processor; for a model that draws, the processor is None.
 
-    Raises EngineError: there is none of that name, or it cannot be loaded.
+    Raises EngineError: there is no such model, or it cannot be loaded.
     """
     from mmspec.app.own_file import of_file
     from mmspec.pipelines.host import image_models
@@ -237,7 +237,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         recipe = _recipe(args)
         shape = _values("--shape", args.shape, known)
-        own = args.target.endswith(".py")  # of the user's, whose `draw` takes what it takes
+        own = args.target.endswith(".py")  # the user's file, whose `draw` may take any setting
         words = (word.partition("=") for word in args.draw)
         drawing = {name: value_of(text) for name, _, text in words} if own else _values("--draw", args.draw, DRAW)
         model, processor = _opened(args.target, draws(args.target, args.data), find_device(args.device))

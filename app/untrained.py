@@ -1,4 +1,4 @@
-"""Untrained drafters in the shape of a target's own layers, for `mmspec train`."""
+"""Builds untrained drafters in the shape of a target's own layers, for `mmspec train`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mmspec.types import FINAL
 if TYPE_CHECKING:
     from mmspec.pipelines.host.kinds import GenerativeModel
 
-FEATURES = 5  # the least that are read, however few layers a drafter has; that many in most published files
+FEATURES = 5  # minimum number of layers whose features a block drafter reads; the number in most published files
 DRAWING = ("eagle", "heads")  # methods for models that draw
-BLOCKS: dict[str, dict[str, Any]] = {  # method: what its published drafters have beside DFlash's layers
+BLOCKS: dict[str, dict[str, Any]] = {  # method: what its published drafters add to DFlash's layers
     "block": {},
     "dflash": {},
     "dspark": {"markov_rank": 256, "confidence": True, "confidence_markov": True, "anchored": True, "block": 8},
@@ -26,28 +26,28 @@ BLOCKS: dict[str, dict[str, Any]] = {  # method: what its published drafters hav
 
 
 def draftable(method: str) -> None:
-    """ValueError for a method that cannot draft for a model that draws."""
+    """ValueError for a method that does not support models that draw."""
     if method not in DRAWING:
         allowed = " or ".join(map(repr, DRAWING))
         raise ValueError(f"{method!r} is for models that look at pictures; for one that draws them use {allowed}")
 
 
-def _made(method: str, info: TargetInfo, shape: dict[str, Any], **values: object) -> Any:
-    """An untrained drafter on the target's final feature, with norms throughout: what is trained here."""
-    made = drafter_class(method)
+def _untrained(method: str, info: TargetInfo, shape: dict[str, Any], **values: object) -> Any:
+    """An untrained drafter on the target's final feature, with all norms and no bias."""
+    kind = drafter_class(method)
     usual = {"features": (FINAL,), "input_norm": True, "embed_norm": True, "out_norm": True, "fc_bias": False}
-    of = {"hidden": info.hidden, "kv_heads": values["heads"], "vocab": info.vocab, "target": info.name}
-    return made(made.Config.of({**usual, **of, **values, **shape}))
+    fits = {"hidden": info.hidden, "kv_heads": values["heads"], "vocab": info.vocab, "target": info.name}
+    return kind(kind.Config.of({**usual, **fits, **values, **shape}))
 
 
 def build(method: str, model: GenerativeModel, intermediate: int | None, **shape: object) -> Any:
-    """An untrained drafter in the shape of the target's own decoder layer, with norms throughout.
+    """An untrained drafter in the shape of the target's own decoder layer, with all norms.
 
     Args:
-        method: any but `heads`; one of BLOCKS has five layers that read five of the target's.
+        method: any but `heads`; those in BLOCKS have five layers and read features of five of the target's layers.
         shape: other values of the method's config.
 
-    Raises ValueError: a value that the method's config does not have, or does not allow.
+    Raises ValueError: a value that the method's config does not have or does not allow.
     """
     from mmspec.pipelines.families import table as families
 
@@ -62,13 +62,13 @@ def _like(
     method: str, model: GenerativeModel, info: TargetInfo, intermediate: int | None, shape: dict[str, Any]
 ) -> Any:  # fmt: skip
     """An untrained drafter for what `info` describes, in the shape of the model's own decoder layer."""
-    return _made(method, info, shape, **layer_of(model, info.hidden, intermediate))
+    return _untrained(method, info, shape, **layer_of(model, info.hidden, intermediate))
 
 
 def _mtp(model: GenerativeModel, intermediate: int | None, shape: dict[str, Any]) -> Any:
-    """A multi-token-prediction head to be trained: the target's own, or a new one of its classes.
+    """An MTP head to train: the target's own, or a new one of its classes.
 
-    Raises ValueError: a shape; the target's classes have theirs.
+    Raises ValueError: a shape is given; the target's classes fix it.
     """
     from mmspec.pipelines.drafters.mtp import MtpDrafter
 
@@ -78,9 +78,9 @@ def _mtp(model: GenerativeModel, intermediate: int | None, shape: dict[str, Any]
 
 
 def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape: object) -> Any:
-    """An untrained drafter in the shape of the own layer of what draws; of a LlamaGen, on rows and columns.
+    """An untrained drafter in the shape of the image model's own layer; for a LlamaGen, with 2-D positions.
 
-    Raises ValueError: a method that reads pictures; there are none in these prompts. Or `heads`, for another model.
+    Raises ValueError: a method for models that look at pictures; or `heads` for a model other than LlamaGen.
     """
     from mmspec.pipelines.families import table as families
     from mmspec.pipelines.host.image_models import ImageModel
@@ -97,14 +97,14 @@ def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape
         streams = 2 if pipe._settings({}, "latent", 1)["guidance_scale"] > 1 else 1
         values = {"hidden": c.dim, "intermediate": intermediate or 192, "vocab": c.vocab, "grid": c.grid}
         return HeadsDrafter(HeadsConfig.of({**values, "streams": streams, "target": about.name, **shape}))
-    return _made(
+    return _untrained(
         method, families.of(pipe).describe(pipe), shape, heads=c.heads, rope="2d", grid=c.grid, rope_theta=c.rope_base,
         norm_eps=c.norm_eps, intermediate=intermediate or pipe.transformer.layers[0].feed_forward.w2.in_features,
     )  # fmt: skip
 
 
 def _what_draws(painter: Any) -> tuple[Any, TargetInfo]:
-    """The model or pipeline that draws the tokens, and what a drafter for its pictures has to fit."""
+    """The model or pipeline that draws the tokens, and the TargetInfo that a drafter for its pictures must fit."""
     from mmspec.pipelines.families import table as families
     from mmspec.pipelines.host.image_models import ImageModel
 
@@ -114,10 +114,10 @@ def _what_draws(painter: Any) -> tuple[Any, TargetInfo]:
 
 
 def check_drawing(drafter: Any, painter: Any, recipe: Recipe, settings: Options) -> None:
-    """Refuse a drafter, a recipe and settings that do not go together with what draws, before anything is drawn.
+    """Check drafter, recipe and settings against the image model, before anything is drawn.
 
-    Raises ValueError: the drafter does not fit, a vocabulary of a model that has codes alone, or a setting that its
-    calls do not take.
+    Raises ValueError: the drafter does not fit; a draft vocabulary for a model whose head has only picture codes; or a
+    setting that the model's calls do not take.
     """
     from mmspec.pipelines.host.image_models import SIZE, ImageModel
 
@@ -126,13 +126,13 @@ def check_drawing(drafter: Any, painter: Any, recipe: Recipe, settings: Options)
     if recipe.vocabulary and info.ends is None:
         raise ValueError(f"vocabulary={recipe.vocabulary}: the head of {info.name} has codes alone, so leave it out")
     if not isinstance(painter, ImageModel) and settings.get(SIZE):
-        raise ValueError(f"{SIZE} is for Emu3; a LlamaGen's pictures have a size of their own, so leave it out")
+        raise ValueError(f"{SIZE} is for Emu3; a LlamaGen's pictures have a fixed size, so leave it out")
     if drafter.method == "heads" and settings:
-        raise ValueError("'heads' learn at the pipeline's own settings; leave --draw out, or change its defaults")
+        raise ValueError("'heads' train with the pipeline's own settings; leave --draw out, or change its defaults")
 
 
 def layer_of(model: GenerativeModel, hidden: int, intermediate: int | None) -> dict[str, Any]:
-    """The shape of a target's own decoder layer, as configs of drafters have it."""
+    """The shape of a target's own decoder layer, as values of a drafter's config."""
     c = model.get_decoder().config
     theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
     return {
@@ -144,17 +144,17 @@ def layer_of(model: GenerativeModel, hidden: int, intermediate: int | None) -> d
 
 
 def layers_read(layers: int, count: int) -> tuple[int, ...]:
-    """The decoder layers whose inputs are read: the outputs of `count` layers, evenly to L − 3 (z-lab's code)."""
+    """The decoder layers whose inputs are read: outputs of `count` layers, evenly spaced up to L − 3 (z-lab's code)."""
     last = max(1, layers - 3)
     ids = {round(1 + i * (last - 1) / max(1, count - 1)) if count > 1 else layers // 2 for i in range(count)}
     return tuple(sorted({min(i + 1, layers - 1) for i in ids}))
 
 
 def mask_token(model: GenerativeModel) -> int:
-    """The token whose embedding stands for a mask: the padding's, or that of pictures, which no text holds either.
+    """The mask token: the padding token, or the placeholder of pictures, neither of which occurs in text.
 
-    A padding token that was never anything else often has an embedding of zeros. Norms keep it so, hence queries of
-    zeros: all rows of a block would be one and the same.
+    The embedding of a padding token is often zero. Norms keep zeros, so the queries would be zero and all positions of
+    a block the same; such a token is not used.
     """
     from mmspec.pipelines.host.vision import placeholders
 
@@ -164,12 +164,12 @@ def mask_token(model: GenerativeModel) -> int:
 
 
 def _block(method: str, model: GenerativeModel, intermediate: int | None, **shape: Any) -> BlockDrafter:
-    """An untrained block drafter of five layers that read five of the target's.
+    """An untrained block drafter; by default it has five layers and reads features of five of the target's layers.
 
     Args:
         shape: other values of the drafter's config.
 
-    Raises ValueError: a value that its config does not have, or does not allow; or a mask whose embedding is zero.
+    Raises ValueError: a value that its config does not have or does not allow; or a mask without an embedding.
     """
     from mmspec.pipelines.families import table as families
 
@@ -184,16 +184,16 @@ def _block(method: str, model: GenerativeModel, intermediate: int | None, **shap
     table, mask = model.get_input_embeddings().weight, config.mask_token
     if not (0 <= mask < len(table) and table[mask].any()):
         raise ValueError(
-            f"mask_token {mask} has no embedding, or one of zeros, by which all rows of a block would be the same; "
-            "name a token that has one and that no text holds: --shape mask_token=ID"
+            f"mask_token {mask} has no embedding, or one of zeros, so that all rows of a block would be the same; "
+            "name a token that has one and that does not occur in text: --shape mask_token=ID"
         )
     return BlockDrafter(config)
 
 
 def check_block(drafter: BlockDrafter, recipe: Recipe) -> None:
-    """Refuse a block drafter and a recipe that do not go together.
+    """Check a block drafter against a recipe.
 
-    Raises ValueError: what cannot be learnt here, or more steps than a block drafts.
+    Raises ValueError: a part that cannot be trained here, or more steps than a block drafts.
     """
     c = drafter.config
     if c.selector_rank or c.markov == "rnn":
@@ -203,4 +203,4 @@ def check_block(drafter: BlockDrafter, recipe: Recipe) -> None:
             f"a block of {c.block} learns at most {c.most} steps: --set unroll={c.most}, or a larger block"
         )
     if recipe.rollouts:
-        raise ValueError("a block drafter has no rollouts: it does not read what it predicts; --set rollouts=0")
+        raise ValueError("a block drafter has no rollouts: it does not read its own predictions; --set rollouts=0")

@@ -1,4 +1,4 @@
-"""`mmspec verify`: prove on one's own model and image that the output is the stock one and that the image matters."""
+"""`mmspec verify`: checks on your own model and image that the output equals stock, and that the image matters."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("image", type=Path, help="a picture to ask about")
     add("--model", default=embedded.MODEL, help="folder or hub name (%(default)s)")
     add("--drafter", help="name, folder or hub name; default: what the model ships with")
-    add("--prompt", default="Describe this image.", help="what is asked (%(default)s)")
-    add("--max-new-tokens", type=count, default=64, metavar="N", help="how far to compare (%(default)s)")
+    add("--prompt", default="Describe this image.", help="question about the picture (%(default)s)")
+    add("--max-new-tokens", type=count, default=64, metavar="N", help="number of tokens to compare (%(default)s)")
     enabling.add(parser)
     where(parser)
 

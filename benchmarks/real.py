@@ -259,7 +259,7 @@ def main() -> None:
         for turn, now in enumerate(comparison.turns(asked), 1):
             line = (f"{name} {now['stock'].each / one.each:.2f}" for name, one in now.items())
             print(f"{kind} {turn}: {', '.join(line)}", flush=True)
-        found += records(kind, comparison.made, comparison.notes)
+        found += records(kind, comparison.results, comparison.notes)
         facts["load_average_at_end"] = load_average()
         if args.out:
             args.out.with_suffix(".json").write_text(json.dumps({"provenance": facts, "records": found}, indent=1))

@@ -53,7 +53,7 @@ SAVED_EVERY = 300.0  # seconds
 def build() -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
     """The two parts behind one untrained projector, and a processor."""
     words, tokenizer = loaded()
-    processor, seeing = load(zoo.path("scenes-video"))
+    reads, seeing = load(zoo.path("scenes-video"))
     text = words.config
     del text.quantization_config
     config = LlavaConfig(  # type: ignore[call-arg]  # a plain PreTrainedConfig takes these, too
@@ -68,7 +68,7 @@ def build() -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
     model.tie_weights()
     model.generation_config.update(bos_token_id=1, eos_token_id=2, pad_token_id=2, max_new_tokens=320)
     processor = LlavaProcessor(
-        processor.image_processor, tokenizer, patch_size=12, num_additional_image_tokens=1,
+        reads.image_processor, tokenizer, patch_size=12, num_additional_image_tokens=1,
         vision_feature_select_strategy="default", image_token=IMAGE, chat_template=TEMPLATE,
     )  # fmt: skip
     tokenizer.padding_side = "left"

@@ -76,8 +76,10 @@ def products(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
 @lru_cache(maxsize=1)
 def _products() -> dict[torch.dtype, Products]:
     """The compiled products by dtype, if they agree with torch's."""
-    library, found = built()[0], {}
-    for dtype in _NEAR if library is not None else ():
+    library, found = built()[0], dict[torch.dtype, Products]()
+    if library is None:
+        return found
+    for dtype in _NEAR:
         name = str(dtype).removeprefix("torch.")
         both = Products(library[f"mmspec_few_rows_one_{name}"], library[f"mmspec_few_rows_{name}"])
         both.one.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_int]

@@ -1,4 +1,4 @@
-"""A vision-language model whose calls of `generate` are timed: plain ones, stock speculation, and drafters."""
+"""Times calls of a vision-language model's `generate`: plain, with stock's assisted decoding, and with drafters."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from mmspec.statistics import Stats
 class TimedCall:
     seconds: float
     first: float  # seconds to the first token
-    answers: tuple[tuple[int, ...], ...]  # token ids of each row, its end-of-sequence token included
+    answers: tuple[tuple[int, ...], ...]  # token ids of each row, including its end token
     steps: int  # forwards of the target after the prefill
-    later: int  # tokens that came of these
+    later: int  # tokens from these forwards
     stats: Stats | None  # of mmspec's calls
 
     @property
@@ -51,7 +51,7 @@ class TimedCall:
 
 
 class Clock:
-    """A streamer that only notes when the first generated tokens come, how many, and how often something comes."""
+    """A streamer that records the time and number of the first generated tokens, and counts its calls."""
 
     def __init__(self) -> None:
         self.puts = -1  # the prompt is put first
@@ -64,12 +64,12 @@ class Clock:
             self.first_at, self.first_tokens = time.perf_counter(), tokens.numel()
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Required of streamers; does nothing."""
 
 
 @contextlib.contextmanager
 def enabled(model: GenerativeModel, drafter: object, **options: object) -> Iterator[Handle | None]:
-    """Inside, the model generates with this drafter, whose handle it gives; or as transformers made it, without one."""
+    """Inside the block, the model uses this drafter, whose handle is yielded; with None it runs stock generate."""
     mmspec.disable(model)
     if drafter is None:
         yield None
@@ -80,35 +80,35 @@ def enabled(model: GenerativeModel, drafter: object, **options: object) -> Itera
 
 @dataclass
 class VlmBench:
-    """What stays the same over a whole run."""
+    """The model and the settings that stay the same during a run."""
 
     model: GenerativeModel
     processor: Any
     max_new_tokens: int
     seed: int
 
-    def inputs(self, asked: Sequence[Question]) -> BatchFeature:
-        """Model inputs, one question a row, on the model's device."""
+    def inputs(self, batch: Sequence[Question]) -> BatchFeature:
+        """Model inputs on the model's device, one row per question."""
         clips = knows_clips(self.processor)
         chats = [
-            chat(unmarked(self.processor, q.prompt), q.images, clips=q.clip and clips, before=q.before) for q in asked
+            chat(unmarked(self.processor, q.prompt), q.images, clips=q.clip and clips, before=q.before) for q in batch
         ]
         return inputs_of(self.processor, chats).to(self.model.device, self.model.dtype)
 
     def conversations(self, some: Sequence[Question]) -> list[Question]:
-        """Every turn of each question as one of its own, behind what stock answers greedily to the turns before."""
+        """Every turn of each question as a separate question, after stock's greedy answers to the earlier turns."""
         turns = []
         for question in some:
             turns.append(replace(question, later=()))
             for prompt in question.later:
                 last = turns[-1]
-                said = self.call(VlmMethod("stock"), 0.0, self.inputs([last]), self.seed).answers[0]
-                (answer,) = self.processor.batch_decode([list(said)], skip_special_tokens=True)
+                tokens = self.call(VlmMethod("stock"), 0.0, self.inputs([last]), self.seed).answers[0]
+                (answer,) = self.processor.batch_decode([list(tokens)], skip_special_tokens=True)
                 turns.append(replace(last, prompt=prompt, before=(*last.before, (last.prompt, answer))))
         return turns
 
     def call(self, method: VlmMethod, temperature: float, inputs: Mapping[str, Tensor], seed: int) -> TimedCall:
-        """One timed call; garbage is collected and the drafter enabled before the clock starts."""
+        """One timed call; garbage collection and enabling are not timed."""
         warmth = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         arguments = {**(warmth if temperature > 0 else {"do_sample": False}), **method.arguments}
         with enabled(self.model, method.drafter, **method.options) as handle:
@@ -116,7 +116,7 @@ class VlmBench:
             return self.timed(inputs, None if handle is None else handle.stats, **arguments)
 
     def timed(self, inputs: Mapping[str, Tensor], stats: Stats | None = None, **arguments: object) -> TimedCall:
-        """One timed call of the model as it is now, whose stats, if it is enabled, are `stats`."""
+        """One timed call of the model in its current state; `stats` are those of the enabled drafter, if any."""
         clock = Clock()
         gc.collect()
         wait(self.model.device)
@@ -134,7 +134,7 @@ class VlmBench:
         return TimedCall(seconds, clock.first_at - began, answers, steps, later, stats)
 
     def takes(self, method: VlmMethod) -> bool:
-        """Whether the method's drafter can draft as it is told to."""
+        """Whether the method's drafter accepts its options."""
         try:
             with enabled(self.model, method.drafter, **method.options):
                 return True
@@ -142,6 +142,6 @@ class VlmBench:
             return False
 
     def visual_tokens(self, inputs: BatchFeature) -> float:
-        """Tokens of pictures in a prompt, on average."""
+        """Mean number of picture tokens per prompt."""
         ids = inputs["input_ids"]
         return sum(int((ids == token).sum()) for token in placeholders(self.model.config)) / len(ids)

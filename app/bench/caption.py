@@ -1,4 +1,4 @@
-"""The caption suite: many pictures, short and long answers mixed, in static batches and continuously, side by side."""
+"""The caption suite: compares static and continuous batches on many pictures with short and long answers."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.statistics import Stats
 from mmspec.zoo import scenes
 
-HELD_OUT = 7003  # first number of the seeds of scenes that no training, no evaluation and no other suite draws
+HELD_OUT = 7003  # first number of seeds whose scenes are in no training, evaluation or other suite
 PROMPTS = (zoo.PROMPTS["long"], zoo.PROMPTS["short"], "How many objects are there?")  # in turn
 BASE = "static"
-EVENLY = {"do_sample": True, "temperature": 1e4, "top_k": 0, "top_p": 1.0}  # any token is as likely as any other
+EVENLY = {"do_sample": True, "temperature": 1e4, "top_k": 0, "top_p": 1.0}  # all tokens are about equally likely
 
 
 @dataclass(frozen=True)
 class CaptionMethod:
-    """A way to batch, with a drafter or without."""
+    """A way to batch, with or without a drafter."""
 
     name: str
     batches: type[Batcher]
     drafter: object = None  # None: stock generate
     twin: str = BASE  # the static method with the same drafter
-    options: dict[str, object] = field(default_factory=dict)  # of `enable`
+    options: dict[str, object] = field(default_factory=dict)  # of `mmspec.enable`
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class CaptionBench:
     settings: dict[str, Any]
 
     def run(self, method: CaptionMethod, rows: int, count: int | None = None) -> CaptionRun:
-        """The first `count` captions, all by default; garbage is collected and the drafter enabled before the clock."""
+        """Time the first `count` captions (default: all); garbage collection and enabling are not timed."""
         prompts = self.prompts[:count]
         with enabled(self.model, method.drafter, **method.options) as handle:
             batches = method.batches(self.model, self.processor, rows, **self.settings)
@@ -81,7 +81,7 @@ class CaptionBench:
             wait(self.model.device)
             began = time.perf_counter()
             for number, inputs in enumerate(prompts):
-                batches.add(number, inputs, seed=number)  # texts that are drawn share nothing
+                batches.add(number, inputs, seed=number)  # so that sampled texts are independent
             ends: dict[Hashable, FinishedPrompt] = {}
             while batches.busy:
                 ends |= {end.ticket: end for end in batches.step()}
@@ -98,13 +98,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default=embedded.MODEL, help="folder, name on the Hub, or the embedded one (%(default)s)")
     drafters.configure(parser, ", or ngram")
-    add("--data", type=Path, metavar="PATH", help="questions of your own, as for `bench vlm`")
-    add("--prompt", help="of every picture: short, long, or a text; default: long, short and a question in turn")
-    add("--unrelated", action="store_true", help="answers of tokens that are drawn evenly and share nothing: what a "
-        "drafter costs where it cannot foretell; static batches with the same seeds")  # fmt: skip
+    add("--data", type=Path, metavar="PATH", help="your own questions, as for `bench vlm`")
+    add("--prompt", help="for every picture: short, long, or a text; default: long, short and a question in turn")
+    add("--unrelated", action="store_true", help="answers of random tokens, which show the cost of a drafter that "
+        "cannot predict anything; static batches with the same seeds")  # fmt: skip
     add("--without", nargs="+", default=[], metavar="PATTERN", help="leave these out, such as 'continuous*'")
-    add("--images", type=count, default=24, help="captions of one run (default: %(default)s)")
-    add("--rows", type=count, nargs="+", default=[1, 2, 4, 8], help="captions written at once (default: 1 2 4 8)")
+    add("--images", type=count, default=24, help="captions per run (default: %(default)s)")
+    add("--rows", type=count, nargs="+", default=[1, 2, 4, 8], help="batch sizes (default: 1 2 4 8)")
     add("--turns", type=count, default=3, help="timed runs of every method (default: %(default)s)")
     add("--max-new-tokens", type=count, default=256)
     where(parser)
@@ -112,7 +112,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    """All numbers of rows, one after the other; yields whenever the outcome has grown."""
+    """Measure each batch size in turn; yields whenever the outcome has new records."""
     engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
     model = engine.model
     prompts = [
@@ -131,19 +131,19 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
 
 
 def questions(args: argparse.Namespace) -> list[Question]:
-    """Pictures with one prompt, or with such whose answers are long, short and very short, in turn; or one's own."""
+    """The user's questions; or drawn pictures with one prompt, or prompts for long, short and very short answers."""
     prompts = PROMPTS if args.prompt is None else (zoo.PROMPTS.get(args.prompt, args.prompt),)
     if args.data is None:
         drawn = [scenes.draw(np.random.default_rng([HELD_OUT, args.seed, i])) for i in range(args.images)]
         return [Question((scenes.render(s),), prompts[i % len(prompts)]) for i, s in enumerate(drawn)]
-    held, _ = read_questions(args.data, args.images, 0)
-    if held[0].prompt:
-        refuse(args, f"the questions of {args.data} have prompts of their own", prompt=None)
-    return [q if q.prompt else Question(q.images, prompts[i % len(prompts)]) for i, q in enumerate(held)]
+    own, _ = read_questions(args.data, args.images, 0)
+    if own[0].prompt:
+        refuse(args, f"the questions of {args.data} have their own prompts", prompt=None)
+    return [q if q.prompt else Question(q.images, prompts[i % len(prompts)]) for i, q in enumerate(own)]
 
 
 def methods(model: GenerativeModel, args: argparse.Namespace) -> list[CaptionMethod]:
-    """Static and continuous, without a drafter and with each; of unrelated texts static with stock's own noise."""
+    """Static and continuous batches, without a drafter and with each; for unrelated texts only static ones."""
     ways = [CaptionMethod(BASE, StaticBatcher), CaptionMethod("continuous", ContinuousBatcher, Plain())]
     given = enabling.given(args.enable)
     named = drafters.read(args, model=model) or {"ngram": registry.drafter_class("ngram")()}
@@ -151,7 +151,7 @@ def methods(model: GenerativeModel, args: argparse.Namespace) -> list[CaptionMet
         title = f"{BASE} + {title}"
         ways.append(CaptionMethod(title, StaticBatcher, drafter, title, given))
         ways.append(CaptionMethod(title.replace(BASE, "continuous", 1), ContinuousBatcher, drafter, title, given))
-    if args.unrelated:  # rows of a continuous batch have seeds of their own
+    if args.unrelated:  # rows of a continuous batch have separate seeds
         ways = [replace(m, options=m.options | {"reproducible": True}) for m in ways if m.batches is StaticBatcher]
     return ways
 
@@ -161,7 +161,7 @@ def measure_rows(bench: CaptionBench, rows: int, chosen: list[CaptionMethod], tu
     comparison: Comparison[CaptionMethod, int | None, CaptionRun] = Comparison(
         chosen, lambda method, count: bench.run(method, rows, count)
     )
-    comparison.warm_up(rows + 2, [BASE], bench.model.device)  # more than one batch, and rows that are entered twice
+    comparison.warm_up(rows + 2, [BASE], bench.model.device)  # more than one batch, so that rows are reused
     runs = comparison.measure([None] * turns)
     return [
         {"suite": "caption", "method": m.name, "rows": rows, "captions": len(bench.prompts)}
@@ -172,32 +172,32 @@ def measure_rows(bench: CaptionBench, rows: int, chosen: list[CaptionMethod], tu
 
 
 def figures(method: CaptionMethod, runs: dict[str, list[CaptionRun]], rows: int) -> report.Record:
-    """What is read off the timed runs of one method; None where there is nothing to read."""
-    made = runs.get(method.name, [])
-    total = report.total(made)
+    """The figures of one method from its timed runs; None for those that do not apply."""
+    own = runs.get(method.name, [])
+    total = report.total(own)
     spent = sum(total.seconds.values())
-    lengths = [len(answer) for run in made[:1] for answer in run.answers]
-    same = [a == b for run, base in zip(made, runs[BASE], strict=False)
+    lengths = [len(answer) for run in own[:1] for answer in run.answers]
+    same = [a == b for run, base in zip(own, runs[BASE], strict=False)
             for a, b in zip(run.answers, base.answers, strict=True)]  # fmt: skip
     stock = method.name == BASE
     rounds = total.row_rounds / total.rounds if total.rounds else None
     return {
         "stock_path": stock,
-        **report.spread("speedup_e2e", over(runs[BASE], made)),
-        **report.spread("gain", over(runs.get(method.twin, []), made)),
-        **report.spread("captions_per_s", [run.pace for run in made]),
-        **report.spread("tokens_per_s", [run.tokens / run.seconds for run in made]),
+        **report.spread("speedup_e2e", over(runs[BASE], own)),
+        **report.spread("gain", over(runs.get(method.twin, []), own)),
+        **report.spread("captions_per_s", [run.pace for run in own]),
+        **report.spread("tokens_per_s", [run.tokens / run.seconds for run in own]),
         "rows_per_round": _useful(lengths, rows) if stock else rounds,
-        "tokens_per_target_call": 1.0 if stock else total.tokens_per_target_call if made else None,
+        "tokens_per_target_call": 1.0 if stock else total.tokens_per_target_call if own else None,
         "prefill_share": total.seconds.get("prefill", 0.0) / spent if spent else None,
         "identical_rate": statistics.fmean(same) if same else None,
         "length": (min(lengths), statistics.fmean(lengths), max(lengths)) if lengths else None,
-        "n": len(made),
+        "n": len(own),
     }
 
 
 def _useful(lengths: list[int], rows: int) -> float | None:
-    """Rows of a static batch that had not ended yet, on average over its steps after the prefill."""
+    """Mean number of unfinished rows per step of the static batches, after the prefill."""
     batches = [lengths[first : first + rows] for first in range(0, len(lengths), rows)]
     steps = sum(max(batch) - 1 for batch in batches)
     return sum(length - 1 for length in lengths) / steps if steps else None

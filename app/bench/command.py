@@ -1,4 +1,4 @@
-"""`mmspec bench`: speed beside stock transformers, one suite per kind of model; how it is measured and on what."""
+"""`mmspec bench`: measures the speed-up over stock transformers, with one suite per kind of model."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from mmspec.media import MediaError
 T = TypeVar("T")
 N = TypeVar("N", bound=Named)
 SUITES = {  # name: (module with configure(parser) and measure(args, outcome), one line of help)
-    "vlm": ("mmspec.app.bench.vlm", "answers of a vision-language model, stock paths and drafters side by side"),
-    "caption": ("mmspec.app.bench.caption", "many captions: static and continuous batches, with drafters and without"),
-    "image": ("mmspec.app.bench.image", "pictures of an autoregressive image model, drawn plainly and with drafters"),
+    "vlm": ("mmspec.app.bench.vlm", "answers of a vision-language model, by stock paths and drafters"),
+    "caption": ("mmspec.app.bench.caption", "many captions: static and continuous batches, with and without drafters"),
+    "image": ("mmspec.app.bench.image", "pictures of an autoregressive image model, by plain decoding and drafters"),
     "pictures": ("mmspec.app.bench.pictures", "CLIP score, inception score and FID of folders of pictures"),
 }
-BLOCK = 10**7  # seeds of one run of pictures
+BLOCK = 10**7  # seeds reserved for one run of pictures
 
 
 class BenchError(Exception):
-    """A benchmark that cannot be run; the message says what came, what is allowed and what to do."""
+    """A benchmark cannot be run; the message says what was given, what is allowed and what to do."""
 
 
 @dataclass
 class Outcome:
-    """What a run has found so far; a suite fills it."""
+    """The results of a run so far; filled by a suite."""
 
     provenance: report.Record = field(default_factory=dict)
     tuned: report.Record = field(default_factory=dict)  # cell → method → {chosen, tried}
@@ -48,20 +48,20 @@ class Outcome:
 def configure(
     parser: argparse.ArgumentParser, table: Mapping[str, tuple[str, str]] = SUITES
 ) -> argparse._SubParsersAction[argparse.ArgumentParser]:
-    """One sub-command per suite, with the options that all share; what further sub-commands can be added to."""
-    parser.description = "Measure speed side by side with stock transformers on this machine."
+    """Add one sub-command per suite, with the shared options; returns the sub-parsers, so that more can be added."""
+    parser.description = "Measure the speed-up over stock transformers on this machine."
     suites = parser.add_subparsers(dest="suite", metavar="SUITE", required=True)
     for name, (module, help_line) in table.items():
         suite = suites.add_parser(name, help=help_line, description=help_line)
         suite.set_defaults(module=module, prog=suite.prog)
         try:
             importlib.import_module(module).configure(suite)
-        except ModuleNotFoundError as error:  # of an optional package, which the other suites do without
+        except ModuleNotFoundError as error:  # an optional package that the other suites do not need
             suite.set_defaults(missing=error.name)
-        files = suite.add_argument_group("what is written")
-        files.add_argument("--json", type=Path, metavar="FILE", help="records with provenance, kept up after each cell")
-        files.add_argument("--markdown", type=Path, metavar="FILE", help="the tables as a page")
-        files.add_argument("--wide", action="store_true", help="all columns on the screen, as --markdown has them")
+        files = suite.add_argument_group("outputs")
+        files.add_argument("--json", type=Path, metavar="FILE", help="write records with provenance, after each cell")
+        files.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as a page")
+        files.add_argument("--wide", action="store_true", help="print all columns, as with --markdown")
         files.add_argument("--plot", type=Path, metavar="FILE", help="bars as .png, .svg or .pdf (needs matplotlib)")
     return suites
 
@@ -84,14 +84,14 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         if outcome.records:
             outcome.provenance["stopped"] = True
-            _tell(args, outcome, began)
+            _report(args, outcome, began)
         raise
-    _tell(args, outcome, began)
+    _report(args, outcome, began)
     return 0
 
 
-def _tell(args: argparse.Namespace, outcome: Outcome, began: float) -> None:
-    """The table on the screen, and every file that was asked for."""
+def _report(args: argparse.Namespace, outcome: Outcome, began: float) -> None:
+    """Print the table, and write the requested files."""
     outcome.provenance |= {"seconds": round(time.perf_counter() - began, 1), "load_average_at_end": load_average()}
     print(report.table(outcome.records, args.wide))
     _save(args.json, outcome)
@@ -102,27 +102,27 @@ def _tell(args: argparse.Namespace, outcome: Outcome, began: float) -> None:
 
 
 def _save(path: Path | None, outcome: Outcome) -> None:
-    """All or nothing, so that a stopped run leaves the last whole file; in six digits, since result files are kept."""
+    """Write the records atomically, so that a stopped run leaves a complete file; with six digits, for small files."""
     if path is not None:
         short = json.loads(json.dumps(asdict(outcome)), parse_float=lambda text: float(f"{float(text):.6g}"))
         write_whole(path, json.dumps(short, indent=0).encode())
 
 
 def refuse(args: argparse.Namespace, why: str, **usual: object) -> None:
-    """BenchError for flags that say something else than is `usual`, where they would change nothing."""
-    said = [f"--{name.replace('_', '-')}" for name, value in usual.items() if getattr(args, name, value) != value]
-    if said:
-        raise BenchError(f"{' and '.join(said)}: {why}; leave {'it' if len(said) == 1 else 'them'} out")
+    """BenchError if one of these flags, which have no effect here, does not have its `usual` value."""
+    given = [f"--{name.replace('_', '-')}" for name, value in usual.items() if getattr(args, name, value) != value]
+    if given:
+        raise BenchError(f"{' and '.join(given)}: {why}; leave {'it' if len(given) == 1 else 'them'} out")
 
 
 def matching(methods: Sequence[N], patterns: Sequence[str] | None, without: Sequence[str] = ()) -> list[N]:
-    """Those whose names match a pattern (all without one); the first, plain decoding, always comes first.
+    """The methods whose names match a pattern (all if None); the first, plain decoding, is always included.
 
     Raises BenchError: a pattern that matches nothing, or plain decoding left out by its name.
     """
     names = [m.name for m in methods]
     if names[0] in without:
-        raise BenchError(f"{names[0]} cannot be left out: the others are measured against it")
+        raise BenchError(f"{names[0]} cannot be left out: the others are compared with it")
     for pattern in (*(patterns or ()), *without):
         if not any(fnmatchcase(name, pattern) for name in names):
             raise BenchError(f"no method matches {pattern!r}; choose from {', '.join(names)}")
@@ -132,16 +132,16 @@ def matching(methods: Sequence[N], patterns: Sequence[str] | None, without: Sequ
 
 
 def batches(some: Sequence[T], size: int) -> list[list[T]]:
-    """Single ones, or windows that overlap by half, so that there are enough calls to take quartiles of."""
+    """Batches of `size`, which overlap by half, so that there are enough calls for quartiles."""
     starts = range(0, len(some), max(1, size // 2))
     return [[some[(start + i) % len(some)] for i in range(size)] for start in starts]
 
 
 def seeds_of(run: int, count: int, seed: int) -> list[int]:
-    """Seeds of `count` pictures; run 0 is the reference of plain drawing, and no two runs share one."""
+    """Seeds of `count` pictures; run 0 is the plain reference, and no two runs share seeds."""
     return [BLOCK * (1 + run) + seed * 10**5 + i for i in range(count)]
 
 
 def say(line: str) -> None:
-    """Progress, to the screen beside the results."""
+    """Print progress to stderr."""
     print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Which drafters a suite measures: the option that names them, those that it names, loaded, and stock's own twins."""
+"""The drafters that a suite measures: parses --drafters, loads them, and finds stock's equivalents."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WEIGHTLESS = [name for name, entry in DRAFTERS.items() if not entry.trained and 
 
 
 def configure(parser: argparse.ArgumentParser, beside: str = "") -> None:
-    """The option; `beside` says what is measured anyway."""
+    """Add the option; `beside` tells in its help what is always measured."""
     parser.add_argument(
         "--drafters", "--drafter", nargs="+", dest="drafters", metavar="NAME",
         help=f"feature drafters to measure{beside}: folders, names, or a method as eagle for the embedded one of the "
@@ -41,11 +41,11 @@ def configure(parser: argparse.ArgumentParser, beside: str = "") -> None:
 
 
 def read(args: argparse.Namespace, trained: bool = False, model: GenerativeModel | None = None) -> dict[str, Drafter]:
-    """The drafters asked for, each under its method's name; by default the model's embedded one, if it is there.
+    """The requested drafters by method name; by default the model's embedded one, if it is available.
 
     Args:
-        trained: those without weights have methods of their own, and are refused here.
-        model: the loaded model, for drafters that are made of it.
+        trained: refuse drafters without weights, since the suite has its own methods with them.
+        model: the loaded model, for drafters that are built from it.
 
     Raises BenchError: there is no such drafter, or no embedded one for `all`.
     """
@@ -60,17 +60,17 @@ def read(args: argparse.Namespace, trained: bool = False, model: GenerativeModel
     for name in args.drafters:
         meant = _named(name, args.model)
         if trained and name in DRAFTERS and not DRAFTERS[name].trained:
-            raise BenchError(f"--drafters {name}: it has no weights; --methods '{name}*' chooses among its methods")
+            raise BenchError(f"--drafters {name}: it has no weights; --methods '{name}*' selects its methods")
         names += [one for one in meant if one not in names]
     try:
         return _loaded(names, model)
     except (FileNotFoundError, ValueError) as error:
         there = dict.fromkeys([*(zoo.DRAFTERS[name].method for name in embedded.drafters(args.model)), *WEIGHTLESS])
-        raise BenchError(f"--drafters: {error}; by name there are here {', '.join(there)}") from error
+        raise BenchError(f"--drafters: {error}; available by name: {', '.join(there)}") from error
 
 
 def _named(name: str, model: str) -> list[str]:
-    """The drafters that a word of --drafters means: a method means the embedded one of the model that follows it."""
+    """The drafters for a value of --drafters; the name of a method stands for the model's embedded one."""
     here = {one: zoo.DRAFTERS[one].method for one in embedded.drafters(model)}
     if name == ALL and not here:
         raise BenchError(f"--drafters {ALL}: no drafter comes with {model!r}; name the drafters to measure")
@@ -92,23 +92,23 @@ def _loaded(names: list[str], model: GenerativeModel | None) -> dict[str, Drafte
     for name in names:
         if name in DRAFTERS and DRAFTERS[name].from_model:
             if name not in OF_MODEL or model is None:
-                raise ValueError(f"{name} comes from a model; it is measured where that model is named")
+                raise ValueError(f"{name} is built from a model, and cannot be named here")
             loaded[name] = OF_MODEL[name](model)
             continue
         bare = name in DRAFTERS and not DRAFTERS[name].trained
         drafter = drafter_class(name)() if bare else mmspec.load_drafter(embedded.resolve(name))
-        if model is not None and not bare:  # there already, enabling it again makes no copy, which would compile anew
+        if model is not None and not bare:  # once here, so that `enable` makes no copies, which would recompile
             drafter.to(device=model.device, dtype=model.dtype)
         title = name if bare else name_of(drafter)
         loaded[title if title not in loaded else f"{title}:{Path(name).name}"] = drafter
     return loaded
 
 
-EARLY = 6  # a draft model has one in so many of its target's layers
+EARLY = 6  # a draft model has 1/6 of its target's layers
 
 
 def first_layers(model: GenerativeModel) -> ModelDrafter:
-    """The model's own first layers under its head, with the same weights, as a smaller model that drafts for it."""
+    """A draft model of the model's own first layers and its head, which shares the model's weights."""
     small = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     own = decoder(small)
     count = max(1, len(own.layers) // EARLY)
@@ -116,20 +116,20 @@ def first_layers(model: GenerativeModel) -> ModelDrafter:
     own.config.num_hidden_layers = count
     if getattr(own.config, "layer_types", None):
         own.config.layer_types = own.config.layer_types[:count]
-    made = ModelDrafter.of(small)
-    alike = {"num_assistant_tokens": made.options.depth, "num_assistant_tokens_schedule": "constant"}
-    small.generation_config.update(**alike)
-    return made
+    drafter = ModelDrafter.of(small)
+    same = {"num_assistant_tokens": drafter.options.depth, "num_assistant_tokens_schedule": "constant"}
+    small.generation_config.update(**same)
+    return drafter
 
 
-# By a drafter's name: how it is made of the model that is measured, where it needs no file of its own.
+# By a drafter's name: a function that builds it from the measured model, for drafters that need no separate file.
 OF_MODEL: dict[str, Callable[[GenerativeModel], Drafter]] = {"model": first_layers, "mtp": MtpDrafter.of_model}
 
 
 def _dflash(drafter: BlockDrafter) -> dict[str, object]:
-    """The same weights in transformers' own class, which reads embeddings without the norm that a table may have.
+    """The same weights in transformers' own class, which reads embeddings without a norm.
 
-    Raises ValueError: a network that it is not.
+    Raises ValueError: the class does not support this network.
     """
     same = copy.copy(drafter)
     same.config = replace(drafter.config, bare_embeds=True)
@@ -140,7 +140,7 @@ def _dflash(drafter: BlockDrafter) -> dict[str, object]:
     return {"assistant_model": theirs.to(own.device, own.dtype).eval(), "speculation_type": "dflash"}
 
 
-# By a drafter's method: the arguments with which stock `generate` drafts so. Prompt lookup has a row of its own.
+# By a drafter's method: the arguments that make stock `generate` draft the same way, except for prompt lookup.
 ASSISTED: dict[str, Callable[[Any], dict[str, object]]] = {
     "model": lambda drafter: {"assistant_model": drafter.model},
     "mtp": lambda drafter: {"use_mtp": True},

@@ -1,4 +1,4 @@
-"""Many pictures of one method, with what their drawing took; kept in a folder, so that a stopped run goes on."""
+"""Many pictures of one method with their cost, kept in a folder so that a stopped run can be resumed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Gallery:
 
     @property
     def forwards(self) -> float:
-        """Forwards of the target that a picture took part in, the prefill included."""
+        """Forwards of the target per picture, including the prefill."""
         return self.row_rounds / len(self.images) + 1
 
     @property
@@ -48,17 +48,17 @@ def slug(name: str, run: int) -> str:
 
 
 def fill(
-    painter: ImageSubject, asked: Sequence[str | int], seeds: Sequence[int], batch: int, folder: Path | None,
-    told: Mapping[str, object],
+    painter: ImageSubject, conditions: Sequence[str | int], seeds: Sequence[int], batch: int, folder: Path | None,
+    facts: Mapping[str, object],
 ) -> Gallery:  # fmt: skip
-    """Draw what is not in the folder yet, `batch` at a time; whole batches are written before the next one begins.
+    """Draw pictures that are not in the folder yet, `batch` at a time; each batch is written before the next begins.
 
-    Raises BenchError: the folder holds pictures of other prompts, seeds or settings.
+    Raises BenchError: the folder has pictures of other prompts, seeds or settings.
     """
-    plan = {**told, "asked": list(asked), "seeds": list(seeds)}
+    plan = {**facts, "asked": list(conditions), "seeds": list(seeds)}
     gallery = Gallery() if folder is None else _read(folder, plan)
-    for start in range(len(gallery.images), len(asked), batch):
-        painting = painter.paint(asked[start : start + batch], seeds[start : start + batch])
+    for start in range(len(gallery.images), len(conditions), batch):
+        painting = painter.paint(conditions[start : start + batch], seeds[start : start + batch])
         gallery.add(painting)
         if folder is not None:
             _write(folder, gallery, plan, len(painting.images))
@@ -69,26 +69,26 @@ def _read(folder: Path, plan: Mapping[str, Any]) -> Gallery:
     book = folder / "calls.json"
     if not book.is_file():
         return Gallery()
-    held = json.loads(book.read_text())
-    earlier = held.pop("plan")
+    sums = json.loads(book.read_text())
+    earlier = sums.pop("plan")
     count = min(len(earlier["asked"]), len(plan["asked"]))
     for name, value in json.loads(json.dumps(plan)).items():
         same = earlier.get(name) == value if name not in ("asked", "seeds") else earlier[name][:count] == value[:count]
         if not same:
-            raise BenchError(f"{folder} holds pictures of another run: {name} differs. Name another folder")
-    done = len(held["spent"])
+            raise BenchError(f"{folder} has pictures of another run: {name} differs. Name another folder")
+    done = len(sums["spent"])
     if done > len(plan["asked"]):
-        raise BenchError(f"{folder} holds {done} pictures, more than the {len(plan['asked'])} asked for")
+        raise BenchError(f"{folder} has {done} pictures, more than the {len(plan['asked'])} requested")
     images = []
     for i in range(done):
         with Image.open(folder / f"{i:05d}.png") as picture:
             images.append(picture.convert("RGB"))
-    return Gallery(images, **held)
+    return Gallery(images, **sums)
 
 
-def _write(folder: Path, held: Gallery, plan: Mapping[str, object], fresh: int) -> None:
+def _write(folder: Path, gallery: Gallery, plan: Mapping[str, object], fresh: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for i in range(len(held.images) - fresh, len(held.images)):
-        held.images[i].save(folder / f"{i:05d}.png")
-    sums = {name: getattr(held, name) for name in ("spent", "seconds", "row_rounds", "tokens")}
+    for i in range(len(gallery.images) - fresh, len(gallery.images)):
+        gallery.images[i].save(folder / f"{i:05d}.png")
+    sums = {name: getattr(gallery, name) for name in ("spent", "seconds", "row_rounds", "tokens")}
     write_whole(folder / "calls.json", json.dumps({"plan": plan, **sums}).encode())

@@ -1,4 +1,4 @@
-"""The image suite: every method draws the same prompts in turn, and each call is timed."""
+"""The image suite: all methods draw the same prompts in turn, and each call is timed."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from mmspec.app.painter import ImageSubject, sheet
 from mmspec.app.provenance import provenance
 from mmspec.zoo import pictures
 
-HELD_OUT = 2**31  # first seed of prompts that no training draws
-GRID = 8  # pictures of a method on the sheet
-Further = Callable[[ImageBench, argparse.Namespace, Outcome], Iterator[None]]  # what is measured after the times
+HELD_OUT = 2**31  # first seed of prompts that no training uses
+GRID = 8  # pictures per method on the sheet
+Further = Callable[[ImageBench, argparse.Namespace, Outcome], Iterator[None]]  # measures more after the timings
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -42,43 +42,43 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "file of your own with `load` and `draw` (%(default)s)",
     )
     drafters.configure(parser)
-    add("--prompts", type=Path, metavar="FILE", help="prompts of your own, one a line, or the captions of COCO "
+    add("--prompts", type=Path, metavar="FILE", help="your own prompts, one per line, or the captions of COCO "
         "(.json) (default: held-out scenes)")  # fmt: skip
     add("--images", type=int, default=12, help="prompts timed side by side; 0: no timing (%(default)s)")
     add("--batch", type=count, nargs="+", default=[1, 4], help="pictures per timed call (default: 1 4)")
     add("--methods", nargs="+", metavar="PATTERN", help="ar and only these, such as 'jacobi-*' '*+scaled'")
     add("--without", nargs="+", default=[], metavar="PATTERN", help="leave these out, such as ar-compiled")
     add("--rule", nargs="+", default=[], metavar="SPEC", help="further rules, such as 'lantern(k=20, lam=1.2)'")
-    add("--budget", type=float, help="distance in total variation that a relaxed rule may spend on a picture")
+    add("--budget", type=float, help="limit of a relaxed rule's cost per picture, in total variation")
     add("--guidance", type=float)
     add("--top-k", type=int)
     add("--temperature", type=from_zero)
     add("--image-area", type=count, metavar="N", help="pixels of an Emu3's pictures (default: its processor's)")
     parser.add_argument("--grid", type=Path, metavar="FILE", help="a sheet of pictures, all methods at the same seeds")
-    parser.add_argument("--resume", action="store_true", help="go on with the records of an earlier run's --json")
+    parser.add_argument("--resume", action="store_true", help="continue with the records of an earlier run's --json")
     where(parser)
     add("--seed", type=int, default=0)
     measures.configure(parser)
-    good = parser.add_argument_group("what is measured")
-    good.add_argument("--quality-images", type=int, default=0, metavar="N", help="pictures of each method to measure")
+    good = parser.add_argument_group("quality")
+    good.add_argument("--quality-images", type=int, default=0, metavar="N", help="pictures to measure per method")
     good.add_argument("--quality-batch", type=count, default=8, metavar="N", help="pictures per call (%(default)s)")
-    good.add_argument("--pictures", type=Path, metavar="FOLDER", help="keep the pictures here; a second run goes on")
+    good.add_argument("--pictures", type=Path, metavar="FOLDER", help="keep the pictures here; a second run resumes")
 
 
 def measure(args: argparse.Namespace, outcome: Outcome, further: Further | None = None) -> Iterator[None]:
-    """Timing, then the sheet, then what is further measured; yields whenever the outcome has grown."""
+    """Timings, then the sheet, then quality and `further`; yields whenever the outcome has new records."""
     if draws(args.model):
         raise BenchError(
-            f"{args.model} is a MAR: `mmspec generate --model {args.model} --compare` tells its speed, and in a clone "
-            "`python -m benchmarks image` measures all its ways"
+            f"{args.model} is a MAR: `mmspec generate --model {args.model} --compare` prints its speed, and in a clone "
+            "`python -m benchmarks image` measures all its methods"
         )
     measured = measures.wanted(args)
     if measured and args.quality_images < 2:
-        raise BenchError("say of how many pictures the measures are: --quality-images N, 2 or more")
+        raise BenchError("give the number of pictures to measure: --quality-images N, 2 or more")
     if args.quality_images and not measured and further is None:
-        raise BenchError("--quality-images says of how many pictures; say what is measured: --clip or --inception")
+        raise BenchError("--quality-images needs a measure; add --clip or --inception")
     if args.images == 0 and args.grid is None and further is None and not measured:
-        raise BenchError("nothing is asked for; give --images, --grid, --clip or --inception")
+        raise BenchError("nothing to do; give --images, --grid, --clip or --inception")
     settings = {"guidance_scale": args.guidance, "top_k": args.top_k, "temperature": args.temperature}
     settings |= {"image_area": args.image_area}
     bench = ImageBench(load(args.model, args.device, args.dtype, **settings), args.seed)
@@ -86,7 +86,7 @@ def measure(args: argparse.Namespace, outcome: Outcome, further: Further | None 
     outcome.provenance = provenance(bench.painter.device, bench.painter.dtype) | facts
     if args.resume:
         take_up(args.json, outcome, facts)
-    gc.freeze()  # what is loaded stays: the collection before each call need not look through it
+    gc.freeze()  # so that the garbage collections before the calls skip loaded objects
     try:
         chosen = matching(methods(bench.painter, args), args.methods, args.without)
         conditions = prompts(bench.painter, args, max(args.images, GRID if args.grid else 0))
@@ -118,7 +118,7 @@ def methods(painter: ImageSubject, args: argparse.Namespace) -> list[ImageMethod
 
 
 def prompts(painter: ImageSubject, args: argparse.Namespace, count: int) -> Sequence[str | int]:
-    """The user's prompts, over and over; or classes, or those of held-out scenes."""
+    """The user's prompts, repeated as needed; or random classes, or prompts of held-out scenes."""
     if args.prompts is not None:
         lines = prompts_of(args.prompts)
         if painter.classes:
@@ -130,20 +130,20 @@ def prompts(painter: ImageSubject, args: argparse.Namespace, count: int) -> Sequ
 
 
 def take_up(path: Path | None, outcome: Outcome, facts: Record) -> None:
-    """Take over the records of an earlier run, if it measured the same thing."""
+    """Add the records of an earlier run to the outcome. BenchError if it had other settings."""
     if path is None:
-        raise BenchError("--resume goes on with a file of records; name it with --json")
+        raise BenchError("--resume continues a file of records; name it with --json")
     if not path.is_file():
         return
     earlier = json.loads(path.read_text())
     here = outcome.provenance
-    same = [name for name in (*facts, "device", "dtype", "commit") if earlier["provenance"].get(name) != here.get(name)]
-    if same:
-        was, now = (str(held.get(same[0])) for held in (earlier["provenance"], here))
-        raise BenchError(f"{path} was measured with {same[0]} {was}, this run has {now}; leave --resume out")
+    other = [n for n in (*facts, "device", "dtype", "commit") if earlier["provenance"].get(n) != here.get(n)]
+    if other:
+        was, now = (str(values.get(other[0])) for values in (earlier["provenance"], here))
+        raise BenchError(f"{path} was measured with {other[0]} {was}, this run has {now}; leave --resume out")
     outcome.records += earlier["records"]
     before = earlier["provenance"].pop("earlier", [])
-    outcome.provenance["earlier"] = [*before, earlier["provenance"]]  # whose records they are
+    outcome.provenance["earlier"] = [*before, earlier["provenance"]]  # the origin of the earlier records
 
 
 def there(records: list[Record], **facts: object) -> bool:
@@ -153,29 +153,29 @@ def there(records: list[Record], **facts: object) -> bool:
 def timed(
     bench: ImageBench, chosen: list[ImageMethod], prompts: Sequence[str | int], batch: int, before: list[Record]
 ) -> list[Record]:
-    """Warm each method up, then time all of them in turn on each batch; nothing if all are measured already."""
+    """Warm each method up, then time all of them in turn on each batch; no records if all are there already."""
     if all(there(before, suite=report_image.SPEED, batch=batch, method=m.name) for m in chosen):
         return []
-    torch.compiler.reset()  # what was compiled for other lengths counts against the limit of recompilations
+    torch.compiler.reset()  # code compiled for other lengths counts toward the recompilation limit
     before[:] = [r for r in before if (r["suite"], r.get("batch")) != (report_image.SPEED, batch)]
     groups = batches(list(zip(prompts, seeds_of(1, len(prompts), bench.seed), strict=True)), batch)
     comparison = Comparison(chosen, bench.call)
-    comparison.warm_up(groups[0], ["ar"], read=lambda method: not method.plain)  # what is compiled cannot be watched
-    made = comparison.measure(groups)
-    best = report_image.fastest(made)
-    slower = {name: f"slower than {best} here" for name in report_image.PLAIN if name in made and name != best}
+    comparison.warm_up(groups[0], ["ar"], read=lambda method: not method.plain)  # compiled reads cannot be counted
+    results = comparison.measure(groups)
+    best = report_image.fastest(results)
+    slower = {name: f"slower than {best} here" for name in report_image.PLAIN if name in results and name != best}
     facts = {"suite": report_image.SPEED, "batch": batch}
     return [
         facts
         | m.facts
-        | report_image.figures(m.name, made, best, comparison.reads.get(m.name))
+        | report_image.figures(m.name, results, best, comparison.reads.get(m.name))
         | {"note": comparison.notes.get(m.name, slower.get(m.name, ""))}
         for m in chosen
     ]
 
 
 def draw_sheet(bench: ImageBench, chosen: list[ImageMethod], prompts: Sequence[str | int], path: Path) -> None:
-    """A row a method, the same prompt and seed in each column."""
+    """Write a sheet with a row per method, and the same prompt and seed in each column."""
     group = list(zip(prompts, seeds_of(1, len(prompts), bench.seed), strict=True))
     rows = []
     for method in chosen:
@@ -195,7 +195,7 @@ def draw_sheet(bench: ImageBench, chosen: list[ImageMethod], prompts: Sequence[s
 def measure_pictures(
     bench: ImageBench, chosen: Sequence[ImageMethod], args: argparse.Namespace, outcome: Outcome
 ) -> Iterator[None]:
-    """Many pictures of each method, and their measures; what an earlier run has measured is left out."""
+    """Draw many pictures with each method and measure their quality; methods with records are skipped."""
     if args.clip and bench.painter.classes:
         raise BenchError(f"--clip compares with prompts, and {args.model} draws classes; leave it out")
     ways = [m for m in chosen if not m.plain]
@@ -219,7 +219,7 @@ def measure_pictures(
 def gallery_of(
     bench: ImageBench, method: ImageMethod, run: int, conditions: Sequence[str | int], args: argparse.Namespace
 ) -> gallery.Gallery:
-    """The pictures of a method's run, one of each prompt, drawn or read from the folder that keeps them."""
+    """The pictures of a method's run, one per prompt, drawn or read from the folder of --pictures."""
     bench.go(method)
     keep = None if args.pictures is None else args.pictures / gallery.slug(method.name, run)
     facts = {"setting": method.setting, "settings": bench.painter.settings, "model": args.model}

@@ -16,19 +16,19 @@ from mmspec.types import NO_TOKEN, Draft
 WINDOWS = (8, 16, 32)
 COUPLINGS = ("none", "maximal", "gumbel")
 INITS = ("horizontal", "vertical", "mixture")
-BASE = {"window": 16, "coupling": "maximal"}  # the Jacobi drafter under every relaxed rule
-# A feature drafter with its own tree, and with shapes that are filled by drawing: LANTERN++'s, and a chain.
+BASE = {"window": 16, "coupling": "maximal"}  # the Jacobi drafter of every relaxed rule
+# The shapes of a feature drafter: its own tree; and, with sampled nodes, LANTERN++'s tree and a chain.
 SHAPES = {"": {}, "-static": {"tree": "naive_extend_57", "draws": True}, "-chain": {"tree": "chain", "draws": True}}
-PUBLISHED_CODES = 16384  # that lantern's published k is a share of
+PUBLISHED_CODES = 16384  # size of the codebook for which LANTERN's k was published
 
 
 @dataclass(frozen=True)
 class ImageMethod:
-    """One way to draw, under the name that the tables show.
+    """One method, with its name in the tables.
 
     Attributes:
-        plain: "static" or "compiled" for the fixed-shape plain loop; empty: the pipeline's own loop.
-        curve: of a sweep, the rule's family and its parameter.
+        plain: "static" or "compiled" for the plain loop with fixed shapes; empty: the pipeline's own loop.
+        curve: in a sweep, the rule's family and its parameter.
     """
 
     name: str
@@ -42,7 +42,7 @@ class ImageMethod:
 
     @property
     def exact_seed(self) -> bool:
-        """Whether it must draw the very picture that plain decoding draws from the same seed."""
+        """Whether it must draw the same picture as plain decoding with the same seed."""
         return self.way.drafter == PLAIN or bool(self.way.options.get("reproducible"))
 
     @property
@@ -57,19 +57,19 @@ class ImageMethod:
 
 
 class Hostile(JacobiDrafter):
-    """Windows of guesses that hardly ever are right, for targets whose distribution is a point mass."""
+    """Drafts windows of guesses that are almost always wrong, for targets whose distribution is a point mass."""
 
     def propose(self, session: SessionView, target: Target) -> Draft:
         draft = super().propose(session, target)
         if draft.tree.size == 1:
             return draft
-        assert draft.q is None, "other tokens than were drawn would break the distribution"
+        assert draft.q is None, "changed tokens do not follow q, which would break the distribution"
         others = torch.where(draft.tokens == NO_TOKEN, NO_TOKEN, (draft.tokens + self.vocab // 2) % self.vocab)
         return replace(draft, tokens=torch.cat([draft.tokens[:, :1], others[:, 1:]], 1))
 
 
 def lossless(drafters: Sequence[tuple[str, object]]) -> list[ImageMethod]:
-    """The methods that keep the target's distribution; `drafters` are (name, folder or drafter) of trained ones."""
+    """The lossless methods; `drafters` are (name, folder or drafter) of trained drafters."""
 
     exact, auto, compiled = ({name: True} for name in ("reproducible", "auto", "compile"))
     drawn: dict[str, dict[str, Any]] = {f"{c}-{w}": {"window": w, "coupling": c} for c in COUPLINGS for w in WINDOWS}
@@ -96,7 +96,7 @@ def lossless(drafters: Sequence[tuple[str, object]]) -> list[ImageMethod]:
 
 
 def published(codes: int) -> dict[str, str]:
-    """Rules as their papers or released code set them. A k that is a share of the codebook stays that share."""
+    """Rules with the settings of their papers or released code; LANTERN's k is scaled with the codebook."""
     return {
         "lantern-published": f"lantern(k={published_k(codes)}, delta=0.1)",
         "lantern++-published": f"lantern(k={min(10, codes - 1)}, lam=5.0)",
@@ -106,7 +106,7 @@ def published(codes: int) -> dict[str, str]:
 
 
 def ours(codes: int) -> dict[str, str]:
-    """The same rules at milder settings, and those that have no published one."""
+    """The same rules at milder settings, and rules that have no published settings."""
     return {
         "lantern++": f"lantern(k={min(10, codes - 1)}, lam=1.5)",
         "gsd": f"gsd(group={min(5, codes)})",
@@ -118,7 +118,7 @@ def ours(codes: int) -> dict[str, str]:
 
 
 def sweeps(codes: int) -> dict[str, list[tuple[float, str]]]:
-    """For each family of rules, its parameter from mild to bold and the rule with it."""
+    """For each family of rules, values of its parameter from mild to aggressive, each with the rule."""
     k = min(10, codes - 1)
     shares = [cells for share in (0.75, 0.5, 0.25, 0.125, 0.0625) if (cells := int(codes * share)) > 0]
     groups = [g for g in (3, 5, 10, 25, 50) if g <= codes]
@@ -134,12 +134,12 @@ def sweeps(codes: int) -> dict[str, list[tuple[float, str]]]:
 
 
 def published_k(codes: int) -> int:
-    """LANTERN's 1000 nearest of 16384 codes, as a share of another codebook."""
+    """LANTERN's k, 1000 of 16384 codes, scaled to another codebook."""
     return max(1, min(codes - 1, round(1000 * codes / PUBLISHED_CODES)))
 
 
 def _split(drafters: Sequence[tuple[str, object]]) -> tuple[list[tuple[str, object]], list[tuple[str, object]]]:
-    """Feature drafters, which draft trees; and heads, which fill windows."""
+    """Split into feature drafters, which draft trees, and heads, which fill windows."""
     windows = [(name, drafter) for name, drafter in drafters if name.partition(":")[0] == "heads"]
     return [one for one in drafters if one not in windows], windows
 
@@ -153,13 +153,13 @@ def _feature(drafters: Sequence[tuple[str, object]]) -> list[tuple[str, DrawingM
 def relaxed(
     codes: int, drafters: Sequence[tuple[str, object]], own: Sequence[str], budget: float | None
 ) -> list[ImageMethod]:
-    """Every rule on the Jacobi drafter and on each feature drafter; `own` are further rules, by their specification.
-    They and GSD's also on windows that are drawn anew in each round, as GSD is published."""
+    """Every rule with the Jacobi drafter and each feature drafter; `own` are further rules, by their specification.
+    These and GSD also with windows that are redrawn in each round, as in GSD's paper."""
     rules = {**published(codes), **ours(codes), **{spec: spec for spec in own}}
     bases = [("jacobi", DrawingMethod("jacobi", dict(BASE))), *_feature(drafters)]
-    anew = DrawingMethod("jacobi", BASE | {"coupling": "none"})
-    made = [with_rule(f"{base}+{name}", way, spec, budget) for base, way in bases for name, spec in rules.items()]
-    return made + [with_rule(f"jacobi-none+{name}", anew, rules[name], budget) for name in ("gsd-published", *own)]
+    redrawn = DrawingMethod("jacobi", BASE | {"coupling": "none"})
+    ways = [with_rule(f"{base}+{name}", way, spec, budget) for base, way in bases for name, spec in rules.items()]
+    return ways + [with_rule(f"jacobi-none+{name}", redrawn, rules[name], budget) for name in ("gsd-published", *own)]
 
 
 def with_rule(

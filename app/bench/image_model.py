@@ -1,4 +1,4 @@
-"""Models of transformers, pipelines of diffusers and a user's own file as what the image suite draws with."""
+"""Transformers models, diffusers pipelines and a user's own file as subjects of the image suite."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from mmspec.types import NO_TOKEN
 
 
 class ModelSubject(ImageSubject):
-    """A model whose pictures come of calls of `generate`. One seed is that of a call, not of a picture.
+    """A model that draws pictures by calls of `generate`. A seed belongs to a call, not to a picture.
 
-    It stays in the model for good, as an attribute that notes what `generate` gives: a function that came and went
-    would make captures of the model invalid.
+    It replaces the model's `generate` permanently by a function that records the output: a function that is set and
+    removed again would invalidate the captures of the model.
     """
 
     static = False
 
     def __init__(self, model: ImageModel, **settings: object) -> None:
         self._draw, self._codes, self._way = model.draw, model.codes, DrawingMethod()
-        self._calls: list[tuple[Tensor, dict[int, float]]] = []  # tokens [B, n], and what a rule cost each row
+        self._calls: list[tuple[Tensor, dict[int, float]]] = []  # tokens [B, n], and the rule's cost by row
         super().__init__(model.target, **settings)
         self.model.generate = self._generate
 
@@ -54,17 +54,17 @@ class ModelSubject(ImageSubject):
         return super().go(way)
 
     def paint(self, conditions: Sequence[str | int], seeds: Sequence[int], **settings: object) -> ImageResult:
-        """One picture per prompt, in one call of `draw`; the first seed is that of torch's generator.
+        """Draw one picture per prompt in one call of `draw`; the first seed is used for torch's generator.
 
-        Raises EngineError: the model refuses the prompts or the settings, or draws another number of pictures.
+        Raises EngineError: the model refuses the prompts or the settings, or returns another number of pictures.
         """
-        handle = super().go(self._way)  # its stats start anew
+        handle = super().go(self._way)  # resets its stats
         torch.manual_seed(seeds[0])
         calls = self._calls = list[tuple[Tensor, dict[int, float]]]()
         began = time.perf_counter()
         try:
             images = list(self._draw(list(conditions), **{**self.settings, **settings}))
-        except Exception as error:  # of anybody's code: the method has failed, the others go on
+        except Exception as error:  # any error of the model's code; the other methods go on
             raise EngineError(f"cannot draw: {first_line(error)}") from error
         seconds = time.perf_counter() - began
         if len(images) != len(conditions) or not calls:
@@ -73,7 +73,7 @@ class ModelSubject(ImageSubject):
             )
         rows = [row for tokens, _ in calls for row in tokens]
         stats = Stats() if handle is None else handle.stats
-        if handle is None:  # one token after the other
+        if handle is None:  # plain decoding: one token per forward
             for tokens, _ in calls:
                 B, n = tokens.shape
                 stats.add(Stats(rounds=n - 1, tokens=B * n, row_rounds=B * (n - 1), gained=B * (n - 1)))
@@ -82,7 +82,7 @@ class ModelSubject(ImageSubject):
         return ImageResult(images, tokens, seconds, stats, spent)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own, noted."""
+        """Call the model's own `generate`, and record its output."""
         out = type(self.model).generate(self.model, *args, **kwargs)
         tokens = out if isinstance(out, Tensor) else out.sequences
         prompt = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
@@ -94,9 +94,9 @@ class ModelSubject(ImageSubject):
 
 
 def load(model: str, device: str, dtype: str, **settings: object) -> ImageSubject:
-    """What draws: a LlamaGenPipeline, another model or pipeline, or what a Python file of the user's loads.
+    """Load a subject: a LlamaGenPipeline, another model or pipeline, or the user's own Python file.
 
-    Raises EngineError: no such model, or one whose pictures mmspec cannot decode.
+    Raises EngineError: there is no such model, or mmspec cannot decode its pictures.
     """
     if model.endswith(".py"):
         return ModelSubject(of_file(Path(model), device, dtype), **settings)
@@ -105,7 +105,7 @@ def load(model: str, device: str, dtype: str, **settings: object) -> ImageSubjec
     try:
         if (known := image_models.load(where, place, find_dtype(dtype, place))) is not None:
             return ModelSubject(known, **settings)
-    except (OSError, ValueError):  # which of them is said by the pipeline that most users mean
+    except (OSError, ValueError):  # `painter.load` below reports the error, since most users mean a LlamaGen
         pass
     try:
         return painter.load(model, device, dtype, **settings)

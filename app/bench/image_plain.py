@@ -1,4 +1,4 @@
-"""The painter that is timed, and the fastest plain decoding that we know: fixed shapes, compiled if wanted."""
+"""Times calls of the image model, and a fast plain loop for a LlamaGen: fixed shapes, optionally compiled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mmspec.tree import lone
 
 
 class StaticPast:
-    """Keys and values of every place, allocated once; the forward writes those of `at`."""
+    """A static KV cache: keys and values of all positions, allocated once; a forward writes those at `at`."""
 
     def __init__(self, model: LlamaGenTransformer, rows: int, places: int) -> None:
         c = model.config
@@ -45,7 +45,7 @@ class StaticPast:
 
 
 class StaticLoop:
-    """Mixin of a LlamaGenPipeline: the call and its pictures stay, the loop is plain, its shapes are fixed."""
+    """Mixin for a LlamaGenPipeline that replaces only its decoding loop, by a plain one with fixed shapes."""
 
     transformer: LlamaGenTransformer
     _mmspec_static: dict[tuple[int, int], StaticPast]
@@ -54,12 +54,12 @@ class StaticLoop:
     def _rounds(
         self, rows: list[Row], condition: Condition, guidance: Guidance | None, how: dict[str, Any]
     ) -> Iterator[Session]:
-        """The session once, at the end of its pictures; its stats tell the prefill from the steps."""
+        """Decode, and yield the session once at the end; its stats have the time of prefill and of steps."""
         (B, P), model, valid = condition.valid.shape, self.transformer, condition.valid
         target, count, device = LlamaGenTarget(model, (), guidance), rows[0].limit, valid.device
         S = target.streams
         request = Request(Sampler(warpers(how), how["temperature"] > 0, CounterNoise()))
-        session: Any = Session(list(rows), device)  # read as a Group of all its rows
+        session: Any = Session(list(rows), device)  # also serves as the Group of all its rows
         root = lone(torch.zeros(B, 1, dtype=torch.long, device=device))
         began = time.perf_counter()
         if (S, B) not in self._mmspec_static:
@@ -92,7 +92,7 @@ class StaticLoop:
 def _step(
     model: LlamaGenTransformer, guidance: Guidance | None, past: StaticPast, ids: Tensor, place: Tensor, seen: Tensor
 ) -> Tensor:
-    """Guided logits [B, 1, V] after one more token a row."""
+    """Guided logits [B, 1, V] after one more token per row."""
     streams = 1 if guidance is None else 2
     hidden = model(each_stream(model.tok_embeddings(ids), streams), each_stream(place, streams), seen, past)
     raw = model.head(hidden)
@@ -100,7 +100,7 @@ def _step(
 
 
 def begin(pipe: LlamaGenPipeline, compiled: bool) -> None:
-    """Decode plainly with fixed shapes from now on; first calls of a compiled one take long."""
+    """Switch the pipeline to the plain loop with fixed shapes; if `compiled`, the first calls are slow."""
     step = _step
     if compiled:
         mode = "reduce-overhead" if pipe.transformer.device.type == "cuda" else None
@@ -109,7 +109,7 @@ def begin(pipe: LlamaGenPipeline, compiled: bool) -> None:
 
 
 def end(pipe: object) -> None:
-    """Nothing happens where `begin` was not called."""
+    """Undo `begin`; does nothing if it was not called."""
     if isinstance(pipe, StaticLoop):
         restore(pipe)
 
@@ -126,7 +126,7 @@ class ImageBench:
             begin(self.painter.pipe, compiled=method.plain == "compiled")
 
     def call(self, method: ImageMethod, group: Sequence[tuple[str | int, int]]) -> ImageResult:
-        """One timed call over (prompt, seed) pairs."""
+        """One timed call for (prompt, seed) pairs."""
         self.go(method)
         gc.collect()
         wait(self.painter.device)

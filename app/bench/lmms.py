@@ -1,4 +1,4 @@
-"""A model of lmms-eval: any of its tasks, answered by a model that mmspec is enabled on (`--model mmspec`)."""
+"""The lmms-eval model `mmspec`: answers any of its tasks with a model that mmspec is enabled on."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from mmspec.pipelines.prompts import Chat, inputs_of, knows_clips, shown, unmark
 from mmspec.pipelines.serving.batcher import answer_length
 
 KEPT = ("top_k", "num_beams", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "min_new_tokens")
-MARK = "<image>"  # of a picture, in texts of tasks of several rounds
-READ = ("until", "max_new_tokens", "do_sample", "temperature", "top_p", *KEPT)  # of a task's generation_kwargs
+MARK = "<image>"  # placeholder of a picture in the texts of multi-round tasks
+READ = ("until", "max_new_tokens", "do_sample", "temperature", "top_p", *KEPT)  # supported generation_kwargs
 
 
 class Mmspec(lmms):  # type: ignore[misc]
-    """A loaded and enabled model, and how its tasks are shown to it.
+    """The adapter for lmms-eval: loads and enables a model, and converts tasks to its inputs.
 
     Args:
         pretrained: a folder, a name on the Hub, or an embedded model.
-        drafter: as `mmspec.enable` takes it; "": what fits the model; "none": the stock path, to compare with.
-        device: auto, cuda, cuda:1, cpu, …; of several processes each takes the device of its own number.
+        drafter: as for `mmspec.enable`; "": the default for the model; "none": the stock path, for comparison.
+        device: auto, cuda, cuda:1, cpu, …; with several processes each takes the device of its own local rank.
         dtype: auto, float32, bfloat16, …
-        batch_size: questions answered at once; "auto": what the device has memory for.
-        max_batch_size: the most that "auto" takes.
-        max_new_tokens: of tasks that do not say it.
-        max_num_frames: of a video, evenly spread.
+        batch_size: questions per batch; "auto": as many as fit into the device's memory.
+        max_batch_size: the limit of "auto".
+        max_new_tokens: for tasks that do not set it.
+        max_num_frames: frames of a video, evenly spaced.
         system_prompt: a text, or a file with one.
-        options: what else `mmspec.enable` takes, such as compile or depth.
+        options: further options of `mmspec.enable`, such as compile or depth.
     """
 
     is_simple = False
@@ -61,11 +61,11 @@ class Mmspec(lmms):  # type: ignore[misc]
     ):  # fmt: skip
         super().__init__()
         try:
-            said = enabling.given((f"{name}={value}" for name, value in options.items()), drafter or None)
+            enable = enabling.given((f"{name}={value}" for name, value in options.items()), drafter or None)
         except enabling.EnableError as error:
             raise ValueError(f"--model_args: {str(error).removeprefix('--enable ')}") from error
         drafter = drafter or embedded.drafter(pretrained)
-        self.engine = load(pretrained, drafter, _own(device), dtype, max_new_tokens, 0, **said)
+        self.engine = load(pretrained, drafter, _own(device), dtype, max_new_tokens, 0, **enable)
         for note in self.engine.notes:
             print(f"mmspec: {note}", file=sys.stderr)
         automatic = str(batch_size).startswith("auto")
@@ -74,8 +74,8 @@ class Mmspec(lmms):  # type: ignore[misc]
             self.batch_size = min(self.batch_size, int(max_batch_size))
         self.frames = FramePolicy("uniform", int(max_num_frames), int(max_num_frames))
         self.system_prompt = self._resolve_system_prompt(str(system_prompt))
-        self.seconds, self.tokens = 0.0, 0  # of the answers to the requests of one call
-        self.ignored = set[str]()  # settings of tasks that were told to have no effect
+        self.seconds, self.tokens = 0.0, 0  # of all answers of one call
+        self.ignored = set[str]()  # settings that were reported to have no effect
 
     @property
     def model(self) -> GenerativeModel:
@@ -86,36 +86,36 @@ class Mmspec(lmms):  # type: ignore[misc]
         return torch.device(self.model.device)
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
-        """An answer to each request, in their order; those with the same settings share batches."""
-        asked = [_Asked(partial(self._messages, one.args), one.args[2]) for one in requests]
+        """The answers to the requests, in order; requests with the same settings share batches."""
+        prompts = [_Prompt(partial(self._messages, one.args), one.args[2]) for one in requests]
         answers: dict[int, GenerationResult] = {}
         with self._logged():
-            for number, answer in self._answered(asked):
+            for number, answer in self._answered(prompts):
                 context, _, settings, *_ = requests[number].args
                 self.cache_hook.add_partial("generate_until", (context, settings), answer.text)
                 answers[number] = answer
         return [answers[number] for number in range(len(requests))]
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[list[str]]:
-        """The answers of all rounds of each request: its task says after each what is shown and asked next, or ends."""
+        """The answers of all rounds of each request; after each round the task gives the next prompt, or ends."""
         rounds = [_Rounds(self, *one.args) for one in requests]
         with self._logged():
-            while still := [one for one in rounds if not one.ended]:
-                answers = dict(self._answered([_Asked(one.messages, one.settings) for one in still]))
-                for number, one in enumerate(still):
+            while active := [one for one in rounds if not one.ended]:
+                answers = dict(self._answered([_Prompt(one.messages, one.settings) for one in active]))
+                for number, one in enumerate(active):
                     one.go_on(answers[number].text.strip())
         for one in rounds:
-            self.cache_hook.add_partial("generate_until_multi_round", (one.context, one.settings), one.said)
-        return [one.said for one in rounds]
+            self.cache_hook.add_partial("generate_until_multi_round", (one.context, one.settings), one.answers)
+        return [one.answers for one in rounds]
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         raise NotImplementedError(
-            "mmspec accelerates the writing of answers; a likelihood takes one forward, in which nothing is drafted. "
-            "Run tasks of loglikelihood with lmms-eval's own models, such as --model huggingface"
+            "mmspec accelerates generation; a likelihood takes a single forward, which has no use for drafts. "
+            "Run loglikelihood tasks with lmms-eval's own models, such as --model huggingface"
         )
 
     def clean(self) -> None:
-        """At the end of a run: tell what was saved, and let go of the model."""
+        """Print the statistics of mmspec at the end of a run, and free the model."""
         if self.engine.drafter is not None:
             print(f"mmspec: {mmspec.stats(self.model)}", file=sys.stderr)
         del self.engine
@@ -123,7 +123,7 @@ class Mmspec(lmms):  # type: ignore[misc]
 
     @contextmanager
     def _logged(self) -> Iterator[None]:
-        """The time, the tokens and the tokens a forward of the answers within, for lmms-eval's tables."""
+        """Log time, tokens and tokens per forward of the answers inside the block, for lmms-eval's tables."""
         self.seconds, self.tokens, before = 0.0, 0, self._gained()
         yield
         gained, rounds = (now - then for now, then in zip(self._gained(), before, strict=True))
@@ -131,53 +131,53 @@ class Mmspec(lmms):  # type: ignore[misc]
         log_metrics(self.seconds, self.tokens, self.tokens / self.seconds if self.seconds else 0.0, per_forward)
 
     def _gained(self) -> tuple[int, int]:
-        """Tokens that came of rounds, and the forwards of a row that these took, so far."""
+        """Tokens gained in rounds, and row-rounds, so far."""
         stats = None if self.engine.drafter is None else mmspec.stats(self.model)
         return (stats.gained, stats.row_rounds) if stats is not None else (0, 0)
 
-    def _answered(self, asked: Sequence[_Asked]) -> Iterator[tuple[int, GenerationResult]]:
-        """Each answer with the number of what it answers, as the batches are done."""
-        bar = tqdm(total=len(asked), disable=self.rank != 0, desc="mmspec answers")
+    def _answered(self, prompts: Sequence[_Prompt]) -> Iterator[tuple[int, GenerationResult]]:
+        """Yield each answer with the index of its prompt, as batches finish."""
+        bar = tqdm(total=len(prompts), disable=self.rank != 0, desc="mmspec answers")
         with VideoReader(self.frames) as clips, bar:
-            for numbers in _batches([one.settings for one in asked], self.batch_size):
-                chats = [self._chat(asked[number].messages(), clips) for number in numbers]
+            for numbers in _batches([one.settings for one in prompts], self.batch_size):
+                chats = [self._chat(prompts[number].messages(), clips) for number in numbers]
                 inputs = inputs_of(self.engine.processor, chats).to(self.device, self.model.dtype)
                 began = time.perf_counter()
-                answers = self._answers(inputs, asked[numbers[0]].settings)
+                answers = self._answers(inputs, prompts[numbers[0]].settings)
                 self.seconds += time.perf_counter() - began
                 self.tokens += sum(one.token_counts.output_tokens for one in answers)
                 yield from zip(numbers, answers, strict=True)
                 bar.update(len(numbers))
 
     def _messages(self, arguments: tuple[Any, ...]) -> list[dict[str, Any]]:
-        """What a task of one round makes of its document."""
+        """The messages of a single-round task for its document."""
         _, messages, _, number, task, split = arguments
         return messages(self.task_dict[task][split][number])  # type: ignore[no-any-return]
 
     def _chat(self, messages: list[dict[str, Any]], clips: VideoReader) -> Chat:
-        """Messages of lmms-eval, as chat templates take them."""
+        """Convert messages of lmms-eval to the format of chat templates."""
         turns = self._apply_system_prompt(messages, self.system_prompt)
-        said = [(turn["role"], turn["content"]) for turn in turns]
-        listed = [(role, [{"type": "text", "text": held}] if isinstance(held, str) else held) for role, held in said]
-        return [{"role": role, "content": [one for part in held for one in self._parts(part, clips)]}
-                for role, held in listed]  # fmt: skip
+        pairs = [(turn["role"], turn["content"]) for turn in turns]
+        listed = [(role, [{"type": "text", "text": text}] if isinstance(text, str) else text) for role, text in pairs]
+        return [{"role": role, "content": [one for part in parts for one in self._parts(part, clips)]}
+                for role, parts in listed]  # fmt: skip
 
     def _parts(self, part: dict[str, Any], clips: VideoReader) -> list[dict[str, object]]:
-        """A part of a message of lmms-eval; a video is one part where the processor knows videos, else its frames."""
-        kind, held = part["type"], part["url"] if "url" in part else part["text"]
+        """Convert a part of a message; a video becomes one part if the processor supports videos, else its frames."""
+        kind, value = part["type"], part["url"] if "url" in part else part["text"]
         if kind == "text":
-            return [{"type": "text", "text": unmarked(self.engine.processor, held)}]
+            return [{"type": "text", "text": unmarked(self.engine.processor, value)}]
         if kind == "image":
-            return shown([media.rgb(held) if isinstance(held, Image.Image) else media.load_image(held)])
-        cut = isinstance(held, dict) or part.get("start_time") is not None or part.get("end_time") is not None
+            return shown([media.rgb(value) if isinstance(value, Image.Image) else media.load_image(value)])
+        cut = isinstance(value, dict) or part.get("start_time") is not None or part.get("end_time") is not None
         if kind != "video" or cut:
             what = "a part of a video" if cut else kind
-            raise ValueError(f"--model mmspec shows pictures and whole videos; this task shows {what}")
-        frames = clips(media.read(held, MediaLimits().max_bytes), (), str(held))
+            raise ValueError(f"--model mmspec supports pictures and whole videos; this task has {what}")
+        frames = clips(media.read(value, MediaLimits().max_bytes), (), str(value))
         return shown(frames, knows_clips(self.engine.processor))
 
     def _answers(self, inputs: BatchFeature, settings: dict[str, Any]) -> list[GenerationResult]:
-        """Texts up to where they are to end, with their tokens."""
+        """Generate a batch; returns the texts, cut at their stop strings, with token counts."""
         stops, arguments = self._arguments(settings)
         rows = self.model.generate(**inputs, **arguments)[:, inputs["input_ids"].shape[1] :].tolist()
         wait(self.device)
@@ -189,7 +189,7 @@ class Mmspec(lmms):  # type: ignore[misc]
         return [GenerationResult(text, TokenCounts(*count)) for text, count in zip(texts, counts, strict=True)]
 
     def _arguments(self, settings: dict[str, Any]) -> tuple[list[str], dict[str, object]]:
-        """Where answers end, and what `generate` is given; a temperature of 0, or none, is greedy."""
+        """The stop strings and the arguments of `generate`; a temperature of 0 or None is greedy."""
         until = settings.get("until") or []
         stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
         warmth = settings.get("temperature")
@@ -208,15 +208,15 @@ class Mmspec(lmms):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """Messages, made when they are needed since they hold pictures, and the settings of their answer."""
+class _Prompt:
+    """A function that returns the messages, which are created late since they hold pictures, and their settings."""
 
     messages: Callable[[], list[dict[str, Any]]]
     settings: dict[str, Any]
 
 
 class _Rounds:
-    """One request of several rounds: what is shown and asked now, and the answers so far."""
+    """A multi-round request: its current pictures and text, and the answers so far."""
 
     def __init__(
         self, adapter: Mmspec, context: str, settings: dict[str, Any], to_visual: Callable[..., Any],
@@ -224,37 +224,37 @@ class _Rounds:
     ):  # fmt: skip
         self.document = adapter.task_dict[task][split][number]
         self.context, self.settings, self.after = context, settings, after
-        self.shown, self.asked, self.ended = to_visual(self.document), context, False
-        self.said, self.about, self.round = list[str](), None, 0
+        self.shown, self.text, self.ended = to_visual(self.document), context, False
+        self.answers, self.info, self.round = list[str](), None, 0
 
     def messages(self) -> list[dict[str, Any]]:
-        """One turn: pictures and videos where the text has a mark for each of them, else in front of it."""
+        """One user turn: pictures and videos replace the text's marks if there is one for each, else come first."""
         shown = [{"type": "video" if isinstance(one, str) else "image", "url": one} for one in self.shown or ()]
-        texts = [{"type": "text", "text": text} for text in self.asked.split(MARK)]
+        texts = [{"type": "text", "text": text} for text in self.text.split(MARK)]
         if len(texts) == len(shown) + 1:
             parts = [part for pair in zip_longest(texts, shown) for part in pair if part and part.get("text") != ""]
         else:
-            parts = [*shown, {"type": "text", "text": self.asked.replace(MARK, "")}]
+            parts = [*shown, {"type": "text", "text": self.text.replace(MARK, "")}]
         return [{"role": "user", "content": parts}]
 
     def go_on(self, answer: str) -> None:
-        """What the task says to an answer."""
+        """Pass an answer to the task, which returns the next prompt."""
         self.round += 1
-        self.shown, self.asked, self.ended, said, self.about = self.after(
-            self.document, previous_output=[*self.said, answer], round_idx=self.round, previous_round_info=self.about
+        self.shown, self.text, self.ended, answers, self.info = self.after(
+            self.document, previous_output=[*self.answers, answer], round_idx=self.round, previous_round_info=self.info
         )
-        self.said = list(said)
+        self.answers = list(answers)
 
 
 def _own(device: str) -> str:
-    """The device of this process: of several on one machine each has its own number."""
+    """The device of this process: each of several processes on a machine has its own."""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     kind = find_device(device).type if device == "auto" else device
     return f"{kind}:{os.environ.get('LOCAL_RANK', '0')}" if several and kind == "cuda" else device
 
 
 def _written(row: list[int], end: int | list[int] | None, pad: int | None) -> list[int]:
-    """A row without the padding behind its end, or behind a stop string."""
+    """A row without the padding after its end token or stop string."""
     row = row[: answer_length(row, end)]
     while row and row[-1] == pad != end:
         row.pop()
@@ -262,10 +262,10 @@ def _written(row: list[int], end: int | list[int] | None, pad: int | None) -> li
 
 
 def _batches(settings: Sequence[Mapping[str, object]], most: int) -> Iterator[list[int]]:
-    """Numbers of requests, at most so many at once, all with the same settings."""
-    alike: dict[str, list[int]] = {}
+    """Batches of indices of requests with the same settings, of at most `most` each."""
+    groups: dict[str, list[int]] = {}
     for number, one in enumerate(settings):
-        alike.setdefault(repr(sorted(one.items())), []).append(number)
-    for numbers in alike.values():
+        groups.setdefault(repr(sorted(one.items())), []).append(number)
+    for numbers in groups.values():
         for first in range(0, len(numbers), most):
             yield numbers[first : first + most]

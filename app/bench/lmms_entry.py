@@ -1,4 +1,4 @@
-"""What lmms-eval finds of mmspec: its entry point `lmms_eval.models` names `manifest`, and nothing else is loaded."""
+"""The plugin for lmms-eval: the entry point `lmms_eval.models` names `manifest`; no other module is imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def manifest() -> ModelManifest:
-    """The model `mmspec`, for tasks of chat messages."""
+    """The model `mmspec`, for tasks with chat messages."""
     from lmms_eval.models.registry_v2 import ModelManifest
 
     return ModelManifest("mmspec", chat_class_path="mmspec.app.bench.lmms.Mmspec")

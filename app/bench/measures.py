@@ -1,4 +1,4 @@
-"""Measures of the field for drawn pictures: CLIP score and preference scores, inception score, and FID."""
+"""Quality measures of generated pictures: CLIP and preference scores, inception score, and FID."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from mmspec.media import load_image
 if TYPE_CHECKING:
     from mmspec.pipelines.host.clip import ClipScorer
 
-NETWORK = "inception-v3-compat"  # torch-fidelity's name of the network with which FID and IS were published
-POOLED, LOGITS = "2048", "logits_unbiased"  # its layers of FID and of the inception score
-FETCHED = ""  # of --inception without a file
+NETWORK = "inception-v3-compat"  # torch-fidelity's name of the network that FID and IS were published with
+POOLED, LOGITS = "2048", "logits_unbiased"  # its layers for FID and for the inception score
+FETCHED = ""  # --inception without a file
 BATCH = 32
 SPLITS = 10  # of the inception score
-SUITE = "image-measures"  # of its records
+SUITE = "image-measures"  # the suite of these records
 NOTHING: Record = dict.fromkeys(
     ("clip", "inception_score", "inception_score_std", "fid", "compression", "seconds_per_image")
 )
@@ -42,22 +42,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--clip", nargs="+", default=[], metavar="MODEL", help="score pictures and prompts by these CLIPs: folders or "
         "names on the Hub, such as openai/clip-vit-base-patch16 or adams-story/HPSv2-hf")  # fmt: skip
     add("--inception", nargs="?", const=FETCHED, metavar="FILE", help="inception score, by this file of the Inception "
-        "weights of torch-fidelity (without FILE they are fetched)")  # fmt: skip
+        "weights of torch-fidelity (default: downloaded)")  # fmt: skip
     add("--reference", type=Path, metavar="PATH", help="with --inception also FID, to a folder of pictures or to an "
         ".npz of mu and sigma")  # fmt: skip
 
 
 def wanted(args: argparse.Namespace) -> bool:
-    """Whether anything is to be measured. Raises BenchError: a reference without the network that reads it."""
+    """Whether anything is to be measured. Raises BenchError: --reference without --inception."""
     if args.reference is not None and args.inception is None:
         raise BenchError("--reference is for FID, which needs the Inception network; add --inception")
     return bool(args.clip) or args.inception is not None
 
 
 class Measures:
-    """The networks and the reference that a call named, loaded once.
+    """The networks and the reference statistics of a command, loaded once.
 
-    Raises BenchError: a model, a file or a package is not there, or is of another kind.
+    Raises BenchError: a model, a file or a package is missing or of the wrong kind.
     """
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
@@ -69,21 +69,21 @@ class Measures:
             self.reference = self.inception.reference(args.reference)
 
     def __call__(self, pictures: Sequence[Image.Image], prompts: Sequence[str] | None) -> Record:
-        """The measures of these pictures that were asked for.
+        """The requested measures of these pictures.
 
         Args:
-            prompts: one for each picture; needed by CLIPs alone.
+            prompts: one for each picture; only needed for CLIP.
         """
-        made: Record = {}
+        measured: Record = {}
         if self.clips:
             assert prompts is not None and len(prompts) == len(pictures), "CLIPs compare with prompts"
-            made["clip"] = {name: float(score(pictures, prompts).mean()) for name, score in self.clips.items()}
+            measured["clip"] = {name: float(score(pictures, prompts).mean()) for name, score in self.clips.items()}
         if self.inception is not None:
             features, logits = self.inception.read(pictures)
-            made["inception_score"], made["inception_score_std"] = self.inception.score(logits)
+            measured["inception_score"], measured["inception_score_std"] = self.inception.score(logits)
             if self.reference is not None:
-                made["fid"] = self.inception.distance(features, self.reference)
-        return made
+                measured["fid"] = self.inception.distance(features, self.reference)
+        return measured
 
 
 def _clip(name: str, device: torch.device) -> ClipScorer:
@@ -97,10 +97,10 @@ def _clip(name: str, device: torch.device) -> ClipScorer:
 
 
 class Inception:
-    """torch-fidelity's Inception network, and its arithmetic of FID and inception score.
+    """torch-fidelity's Inception network, FID and inception score.
 
     Args:
-        weights: the file of the network's weights; FETCHED: what torch-fidelity fetches.
+        weights: the file of the network's weights; FETCHED: torch-fidelity downloads them.
 
     Raises BenchError: torch-fidelity is not installed, or the weights cannot be read.
     """
@@ -112,11 +112,11 @@ class Inception:
 
         try:
             if weights:
-                torch.load(weights, map_location="cpu", weights_only=True)  # a pickle that runs code ends here
+                torch.load(weights, map_location="cpu", weights_only=True)  # refuses a pickle that would run code
             self.network: Any = create_feature_extractor(
                 network, [POOLED, LOGITS], cuda=False, verbose=False, feature_extractor_weights_path=weights or None
             )
-        except Exception as error:  # no file, no network, tensors of something else: nothing can be measured
+        except Exception as error:  # no file, no network, other tensors
             raise BenchError(
                 f"no Inception weights in {weights or 'the network'} ({first_line(error)[:200]}); --inception takes "
                 "the file weights-inception-2015-12-05-6726825d.pth of torch-fidelity's releases"
@@ -126,7 +126,7 @@ class Inception:
 
     @torch.inference_mode()
     def read(self, pictures: Iterable[Image.Image]) -> tuple[Tensor, Tensor]:
-        """Pooled features [n, D] and logits [n, C] of pictures in their own sizes, in float64.
+        """Pooled features [n, D] and logits [n, C] of pictures of any sizes, in float64.
 
         Raises BenchError: fewer than two pictures.
         """
@@ -142,7 +142,7 @@ class Inception:
 
     @staticmethod
     def score(logits: Tensor) -> tuple[float, float]:
-        """Inception score (Salimans et al. 2016, arXiv 1606.03498, §4): mean and deviation over ten parts."""
+        """Inception score (Salimans et al. 2016, arXiv 1606.03498, §4): mean and deviation over SPLITS parts."""
         from torch_fidelity.metric_isc import isc_features_to_metric
 
         mean, deviation = isc_features_to_metric(logits, min(SPLITS, len(logits))).values()
@@ -157,26 +157,26 @@ class Inception:
         return float(fid)
 
     def reference(self, where: Path) -> Statistics:
-        """The statistics of a folder of pictures, or those of an .npz.
+        """The statistics of a folder of pictures, or of an .npz file.
 
-        Raises BenchError: neither of these, or statistics of another network.
+        Raises BenchError: it is neither of these, or has statistics of another network.
         """
         from torch_fidelity.metric_fid import fid_features_to_statistics
 
         if where.suffix.lower() != ".npz":
             return fid_features_to_statistics(self.read(load_image(path) for path in images(where))[0])
         try:
-            with np.load(where) as held:
-                known = {name: np.asarray(held[name], dtype=np.float64) for name in ("mu", "sigma")}
+            with np.load(where) as file:
+                known = {name: np.asarray(file[name], dtype=np.float64) for name in ("mu", "sigma")}
         except (OSError, ValueError, KeyError) as error:
-            raise BenchError(f"{where} holds no statistics, arrays `mu` and `sigma`: {first_line(error)}") from error
+            raise BenchError(f"{where} has no statistics, arrays `mu` and `sigma`: {first_line(error)}") from error
         width = self.read([Image.new("RGB", (64, 64))] * 2)[0].shape[1]
         if known["mu"].shape != (width,) or known["sigma"].shape != (width, width):
             raise BenchError(f"the statistics of {where} are of {known['mu'].shape[0]} features; Inception has {width}")
         return known
 
 
-OWN |= {  # the scores of all CLIPs are in the order in which they were named
+OWN |= {  # CLIP scores are in the order of --clip
     "clip": lambda r: " ".join(f"{score:.2f}" for score in r["clip"].values()) if r["clip"] else "-",
     "inception_score": lambda r: number(r["inception_score"], f"{{:.2f}} ± {r['inception_score_std'] or 0:.2f}"),
 }

@@ -1,4 +1,4 @@
-"""MVBench: questions of twenty tasks about videos, in the layout of the branch `video` of its data set."""
+"""MVBench: questions of twenty tasks about videos, in the layout of its data set's branch `video`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from mmspec.app.bench.command import BenchError, say
 
-NAME, BRANCH = "OpenGVLab/MVBench", "video"  # the main branch has the videos in archives, uncut
+NAME, BRANCH = "OpenGVLab/MVBench", "video"  # the main branch has uncut videos in archives
 COMMAND = f"hf download {NAME} --repo-type dataset --revision {BRANCH}"
 ADVICE = (
-    f"fetch it: {COMMAND}; or name a folder with its json/ and its "
+    f"download it: {COMMAND}; or name a folder with its json/ and its "
     f"videos, unpacked and cut as in the branch {BRANCH!r} (--local-dir FOLDER of the same command)"
 )
-VIDEOS = {  # by task, whose questions are in json/TASK.json, the folder of its videos
+VIDEOS = {  # task → folder of its videos; its questions are in json/TASK.json
     "action_antonym": "ssv2_video_mp4",
     "action_count": "perception/videos",
     "action_localization": "sta/sta_video_segment",
@@ -40,13 +40,13 @@ VIDEOS = {  # by task, whose questions are in json/TASK.json, the folder of its 
 
 
 def ask(row: Mapping[str, Any]) -> str:
-    """The question and its candidates by letter."""
+    """The prompt: the question, and the candidates by letter."""
     options = "".join(f"({chr(ord('A') + i)}) {one}\n" for i, one in enumerate(row["candidates"]))
     return f"Question:{row['question']}\nOption:\n{options}Only give the best option.\n"
 
 
 def cached() -> Path:
-    """The copy in the Hub's cache; it is large, and not fetched unasked."""
+    """The copy in the Hub's cache. BenchError if there is none, since a download is large."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -57,12 +57,12 @@ def cached() -> Path:
 
 
 def tasks(folder: Path) -> list[str]:
-    """Those with questions in a folder; none: it is no copy of MVBench."""
+    """The tasks with questions in a folder; none if it is not a copy of MVBench."""
     return [task for task in VIDEOS if (folder / "json" / f"{task}.json").is_file()]
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
-    """The questions of all tasks whose videos are there, each with its task, and its video by its place.
+    """The questions of all tasks whose videos are in the folder, each with its task and the path of its video.
 
     Raises BenchError: there are none, or a single video is missing.
     """
@@ -70,7 +70,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
     if not there:
         raise BenchError(f"{folder} has questions of MVBench, but no videos in {VIDEOS[tasks(folder)[0]]}; {ADVICE}")
     if left := [task for task in tasks(folder) if task not in there]:
-        say(f"left out, for their videos are not in {folder}: {', '.join(left)}")
+        say(f"left out, since their videos are not in {folder}: {', '.join(left)}")
     questions = [
         {**row, "task": task, "video": f"{VIDEOS[task]}/{row['video']}"}
         for task in there for row in json.loads((folder / "json" / f"{task}.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The pictures suite: the measures of the field for folders of pictures, whoever drew them."""
+"""The pictures suite: quality measures for folders of pictures, whatever generated them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ PLOTTED = False
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("folders", nargs="+", type=Path, metavar="FOLDER", help="pictures; in the order of their names, the prompts'")
-    add("--prompts", type=Path, metavar="FILE", help="what was to be drawn, one a line, or the captions of COCO "
+    add("folders", nargs="+", type=Path, metavar="FOLDER", help="pictures, named in the order of the prompts")
+    add("--prompts", type=Path, metavar="FILE", help="the prompts, one per line, or the captions of COCO "
         "(.json); for --clip")  # fmt: skip
     where(parser)
     measures.configure(parser)
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    """A record for each folder; yields after each."""
+    """Measure each folder; yields after each record."""
     if not measures.wanted(args):
-        raise BenchError("nothing is asked for; give --clip or --inception")
+        raise BenchError("nothing to do; give --clip or --inception")
     if args.clip and args.prompts is None:
         raise BenchError("--clip compares pictures with their prompts; name the file with --prompts")
     prompts = prompts_of(args.prompts) if args.clip else []
@@ -43,7 +43,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     for folder in args.folders:
         drawn = [load_image(path) for path in images(folder)]
         if args.clip and len(prompts) < len(drawn):
-            raise BenchError(f"{folder} holds {len(drawn)} pictures, {args.prompts} only {len(prompts)} prompts")
+            raise BenchError(f"{folder} has {len(drawn)} pictures, {args.prompts} only {len(prompts)} prompts")
         facts: Record = {"suite": measures.SUITE, "method": folder.name, "lossless": None, "setting": ""}
         facts |= measures.NOTHING | {"n": len(drawn), "folder": str(folder)}
         outcome.records.append(facts | networks(drawn, prompts[: len(drawn)] if args.clip else None))
@@ -51,7 +51,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
 
 
 def prompts_of(path: Path) -> list[str]:
-    """Prompts of a file: its lines that are not empty, or of a .json the first caption of each picture, as in COCO.
+    """The prompts in a file: its lines that are not empty, or the first caption of each picture in COCO's .json.
 
     Raises BenchError: it cannot be read, or holds none.
     """
@@ -66,11 +66,11 @@ def prompts_of(path: Path) -> list[str]:
             lines = [line.strip() for line in text.splitlines() if line.strip()]
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise BenchError(
-            f"{path} is no file of COCO captions, whose `annotations` have `image_id` and `caption`; prompts of your "
-            "own are a text file, one a line"
+            f"{path} is not a file of COCO captions, whose `annotations` have `image_id` and `caption`; write your own "
+            "prompts in a text file, one per line"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise BenchError(f"cannot read the prompts of {path}: {first_line(error)}") from error
     if not lines:
-        raise BenchError(f"{path} holds no prompt; write one a line")
+        raise BenchError(f"{path} has no prompts; write one per line")
     return lines

@@ -1,4 +1,4 @@
-"""Benchmarks of the field: which data set of the Hub a name stands for, and how one of its rows is asked."""
+"""Published benchmarks: their data sets on the Hub, and the prompts and pictures of their rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FOUR = "{question}\nA. {choice_a}\nB. {choice_b}\nC. {choice_c}\nD. {choice_d}" 
 
 
 def _choices(row: Mapping[str, Any]) -> str:
-    """ScienceQA: a hint, where there is one, the question, and its choices by letter."""
+    """ScienceQA: the hint, if there is one, the question, and its choices by letter."""
     hint = f"Context: {row['hint']}\n" if row.get("hint") else ""
     return f"{hint}{row['question']}\n{_lettered(row['choices'])}{LETTER}"
 
@@ -34,27 +34,27 @@ def _lettered(choices: Sequence[str]) -> str:
 
 
 def _exam(row: Mapping[str, Any]) -> str:
-    """MMMU: the question, and where it has options, which are written as a list of Python, these by letter."""
+    """MMMU: the question, and its options by letter, if any; these are stored as a Python list."""
     if row["question_type"] == "multiple-choice":
         return f"{row['question']}\n{_lettered(ast.literal_eval(row['options']))}\n{LETTER}"
     return f"{row['question']}\n{SHORT}"
 
 
 def _numbered(row: Mapping[str, object]) -> list[object]:
-    """MMMU: the pictures that a question or its options name as <image N>, in the order of N."""
+    """MMMU: the pictures that the question or its options mention as <image N>, in the order of N."""
     return [row[f"image_{n}"] for n in sorted(set(re.findall(r"<image (\d)>", f"{row['question']}{row['options']}")))]
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """A benchmark as `lmms-eval` (0.7.3) asks it.
+    """A benchmark with the prompts of `lmms-eval` (0.7.3).
 
     Attributes:
         where: hf:owner/name[/config]:split.
-        ask: a row's prompt, made or with {fields} of it; None: the row has fields of the usual names.
-        category: the field whose values are rows of the bench's table.
-        shown: a row's picture or pictures; None: it has a field of videos.
-        album: the data set that has the pictures, by `id`; a row's `imageId` names one.
+        ask: a row's prompt, as a function of the row or with its {fields}; None: the row has the usual fields.
+        category: the field whose values get separate rows in the bench's table.
+        shown: a function that returns a row's picture or pictures; None: the row has a video.
+        album: a separate data set with the pictures by `id`; a row's `imageId` names one.
     """
 
     where: str
@@ -85,10 +85,10 @@ PROTOCOLS: dict[str, Protocol] = {
 
 
 class HubQuestions(Sequence[Mapping[str, Any]]):
-    """The rows of a data set of the Hub, with the fields that questions have; read one by one."""
+    """The rows of a data set on the Hub as questions; read one by one."""
 
     def __init__(self, protocol: Protocol, copy: Path | None = None) -> None:
-        """`copy`: of MVBench, its files on this machine; None: those in the Hub's cache."""
+        """`copy`: a local folder with MVBench's files; None: the Hub's cache."""
         self.protocol, self.copy = protocol, copy
 
     @cached_property
@@ -97,7 +97,7 @@ class HubQuestions(Sequence[Mapping[str, Any]]):
 
     @cached_property
     def folders(self) -> list[Path]:
-        """Below which files lie that rows may name."""
+        """The folders in which rows may name files."""
         if self._of_files:
             return [self.copy or mvbench.cached()]
         return dataset_folders(self.protocol.where.removeprefix("hf:").partition(":")[0])
@@ -108,7 +108,7 @@ class HubQuestions(Sequence[Mapping[str, Any]]):
 
     @cached_property
     def album(self) -> tuple[Any, dict[Any, int]]:
-        """The rows that have the pictures, and the number of each by its id."""
+        """The rows with the pictures, and the row number of each picture by its id."""
         assert self.protocol.album is not None, "pictures are in the rows themselves"
         rows = _rows_of(self.protocol.album)
         return rows, {name: number for number, name in enumerate(rows["id"])}
@@ -125,10 +125,10 @@ class HubQuestions(Sequence[Mapping[str, Any]]):
                 rows, numbers = self.album
                 row = {**row, "image": rows[numbers[row["imageId"]]]["image"]}
             shown = {"video": row["video"]} if how.shown is None else {"image": how.shown(row)}
-            asked = {**shown, "prompt": how.ask.format_map(row) if isinstance(how.ask, str) else how.ask(row)}
+            question = {**shown, "prompt": how.ask.format_map(row) if isinstance(how.ask, str) else how.ask(row)}
         except KeyError as error:
             raise BenchError(f"{how.where} has no field {error}; its fields are {', '.join(row)}") from error
-        return asked | ({"category": row.get(how.category)} if how.category else {})
+        return question | ({"category": row.get(how.category)} if how.category else {})
 
 
 def _rows_of(where: str) -> Any:
@@ -142,7 +142,7 @@ def _rows_of(where: str) -> Any:
 
 
 def questions_of(path: Path) -> HubQuestions | None:
-    """Those of a benchmark, of hf:owner/name[/config][:split], or of a folder with a copy of MVBench; else None."""
+    """The questions of a published benchmark, hf:owner/name[/config][:split] or a local MVBench; None for others."""
     if path.exists():
         return HubQuestions(PROTOCOLS["mvbench"], path) if mvbench.tasks(path) else None
     name = str(path)

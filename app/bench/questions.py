@@ -1,4 +1,4 @@
-"""What a benchmark asks: questions of a list or a folder of the user's own, in the field's usual layouts."""
+"""Reads the questions of a benchmark from the user's lists and folders, or from published data sets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmspec.pipelines.prompts import Turns
 from mmspec.train.data import VIDEOS, Clips, VideoError, video_of
 
 LISTS = (".jsonl", ".json", ".parquet")
-FIELDS = {  # what a question list may call its fields, the first one that is filled counts
+FIELDS = {  # possible names of a list's fields; the first one that is not empty counts
     "images": ("image", "images", "image_path", "image_paths", "image_file", "file_name", "img"),
     "prompt": ("prompt", "question", "turns", "instruction", "query", "text"),
     "category": ("topic", "category", "task", "dataset", "source"),  # MMSpec's task is `topic`; its `category` is free
@@ -27,12 +27,12 @@ FIELDS = {  # what a question list may call its fields, the first one that is fi
 
 @dataclass(frozen=True)
 class Question:
-    """One thing to ask: pictures and a prompt; an empty prompt is filled in by the suite.
+    """One question: pictures and a prompt; the suite fills in an empty prompt.
 
     Attributes:
         clip: the pictures are the frames of a video.
-        later: of a conversation, what is asked after it.
-        before: what was asked before, with its answers.
+        later: the later prompts of a conversation.
+        before: the earlier prompts with their answers.
     """
 
     images: tuple[Image.Image, ...]
@@ -46,14 +46,14 @@ class Question:
 def read_questions(
     path: Path, count: int | None, others: int, pictures: bool = True, clips: Clips | None = None
 ) -> tuple[list[Question], list[Question]]:
-    """`count` questions spread over the data (None: all), and `others` further ones to tune on.
+    """`count` questions spread over the data (None: all), and `others` more for tuning.
 
     Args:
         path: a .jsonl, .json or .parquet list with the fields of FIELDS, or a folder: of one such list (as in
             killthefullmoon/MMSpec, with its `images/`), or just of pictures; or hf:owner/name[/config][:split] with
             these fields, a name of PROTOCOLS, or a folder with a copy of MVBench.
-        pictures: whether questions show some; those of a model that reads text alone show none.
-        clips: what decodes videos, in the place of pictures; None: they are refused.
+        pictures: whether questions have pictures; False for a model that reads text alone.
+        clips: the decoder for videos in place of pictures; None: videos are refused.
 
     Raises:
         BenchError: no such data, too few questions, a list without pictures or prompts, or a video that cannot be read.
@@ -64,7 +64,7 @@ def read_questions(
     count = max(1, len(rows) - others) if count is None else count
     if len(rows) < count + others:
         raise BenchError(
-            f"{path} holds {len(rows)} questions; {count} are to be measured and {others} to be tuned on. "
+            f"{path} has {len(rows)} questions; {count} are needed to measure and {others} to tune. "
             f"Lower --images or --tune-images"
         )
     chosen = {i * len(rows) // count for i in range(count)}
@@ -109,16 +109,16 @@ def _rows(path: Path) -> Sequence[Mapping[str, Any]]:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".jsonl":
         return [json.loads(line) for line in text.splitlines() if line.strip()]
-    held = json.loads(text)
-    return held if isinstance(held, list) else next(value for value in held.values() if isinstance(value, list))
+    data = json.loads(text)
+    return data if isinstance(data, list) else next(value for value in data.values() if isinstance(value, list))
 
 
 def _question(
     row: Mapping[str, Any], folder: Path, number: int, shown: bool, frames: list[Image.Image] | None = None
 ) -> Question:
-    """A row's question; `frames` are those of the video that it shows in the place of pictures."""
-    held = {kind: next((row[n] for n in names if row.get(n)), None) for kind, names in FIELDS.items()}
-    pictures, prompt = held["images"], held["prompt"]
+    """The question of a row; `frames` are those of its video, if it has one in place of pictures."""
+    found = {kind: next((row[n] for n in names if row.get(n)), None) for kind, names in FIELDS.items()}
+    pictures, prompt = found["images"], found["prompt"]
     if pictures is not None and not shown:
         raise BenchError(f"question {number + 1} shows a picture, and the model reads text alone; give prompts without")
     if (pictures is None and frames is None and shown) or (prompt is None and set(row) != {"image"}):
@@ -129,13 +129,13 @@ def _question(
         )
     pictures = pictures if isinstance(pictures, list) else [] if pictures is None else [pictures]
     first, *later = prompt if isinstance(prompt, list) else [prompt or ""]
-    category = str(held["category"]) if held["category"] else "all"
+    category = str(found["category"]) if found["category"] else "all"
     seen = frames if frames is not None else [_picture(one, folder) for one in pictures]
     return Question(tuple(seen), str(first), category, frames is not None, tuple(map(str, later)))
 
 
 def _picture(one: str | Mapping[str, Any], folder: Path) -> Image.Image:
-    """A path (beside the list or in its `images/`), or a picture of a parquet column: {bytes, path}."""
+    """The picture at a path (beside the list or in its `images/`), or in a parquet cell: {bytes, path}."""
     if not isinstance(one, str) and one.get("bytes"):
         return decode(one["bytes"], one.get("path") or "picture in the list")
     name = one if isinstance(one, str) else one["path"]

@@ -1,4 +1,4 @@
-"""Records of a benchmark as a table on the screen, as Markdown, and as a plot; `tables.yaml` says what is shown."""
+"""Shows the records of a benchmark as tables, Markdown and plots; `tables.yaml` defines the columns."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:  # an extra
 
 Record = dict[str, Any]
 STOCK_PATHS = ("stock", "stock-static")
-NO_DATA = ("data", "picture", "pair", "clip")  # kinds that are no names of data sets
+NO_DATA = ("data", "picture", "pair", "clip")  # kinds that are not names of data sets
 TABLES = Path(__file__).with_name("tables.yaml")
 LAYOUTS: dict[str, dict[str, Any]] = yaml.safe_load(TABLES.read_text())
-CURVES: dict[str, Callable[[Axes, list[Record]], None]] = {}  # by suite, what draws its records into a panel
+CURVES: dict[str, Callable[[Axes, list[Record]], None]] = {}  # by suite, a function that draws its records into a panel
 
 
 def number(value: float | Record | None, form: str) -> str:
-    """A value in this form; a dash where there is none."""
+    """A formatted value; a dash for None."""
     return "-" if value is None else form.format(value)
 
 
-OWN: dict[str, Callable[[Record], str]] = {  # fields that are shown in a way of their own
+OWN: dict[str, Callable[[Record], str]] = {  # fields with their own format
     "drafter_visual_rows": lambda r: number(r["drafter_visual_rows"], f"{{:.0f}}/{r.get('visual_tokens') or 0:.0f}"),
     "lossless": lambda r: {True: "kept", False: "bent", None: "-"}[r["lossless"]],
     "shares": lambda r: number(r["shares"], "{0[draft]:.0%} {0[verify]:.0%} {0[other]:.0%}").replace("%", ""),
@@ -40,7 +40,7 @@ OWN: dict[str, Callable[[Record], str]] = {  # fields that are shown in a way of
     "exact_seed": lambda r: number(r["identical_rate"] if r["exact_seed"] else None, "{:.0%}"),
     "refused": lambda r: "refused" if r.get("refused") else cell(r, "speedup_e2e ratio"),
 }
-TITLES: dict[str, Callable[[Record], str]] = {  # that are more than a form
+TITLES: dict[str, Callable[[Record], str]] = {  # titles that need more than a format string
     "vlm": lambda r: r["cell"] + (f", {r['category']}" if r["category"] != "all" else ""),
     "caption": lambda r: (
         f"{r['captions']} {r.get('asked', 'captions')}, {r['rows']} row{'s' * (r['rows'] > 1)} at once"
@@ -49,7 +49,7 @@ TITLES: dict[str, Callable[[Record], str]] = {  # that are more than a form
 
 
 def cell(record: Record, spec: str) -> str:
-    """What a column of `tables.yaml` shows of a record: FIELD[/UNIT][|MISSING] [FORM]."""
+    """The text of a column for a record; a column of `tables.yaml` is FIELD[/UNIT][|MISSING] [FORM]."""
     name, _, form = spec.partition(" ")
     if name in OWN:
         return OWN[name](record)
@@ -66,25 +66,25 @@ def cell(record: Record, spec: str) -> str:
 
 
 class ReportError(Exception):
-    """A report that cannot be made; the message says what to do."""
+    """A report cannot be written; the message says what to do."""
 
 
 def spread(name: str, values: Sequence[float | None]) -> Record:
-    """`name`, `name_p25` and `name_p75`: median and quartiles of what is there; None where nothing is."""
-    there = sorted(value for value in values if value is not None)
-    if not there:
+    """`name`, `name_p25` and `name_p75`: median and quartiles of the values that are not None; None without any."""
+    known = sorted(value for value in values if value is not None)
+    if not known:
         return dict.fromkeys((name, f"{name}_p25", f"{name}_p75"))
-    low, _, high = statistics.quantiles(there, n=4, method="inclusive") if len(there) > 1 else there * 3
-    return {name: statistics.median(there), f"{name}_p25": low, f"{name}_p75": high}
+    low, _, high = statistics.quantiles(known, n=4, method="inclusive") if len(known) > 1 else known * 3
+    return {name: statistics.median(known), f"{name}_p25": low, f"{name}_p75": high}
 
 
-def fastest(made: dict[str, list[Any]], paths: Sequence[str] = STOCK_PATHS, cost: str = "per_token") -> str:
-    """Of the paths without drafts the one whose calls cost the least."""
-    return min((p for p in paths if p in made), key=lambda p: statistics.median(getattr(c, cost) for c in made[p]))
+def fastest(calls: dict[str, list[Any]], paths: Sequence[str] = STOCK_PATHS, cost: str = "per_token") -> str:
+    """The path without drafts whose calls have the least median `cost`."""
+    return min((p for p in paths if p in calls), key=lambda p: statistics.median(getattr(c, cost) for c in calls[p]))
 
 
 def total(calls: Sequence[Any]) -> Stats:
-    """What happened in these calls together."""
+    """The sum of the stats of these calls."""
     whole = Stats()
     for call in calls:
         whole.add(call.stats or Stats())
@@ -92,7 +92,7 @@ def total(calls: Sequence[Any]) -> Stats:
 
 
 def figures(name: str, calls: dict[str, list[Any]], best: str, greedy: bool, assisted: bool) -> Record:
-    """What is read off the timed calls of one method; None where there is nothing to read.
+    """The figures of one method from its timed calls; None for those that do not apply.
 
     Args:
         calls: of every method, on the same inputs in the same order.
@@ -100,26 +100,26 @@ def figures(name: str, calls: dict[str, list[Any]], best: str, greedy: bool, ass
         greedy: answers can be compared with those of stock.
         assisted: the method is transformers' own speculation, at batch 1.
     """
-    made, stock = calls.get(name, []), calls["stock"]
-    whole = total(made)
+    own, stock = calls.get(name, []), calls["stock"]
+    whole = total(own)
     spent = sum(much for part, much in whole.seconds.items() if part != "prefill")
-    row_steps = whole.row_rounds or (sum(c.steps for c in made) if assisted else 0)
-    gain = sum(c.later for c in made) / row_steps if row_steps else (1.0 if made else None)
-    rows = [(a, b) for m, s in zip(made, stock, strict=False) for a, b in zip(m.answers, s.answers, strict=True)]
-    ends = [c.first for c in made]
+    row_steps = whole.row_rounds or (sum(c.steps for c in own) if assisted else 0)
+    gain = sum(c.later for c in own) / row_steps if row_steps else (1.0 if own else None)
+    rows = [(a, b) for m, s in zip(own, stock, strict=False) for a, b in zip(m.answers, s.answers, strict=True)]
+    firsts = [c.first for c in own]
     prompts = whole.drafter.get("prompts", 0)
     by_depth = [round(whole.acceptance(d), 4) for d in sorted(whole.accepted_by_depth)]
     read = {name: much / prompts for name, much in whole.drafter.items() if name != "prompts"} if prompts else {}
     return {
         "best_stock": best,
         "stock_path": name in STOCK_PATHS,
-        **spread("speedup_e2e", over(stock, made, "per_token")),
-        **spread("speedup_decode", over(stock, made, "decode_per_token")),
-        **spread("speedup_vs_best_stock", over(calls[best], made, "per_token")),
-        **spread("c", over(made, stock, "per_step")),
-        **spread("ttft_ms", [1e3 * first for first in ends]),
-        **spread("tokens_per_s", [1 / c.per_token for c in made]),
-        **spread("step_ms", [1e3 * c.per_step if c.per_step else None for c in made]),
+        **spread("speedup_e2e", over(stock, own, "per_token")),
+        **spread("speedup_decode", over(stock, own, "decode_per_token")),
+        **spread("speedup_vs_best_stock", over(calls[best], own, "per_token")),
+        **spread("c", over(own, stock, "per_step")),
+        **spread("ttft_ms", [1e3 * first for first in firsts]),
+        **spread("tokens_per_s", [1 / c.per_token for c in own]),
+        **spread("step_ms", [1e3 * c.per_step if c.per_step else None for c in own]),
         "tokens_per_target_call": gain,
         "accepted_per_call": None if gain is None else gain - 1,
         "acceptance_by_depth": by_depth,
@@ -132,7 +132,7 @@ def figures(name: str, calls: dict[str, list[Any]], best: str, greedy: bool, ass
         "drafter": read,
         "identical_rate": statistics.fmean(a == b for a, b in rows) if rows and greedy else None,
         "length": statistics.fmean(len(a) for a, _ in rows) if rows else None,
-        "n": len(made),
+        "n": len(own),
     }
 
 
@@ -146,15 +146,15 @@ def sections(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def meaning(records: Sequence[Record]) -> dict[str, str]:
-    """What the columns of suites that are known say, by name."""
+    """The meaning of the columns of the records' suites, by name."""
     layouts = [LAYOUTS[suite] for suite in dict.fromkeys(one.get("suite") for one in records) if suite in LAYOUTS]
     return {name: text for layout in layouts for name, text in layout["meaning"].items()}
 
 
 def tables(records: Sequence[Record], wide: bool = True) -> Iterator[tuple[str, list[list[str]], list[str] | None]]:
-    """Each table: its title, its rows, the head first, and its notes; one that sums up several data sets has none.
+    """Yield each table's title, rows (the head first) and notes; for a summary of several data sets, notes are None.
 
-    Unless it is `wide`, a table has the columns that fit on a screen.
+    Unless `wide`, a table has only the columns that fit on a screen.
     """
     for title, rows in sections(records).items():
         layout = LAYOUTS[rows[0]["suite"]]
@@ -163,14 +163,14 @@ def tables(records: Sequence[Record], wide: bool = True) -> Iterator[tuple[str, 
             columns = {name: columns[name] for name in layout["narrow"]}
         cells = ([cell(row, spec) for spec in columns.values()] for row in rows)
         yield title, [[*columns], *cells], [f"{row['method']}: {row['note']}" for row in rows if row.get("note")]
-    for title, by_data in data_tables(records).items():
-        yield title, by_data, None
+    for title, rows_by_data in data_tables(records).items():
+        yield title, rows_by_data, None
 
 
 def data_tables(records: Sequence[Record]) -> dict[str, list[list[str]]]:
-    """As papers show several data sets, by condition: a row a method, a column a data set, and their means at the end.
+    """Tables of several data sets as in papers, by condition: rows are methods, columns are data sets and their mean.
 
-    A cell holds tokens per target call and the speed-up over stock. A condition with one data set has no table.
+    A cell has tokens per target call and the speed-up over stock. A condition with only one data set has no table.
     """
     conditions: dict[str, dict[str, dict[str, Record]]] = {}  # condition → data set → method → record
     for record in records:
@@ -178,16 +178,16 @@ def data_tables(records: Sequence[Record]) -> dict[str, list[list[str]]]:
             prompt = f", {record['prompt']} prompt" if record["prompt"] else ""
             title = f"tokens/call, speedup: batch {record['batch']}, temperature {record['temperature']:g}{prompt}"
             conditions.setdefault(title, {}).setdefault(record["kind"], {})[record["method"]] = record
-    made = {}
+    tables = {}
     for title, sets in conditions.items():
-        columns = {name: [of.get(name) for of in sets.values()] for of in sets.values() for name in of}
-        rows = [[name, *(_mean([one]) for one in held), _mean(held)] for name, held in columns.items()]
-        made[title] = [["method", *sets, "mean"], *rows]
-    return {title: rows for title, rows in made.items() if len(conditions[title]) > 1}
+        methods = {name: [one.get(name) for one in sets.values()] for each in sets.values() for name in each}
+        rows = [[name, *(_mean([one]) for one in found), _mean(found)] for name, found in methods.items()]
+        tables[title] = [["method", *sets, "mean"], *rows]
+    return {title: rows for title, rows in tables.items() if len(conditions[title]) > 1}
 
 
 def _mean(records: Sequence[Record | None]) -> str:
-    """The means over these records; a dash where one of them has nothing."""
+    """The means over these records; a dash if a value is missing."""
     pairs = [(r["tokens_per_target_call"], r["speedup_e2e"]) for r in records if r is not None]
     if len(pairs) < len(records) or not all(map(all, pairs)):
         return "-"
@@ -195,7 +195,7 @@ def _mean(records: Sequence[Record | None]) -> str:
 
 
 def table(records: Sequence[Record], wide: bool = False) -> str:
-    """For the screen: the first column of each table to the left, the others to the right, and the notes."""
+    """The tables as text: the first column is left-aligned, the others right-aligned; notes follow."""
     lines = []
     for title, cells, notes in tables(records, wide):
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -205,7 +205,7 @@ def table(records: Sequence[Record], wide: bool = False) -> str:
 
 
 def markdown(records: Sequence[Record], provenance: Record, tuned: Record) -> str:
-    """A page of its own: provenance, the tables, the meaning of the columns."""
+    """A Markdown page: provenance, the tables, the meaning of the columns, and tuned settings."""
     lines = ["# Benchmark", "", *(f"- {key}: {value}" for key, value in provenance.items()), ""]
     for title, cells, notes in tables(records):
         head, *rows = ("| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in cells)
@@ -217,7 +217,7 @@ def markdown(records: Sequence[Record], provenance: Record, tuned: Record) -> st
 
 
 def check_plot(path: Path) -> None:
-    """ReportError now rather than after the measurement, where no plot could be written."""
+    """Check before the measurement that a plot can be written; ReportError if not."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ReportError(f"a plot needs matplotlib: {installing('bench')}, or leave --plot out")
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
@@ -225,7 +225,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot(records: list[Record], path: Path, title: str) -> None:
-    """Speed-ups, one panel a cell, the whiskers being the quartiles; quality against speed where it was measured."""
+    """Plot speed-ups, one panel per cell, with quartiles as whiskers; and quality against speed if it was measured."""
     check_plot(path)
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""The vlm suite: stock paths and drafters answer the same questions in turn, and every call is timed."""
+"""The vlm suite: stock paths and drafters answer the same questions in turn, and each call is timed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class VlmCell:
 
     batch: int
     temperature: float
-    shown: Shown | None = None  # None: all that is shown
+    shown: Shown | None = None  # None: all questions
 
     def __str__(self) -> str:
         what = f", {self.shown}" if self.shown else ""
@@ -44,12 +44,12 @@ class VlmCell:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     conditions(parser, [1, 4], [0.0, 1.0], 256)
-    parser.add_argument("--all-turns", action="store_true", help="of conversations every turn, not the first alone; "
-        "the model's own greedy answers stand in between")  # fmt: skip
+    parser.add_argument("--all-turns", action="store_true", help="ask all turns of a conversation, not only the first, "
+        "with the model's own greedy answers in between")  # fmt: skip
 
 
 def conditions(parser: argparse.ArgumentParser, batch: list[int], temperature: list[float], tokens: int) -> None:
-    """Of which model, with which drafters, what is asked, and how; the last three are what is usual."""
+    """Add the options for model, drafters, questions and settings; the last three arguments are defaults."""
     add = parser.add_argument
     add("--model", default=embedded.MODEL, help="folder, name on the Hub, or an embedded one: %(default)s, "
         "scenes-hybrid")  # fmt: skip
@@ -67,7 +67,7 @@ def measure(
     methods: Callable[[GenerativeModel, argparse.Namespace], list[VlmMethod]] = methods,
     questions: Callable[[argparse.Namespace, bool], tuple[Questions, Questions]] = questions,
 ) -> Iterator[None]:
-    """All cells, one after the other; yields whenever the outcome has grown."""
+    """Measure all cells in turn; yields whenever the outcome has new records."""
     engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
     bench = VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
     chosen = methods(bench.model, args)
@@ -89,13 +89,13 @@ def measure(
             cell = VlmCell(batch, heat, shown)
             records = measure_cell(bench, cell, ready, some)
             outcome.records += records
-            told = [f"{r['method']} {r['speedup_e2e']:.2f}x" for r in records if r["n"] and r["category"] == "all"]
-            say(f"{cell}: {'; '.join(told)}")
+            speeds = [f"{r['method']} {r['speedup_e2e']:.2f}x" for r in records if r["n"] and r["category"] == "all"]
+            say(f"{cell}: {'; '.join(speeds)}")
             yield
 
 
 def tune(bench: VlmBench, chosen: list[VlmMethod], cell: VlmCell, asked: Questions) -> report.Record:
-    """For each method with a grid, the setting with the least time per token, and all that was tried."""
+    """For each method with a grid, the setting with the least time per token, and all settings that were tried."""
     tried = {f"{m.name} {setting}": (m.name, setting, m.tuned(setting))
              for m in chosen for setting in GRIDS.get(m.grid, ())
              if (cell.batch == 1 or not m.single) and bench.takes(m.tuned(setting))}  # fmt: skip
@@ -103,9 +103,9 @@ def tune(bench: VlmBench, chosen: list[VlmMethod], cell: VlmCell, asked: Questio
     comparison = Comparison([replace(method, name=name) for name, (*_, method) in tried.items()], calling(bench, cell))
     requests = ((bench.inputs(group), bench.seed + turn) for turn, group in enumerate([groups[0], *groups]))
     best: report.Record = {}
-    for title, (_, *made) in comparison.measure(requests).items():  # the first turn warms up
+    for title, (_, *calls) in comparison.measure(requests).items():  # the first turn warms up
         name, setting, _ = tried[title]
-        cost = 1e3 * sum(c.seconds for c in made) / sum(c.tokens for c in made)
+        cost = 1e3 * sum(c.seconds for c in calls) / sum(c.tokens for c in calls)
         best.setdefault(name, {"tried": []})["tried"].append({"setting": setting, "ms_per_token": cost})
     for name, entry in best.items():
         entry["chosen"] = min(entry["tried"], key=lambda one: one["ms_per_token"])["setting"]
@@ -120,7 +120,7 @@ def calling(bench: VlmBench, cell: VlmCell) -> Callable[[VlmMethod, Request], Ti
 def measure_cell(bench: VlmBench, cell: VlmCell, chosen: list[VlmMethod], some: list[Question]) -> list[report.Record]:
     """Warm each method up, measure its memory, then time all of them in turn on each batch."""
     groups, seen = batches(some, cell.batch), list[float]()
-    torch.compiler.reset()  # what was compiled for other lengths counts against the limit of recompilations
+    torch.compiler.reset()  # code compiled for other lengths counts toward the recompilation limit
     longest = bench.inputs(max(groups, key=lambda group: max(len(q.prompt) for q in group)))
     comparison = Comparison([m for m in chosen if cell.batch == 1 or not m.single], calling(bench, cell))
     comparison.warm_up((longest, bench.seed), ["stock"], bench.model.device)
@@ -137,9 +137,9 @@ def measure_cell(bench: VlmBench, cell: VlmCell, chosen: list[VlmMethod], some: 
 
 
 def _records(
-    cell: VlmCell, chosen: list[VlmMethod], groups: list[list[Question]], seen: Comparison
+    cell: VlmCell, chosen: list[VlmMethod], groups: list[list[Question]], comparison: Comparison
 ) -> list[report.Record]:
-    """One record a method, and at batch 1 one more for each category of the questions."""
+    """One record per method, and at batch 1 one more for each category of questions."""
     title = str(cell) + (SWITCHED if any(m.of for m in chosen) else "")
     turns: dict[str, list[int]] = {"all": list(range(len(groups)))}
     for turn, group in enumerate(groups if cell.batch == 1 else ()):
@@ -147,16 +147,16 @@ def _records(
             turns.setdefault(group[0].category, []).append(turn)
     records = []
     for category, places in turns.items():
-        made = {name: [some[place] for place in places] for name, some in seen.made.items()}
-        best = report.fastest(made)
-        slower = {name: f"slower than {best} here" for name in report.STOCK_PATHS if name in made and name != best}
+        calls = {name: [runs[place] for place in places] for name, runs in comparison.results.items()}
+        best = report.fastest(calls)
+        slower = {name: f"slower than {best} here" for name in report.STOCK_PATHS if name in calls and name != best}
         for method in chosen:
-            if method.name in made or category == "all":
+            if method.name in calls or category == "all":
                 facts = {"suite": "vlm", "cell": title, "method": method.name, "variant_of": method.of,
                          "batch": cell.batch, "temperature": cell.temperature, **asdict(cell.shown or Shown()),
                          "category": category, "setting": method.setting,
                          "refused": method.single and cell.batch > 1}  # fmt: skip
-                figures = report.figures(method.name, made, best, greedy=cell.temperature == 0, assisted=method.single)
-                told = seen.notes.get(method.name, slower.get(method.name, ""))
-                records.append(facts | figures | {"peak_mb": seen.peaks.get(method.name), "note": told})
+                figures = report.figures(method.name, calls, best, greedy=cell.temperature == 0, assisted=method.single)
+                note = comparison.notes.get(method.name, slower.get(method.name, ""))
+                records.append(facts | figures | {"peak_mb": comparison.peaks.get(method.name), "note": note})
     return records

@@ -18,7 +18,7 @@ from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.loading import CompileConfig
 
-GRIDS: dict[str, tuple[dict[str, int], ...]] = {  # what --tune tries
+GRIDS: dict[str, tuple[dict[str, int], ...]] = {  # the settings that --tune tries
     "lookup": tuple({"prompt_lookup_num_tokens": k} for k in (3, 5, 10)),
     "text drafter": tuple({"depth": d} for d in (3, 5, 8)),
     "feature drafter": (
@@ -39,11 +39,11 @@ class VlmMethod:
     name: str
     arguments: Mapping[str, object] = field(default_factory=dict)
     drafter: Any = None
-    options: dict[str, Any] = field(default_factory=dict)  # of `enable`
-    grid: str = ""  # row of GRIDS
+    options: dict[str, Any] = field(default_factory=dict)  # of `mmspec.enable`
+    grid: str = ""  # key of GRIDS
     single: bool = False  # batch 1 only
     of: str = ""  # the method of which it is a variant
-    told: str = ""  # the switch, for the table
+    switch: str = ""  # what the variant switches, for the table
 
     def tuned(self, setting: dict[str, int]) -> VlmMethod:
         if self.drafter is None:
@@ -52,21 +52,21 @@ class VlmMethod:
 
     @property
     def setting(self) -> str:
-        held = {k: v for k, v in (self.options or self.arguments).items() if isinstance(v, int)}
-        tree = " ".join(f"{k.removeprefix('prompt_lookup_')} {v}" for k, v in held.items())
-        return ", ".join(part for part in (self.told, tree) if part)
+        numbers = {k: v for k, v in (self.options or self.arguments).items() if isinstance(v, int)}
+        tree = " ".join(f"{k.removeprefix('prompt_lookup_')} {v}" for k, v in numbers.items())
+        return ", ".join(part for part in (self.switch, tree) if part)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     drafters.configure(parser, " beside ngram")
     add("--tune", action="store_true", help="choose each method's depth and tree on other images first")
-    add("--tune-images", type=count, default=4, help="of them (default: %(default)s)")
+    add("--tune-images", type=count, default=4, help="number of these images (default: %(default)s)")
     add("--without", nargs="+", default=[], metavar="PATTERN", help="leave these out, such as stock-static 'eagle*'")
 
 
 def stock(device: torch.device) -> list[VlmMethod]:
-    """Stock generate as it is, and compiled on a static cache."""
+    """Stock generate, and stock generate compiled with a static cache."""
     compiling: Any = CompileConfig(dynamic=False, mode="reduce-overhead" if device.type == "cuda" else "default")
     compiling._compile_all_devices = True  # transformers compiles by itself on some devices only
     return [
@@ -80,10 +80,10 @@ def methods(
     args: argparse.Namespace,
     variants: Callable[[VlmMethod], Iterable[VlmMethod]] = lambda whole: (),
 ) -> list[VlmMethod]:
-    """The stock paths, prompt lookup as transformers has it, and mmspec with each drafter, stock's own path before.
+    """The stock paths, transformers' prompt lookup, ngram, and each drafter, after stock's equivalent if there is one.
 
     Args:
-        variants: of a drafter's method, which come after it.
+        variants: returns variants of a drafter's method, which are added after it.
     """
     ways = [
         *stock(model.device),
@@ -97,7 +97,7 @@ def methods(
             drafter.fit(target, {})
         except ValueError as error:
             raise BenchError(f"--drafters: {error}") from error
-        if title == "ngram":  # it is there already, and has the options where it is named
+        if title == "ngram":  # it is in the list already; naming it applies the options to it
             ways = [replace(m, options=flags) if m.name == title else m for m in ways]
             continue
         whole = VlmMethod(title, drafter=drafter, options=flags, grid="feature drafter")
@@ -106,7 +106,7 @@ def methods(
 
 
 def stocks_own(title: str, drafter: object) -> Iterator[VlmMethod]:
-    """Stock's own assisted path with the same drafter, where stock has one."""
+    """Stock's own assisted decoding with the same drafter, if stock supports it."""
     how = drafters.ASSISTED.get(getattr(drafter, "method", ""))
     if how is None:
         return

@@ -1,4 +1,4 @@
-"""What the vlm suite asks: drawn pictures that no training draws, or questions of one's own."""
+"""The questions of the vlm suite: drawn scenes that are in no training, or the user's own questions."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from mmspec.app.media.clips import HELP, USUAL, VideoReader, policy
 from mmspec.app.options import count
 from mmspec.zoo import PROMPTS, scenes
 
-HELD_OUT, TUNING = 7001, 7002  # first number of the seeds, which no training, no evaluation and no other suite draws
+HELD_OUT, TUNING = 7001, 7002  # first number of seeds whose scenes are in no training, evaluation or other suite
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What the questions of a cell have in common.
+    """The properties that the questions of a cell share.
 
     Attributes:
-        kind: "picture", "pair", "clip", "data", or of several data sets the name of one.
-        pictures: per question; 0: they differ.
-        prompt: label of the prompts; empty where the kind has prompts of its own.
+        kind: "picture", "pair", "clip", "data", or the name of one of several data sets.
+        pictures: number per question; 0 if it varies.
+        prompt: label of the prompts; empty if the questions have their own.
     """
 
     kind: str = "data"
@@ -46,10 +46,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "questions: a folder of pictures, a .jsonl, .json or .parquet list, a folder of MMSpec's, "
         f"hf:owner/name[:split], or one of {', '.join(PROTOCOLS)}"
     )
-    add("--data", type=Path, nargs="+", metavar="PATH", help=f"{own}; of several also a table, a column each")
+    add("--data", type=Path, nargs="+", metavar="PATH", help=f"{own}; several also get a common table")
     add("--video-frames", type=policy, metavar="POLICY", default=USUAL, help=HELP)
-    add("--prompt", nargs="+", help="short, long, or texts of your own, a cell for each; default: short and long")
-    add("--images", type=_some, default=20, help="questions of a cell at batch 1, or all (default: %(default)s)")
+    add("--prompt", nargs="+", help="short, long, or your own texts, a cell for each; default: short and long")
+    add("--images", type=_some, default=20, help="questions per cell at batch 1, or all (default: %(default)s)")
     add("--seed", type=int, default=0)
 
 
@@ -58,19 +58,19 @@ def _some(text: str) -> int | None:
 
 
 def tuned_on(args: argparse.Namespace) -> int:
-    """How many further questions the methods are tuned on."""
+    """Number of further questions for tuning."""
     if args.images is None and args.data is None:
-        raise BenchError("--images all takes all of --data; of drawn pictures name a number")
+        raise BenchError("--images all is for --data; for drawn pictures give a number")
     if not args.tune:
         refuse(args, "nothing is tuned without --tune", tune_images=4)
     return args.tune_images if args.tune else 0
 
 
 def questions(args: argparse.Namespace, pictures: bool = True) -> tuple[Questions, Questions]:
-    """By cell: what is measured, and what is tuned on.
+    """By cell: the questions to measure, and those to tune on.
 
     Args:
-        pictures: whether the model sees some; one that reads text alone is asked what a list has.
+        pictures: whether the model reads pictures; one that reads text alone needs --data.
     """
     others = tuned_on(args)
     if args.data is None and not pictures:
@@ -85,7 +85,7 @@ def questions(args: argparse.Namespace, pictures: bool = True) -> tuple[Question
         with VideoReader(args.video_frames) as clips:
             some, further = read_questions(path, args.images, others, pictures, clips)
         if some[0].prompt:
-            refuse(args, f"the questions of {path} have prompts of their own", prompt=None)
+            refuse(args, f"the questions of {path} have their own prompts", prompt=None)
         shown = Shown() if len(args.data) == 1 else Shown(str(path))
         now, later = asking(shown, some, further, args.prompt)
         measured, tuning = measured | now, tuning | later
@@ -99,6 +99,6 @@ def asking(
     if labels is None and some[0].prompt:
         return {shown: some}, {shown: others}
     texts = {label: PROMPTS.get(label, label) for label in labels or ("short", "long")}
-    now, later = ({replace(shown, prompt=label): [replace(q, prompt=text) for q in asked]
-                   for label, text in texts.items()} for asked in (some, others))  # fmt: skip
+    now, later = ({replace(shown, prompt=label): [replace(q, prompt=text) for q in each]
+                   for label, text in texts.items()} for each in (some, others))  # fmt: skip
     return now, later

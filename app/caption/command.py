@@ -1,4 +1,4 @@
-"""`mmspec caption`: images and videos in, a caption for each out; a bad file, a kill or a second run costs nothing."""
+"""`mmspec caption`: caption images and videos; the run can be stopped and resumed, and bad files only fail alone."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ OK, FATAL, SENSELESS, SOME_FAILED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 14
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Caption images and videos. Run it again to go on after a stop: what is done is not done twice. "
-        "Exit code: 0 all well, 3 some items failed (see failed.jsonl), 1 nothing could be done or the run was given "
-        "up, 2 an option that makes no sense, 130 stopped by Ctrl-C, 143 by SIGTERM, as SLURM and containers send it."
+        "Caption images and videos. Run the same command again to resume after a stop: finished items are skipped. "
+        "Exit codes: 0 success, 3 some items failed (see failed.jsonl), 1 nothing could be done or the run was given "
+        "up, 2 invalid options, 130 stopped by Ctrl-C, 143 stopped by SIGTERM, which SLURM and containers send."
     )
     settings.configure(parser)
 
@@ -54,29 +54,29 @@ def run(args: argparse.Namespace) -> int:
         with _terminable():
             options = settings.resolve(args)
             return _caption(options)
-    except TerminatedError:  # before there was anything to wind up
+    except TerminatedError:  # before there was anything to finish
         return TERMINATED
     except (MediaError, PromptError, SettingsError, OutputError, FatalError, TooManyErrorsError, EnableError) as error:
         print(f"mmspec caption: {plain(str(error))}", file=sys.stderr)
         return SENSELESS if isinstance(error, PromptError | SettingsError | EnableError) else FATAL
     except OSError as error:
-        print(f"mmspec caption: {error}; what was finished before is safe", file=sys.stderr)
+        print(f"mmspec caption: {error}; all finished captions are saved", file=sys.stderr)
         return FATAL
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM has come: to be wound up as Ctrl-C is."""
+    """SIGTERM arrived; the run ends in the same way as on Ctrl-C."""
 
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Inside, the first SIGTERM raises TerminatedError, and further ones do not hinder the winding up."""
+    """Raise TerminatedError on the first SIGTERM inside the block; ignore later ones, so that the run can finish up."""
 
     def stop(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise TerminatedError
 
-    if threading.current_thread() is not threading.main_thread():  # signals go to the main one
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield
         return
     before = signal.signal(signal.SIGTERM, stop)
@@ -95,16 +95,16 @@ def _caption(options: Options) -> int:
     first, *further = options.prompt
     system, start = options.system or "", options.start_with or ""
     prompts = Prompts(first, system, start, options.prepend, options.append, tuple(further))
-    settings.enable(options)  # what is wrong is said before anything is read or loaded
+    settings.enable(options)  # report invalid options before anything is read or loaded
     shaping = settings.shaping(options)
     slots = f"shard-{options.shard.replace('/', '-of-')}-" if options.shard else ""
     folder, origin = _folders(options, inputs)
-    anew = options.on_existing == "overwrite"
+    overwrite = options.on_existing == "overwrite"
     mirror = Mirror(options.out) if is_address(options.out) else None
     if mirror is not None:
         folder = mirror.folder
         mirror.pull(options.extension)
-    outputs = Outputs(folder, origin, slots, look_only=options.dry_run, overwrite=anew, mirror=mirror)
+    outputs = Outputs(folder, origin, slots, look_only=options.dry_run, overwrite=overwrite, mirror=mirror)
     with contextlib.closing(outputs):
         listed = [getattr(place, "path", None) for place in inputs.places]  # of lists, tables and tars
         outputs.finals.claim(options.kinds, filter(None, [options.config, *listed]), options.report)
@@ -124,18 +124,18 @@ def _caption(options: Options) -> int:
 
 
 def _folders(options: Options, inputs: Inputs) -> tuple[Path, str]:
-    """The output folder, and the name of where the items come from."""
+    """The output folder, and a name for the source of the items."""
     origin = str(inputs.root.resolve()) if inputs.root is not None else " ".join(map(str, options.inputs))
     if options.out != BESIDE:
         return Path(options.out), origin
     if inputs.root is None:
-        raise OutputError("--out beside needs files to lie beside; give --out a folder")
+        raise OutputError("--out beside needs inputs that are files; give --out a folder")
     return inputs.root, origin
 
 
 @dataclass
 class Run:
-    """One run whose inputs and outputs are open and whose plan is made."""
+    """One run, after its inputs and outputs are open and its plan is made."""
 
     options: Options
     inputs: Inputs
@@ -149,9 +149,9 @@ class Run:
         if not todo.pending:
             self._finish()
             self._report(RunTally(0, shown=False))
-            print(f"nothing to do; what there is lies in {outputs.folder}")
+            print(f"nothing to do; the captions are in {outputs.folder}")
             return SOME_FAILED if failed_before else OK
-        self._keep()
+        self._write_settings()
         tally = RunTally(len(todo.pending), options.quiet, options.max_errors)
         comparison = None
         try:
@@ -160,25 +160,25 @@ class Run:
                 comparison = crew.compared(tally.close)
         except KeyboardInterrupt as stop:
             self._wind_up(tally)
-            print(f"\nstopped: {tally.counted} are in {outputs.folder}; the same command again goes on from there")
+            print(f"\nstopped: {tally.counted} are in {outputs.folder}; run the same command again to resume")
             return TERMINATED if isinstance(stop, TerminatedError) else INTERRUPTED
         except (FatalError, TooManyErrorsError):
             self._wind_up(tally)
             raise
-        made = self._finish()
+        written = self._finish()
         self._report(tally, crew.summaries, comparison)
         if tally.failed:
             where = outputs.folder / FAILURES
             print(f"{tally.failed} failed" + f": {where} says why" * where.is_file())
         sidecars = tally.captions and any(task.sidecar for task in todo.pending)
-        files = [", ".join(map(str, made)), f"a {options.extension} for each" * bool(sidecars)]
+        files = [", ".join(map(str, written)), f"a {options.extension} for each" * bool(sidecars)]
         if any(files):
             print("captions: " + ", and ".join(filter(None, files)))
         print("; ".join(filter(None, [str(tally), str(comparison or "")])))
         return SOME_FAILED if tally.failed or failed_before else OK
 
     def dry(self) -> int:
-        """Say what is asked, and measure a few items; nothing is written but to a folder that goes again."""
+        """Print the prompts, caption a few items into a temporary folder, and print an estimate for the whole run."""
         pending = self.todo.pending
         if not pending:
             return OK
@@ -193,10 +193,10 @@ class Run:
             trial = replace(self.job, folder=Path(folder), options=chosen)
             with _crew(trial, "", Plan(pending[:1])) as crew:
                 crew.run(pending[:1], RunTally(1, quiet=True, shown=False).add)
-                rows = crew.worker.rows  # as many at once as in the run
+                rows = crew.worker.rows  # the batch size of the real run
                 wanted = max(2 * rows, 4)
                 sample = pending[:: max(1, len(pending) // wanted)][:wanted]
-                first, second = sample[:rows], sample[rows:] or sample  # few items: the same again, warm
+                first, second = sample[:rows], sample[rows:] or sample  # with few items, measure the same ones again
                 warm_up, measured = (RunTally(len(part), quiet=True, shown=False) for part in (first, second))
                 crew.run(first, warm_up.add)
                 measured.start()
@@ -205,31 +205,31 @@ class Run:
         return OK
 
     def say_plan(self) -> None:
-        """How much there is to do, and what is left out."""
+        """Print how much there is to do, and what is left out."""
         options, inputs, todo = self.options, self.inputs, self.todo
         print(f"{todo.items} item{'s' * (todo.items != 1)}: {todo}")
         if skipped := inputs.skipped():
             names = ", ".join(map(plain, skipped[:5])) + ", ..." * (len(skipped) > 5)
-            print(f"NOT looked into: {len(skipped)} subfolder(s) ({names}); --recursive captions what is in them too")
+            print(f"skipped {len(skipped)} subfolder(s) ({names}); --recursive reads them too")
         others = inputs.left_out()
         if options.out == BESIDE:  # what earlier runs wrote
             others -= Counter({name: others[name] for name in (options.extension, ".jsonl", ".parquet")})
         if others:
             kinds = ", ".join(f"{count} {plain(kind) or 'without extension'}" for kind, count in others.most_common(5))
-            print(f"left out: {others.total()} file(s) that are no images or videos by their names ({kinds})")
+            print(f"skipped {others.total()} file(s) whose names are not those of images or videos ({kinds})")
         root = inputs.root
         if root is not None and (far := next((t.item for t in todo.pending if _far(t.item, root)), None)):
-            print(f"files outside of {root} are called by their whole path, such as {plain(far.name)}")
+            print(f"files outside of {root} are named by their full path, such as {plain(far.name)}")
         if damaged := self.outputs.ledger.damaged:
-            print(f"{damaged} broken line(s) in {self.outputs.state} (a run was killed there) are passed over")
+            print(f"ignored {damaged} broken line(s) in {self.outputs.state} (a run was killed while it wrote them)")
         for trouble in todo.unwritable:
             print(f"failed: {plain(trouble)}", file=sys.stderr)
         samples = root is not None and root.resolve() == zoo.samples().resolve()
         if todo.pending and options.engine == ENGINE and embedded.speaks(options.model) and not samples:
             print(embedded.NOTE.format(options.model))
 
-    def _keep(self) -> None:
-        """The settings as a file for --config, beside the captions; else with the journals, where it is in no way."""
+    def _write_settings(self) -> None:
+        """Write the file for --config beside the captions, or in the state folder where it could replace a caption."""
         options, outputs, name = self.options, self.outputs, f"{self.outputs.slots}{settings.FILE}"
         path = outputs.folder / name
         if options.out == BESIDE or options.extension == path.suffix or not outputs.finals.free(path):
@@ -247,7 +247,7 @@ class Run:
             report.write(self.options, self.todo, tally, workers, comparison, self.outputs.ledger, self.inputs.items)
 
     def _wind_up(self, tally: RunTally) -> None:
-        """Final files and report of a run that ends early; what goes wrong here must not hide why it ends."""
+        """Write final files and report of a run that ends early; errors here must not hide the reason why it ends."""
         for step in (self._finish, lambda: self._report(tally)):
             try:
                 step()
@@ -257,7 +257,7 @@ class Run:
 
 @contextlib.contextmanager
 def _crew(job: Job, slots: str, todo: Plan) -> Iterator[Any]:
-    """Who works: a process per device, or this process; they are told to stop in the end, whatever happens."""
+    """The workers: one process per device, or this process; they are stopped at the end, whatever happens."""
     where = places(job.options.devices)
     crew: Any = Crew(job, where, slots) if len(where) > 1 else Alone(job, where[0], slots, len(todo.pending))
     try:
@@ -267,6 +267,6 @@ def _crew(job: Job, slots: str, todo: Plan) -> Iterator[Any]:
 
 
 def _far(item: Item, root: Path) -> bool:
-    """Whether a file lies outside of the folder that names are relative to."""
+    """Whether a file is outside of the folder that names are relative to."""
     path = item.source.path
     return path is not None and not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(root))

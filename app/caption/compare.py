@@ -1,4 +1,4 @@
-"""The speed-up measured after a run: a few of its items, spread over it, are captioned by stock generate as well."""
+"""Measures the speed-up after a run: a few of its items are captioned again, by stock generate and by mmspec."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OWN, STOCK = Side("mmspec", False), Side("stock", True)
 
 
 class Sampled:
-    """Keeps some of what the model is asked, and times both paths on it in alternating order, after a warm-up."""
+    """Keeps some requests of a run, and times both paths on them in alternating order, after a warm-up."""
 
     def __init__(self, items: int):
         count = min(items, SAMPLE)
@@ -36,14 +36,14 @@ class Sampled:
         self.trouble = ""
 
     def show(self, frames: Sequence[Image.Image], choice: PromptChoice) -> None:
-        """What the model is being asked; the first from each due number on is kept."""
+        """Called with each request; keeps those that are due, which are spread over the run."""
         if self._due and self._seen >= self._due[0]:
             del self._due[0]
             self.kept.append((frames, choice))
         self._seen += 1
 
     def measure(self, engine: Engine, rows: int) -> None:
-        """Caption what was kept on both paths, `rows` at once; in stock generate a batch waits for its longest row."""
+        """Caption the kept requests on both paths, `rows` at once; a batch of stock runs until its longest row ends."""
         self.sampling = engine.sampling
 
         def run(side: Side, request: tuple[list[Shown], dict[str, int]]) -> tuple[list[str], float]:
@@ -58,12 +58,12 @@ class Sampled:
         groups = [self.kept[first : first + rows] for first in range(0, len(self.kept), rows)]
         try:
             both.warm_up((self.kept[:1], {"max_new_tokens": WARM_UP}), [OWN.name, STOCK.name])
-            for made in both.turns((group, {}) for group in groups):
-                (texts, seconds), (others, of_stock) = made[OWN.name], made[STOCK.name]
+            for outputs in both.turns((group, {}) for group in groups):
+                (texts, seconds), (others, of_stock) = outputs[OWN.name], outputs[STOCK.name]
                 self.own_seconds += seconds
                 self.stock_seconds += of_stock
                 self.identical += sum(one == other for one, other in zip(texts, others, strict=True))
-        except Exception as error:  # the captions are safe; only the measurement is not to be had
+        except Exception as error:  # the captions are saved; only the measurement fails
             self.trouble = first_line(error)
 
     def facts(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Sampled:
         acceptance = f"{ratio:.1f}x faster" if ratio >= 1.05 else f"no gain here ({ratio:.2f}x)"
         same = f"identical text on {self.identical} of {len(self.kept)}"
         if self.sampling:
-            same = "texts are drawn by chance (temperature) and not compared"
+            same = "sampled texts (temperature above 0) are not compared"
         return (
             f"on {len(self.kept)} of them stock generate took {self.stock_seconds:.1f} s, "
             f"mmspec {self.own_seconds:.1f} s: {acceptance}, {same}"

@@ -1,4 +1,4 @@
-"""The final files of a run, made from its records: each in one step, in the order given, the same bytes every time."""
+"""Writes the final files of a run from its records: atomically, in the order given, with reproducible bytes."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from mmspec.app.files import replacing
 from mmspec.app.media.items import HEAD, FileSource, Source, need, sniff
 from mmspec.media import MAX_BYTES, MediaError
 
-COLUMNS = {  # of the parquet files: what a record may tell the public
+COLUMNS = {  # columns of the parquet file; other fields of a record are not published
     **dict.fromkeys(
         ("file_name", "text", "kind", "existing", "prompt", "system", "start", "model", "drafter", "finish"), "string"
     ),
     **dict.fromkeys(("tokens", "seed"), "int64"),
-    **dict.fromkeys(("prompts", "captions"), "strings"),  # where there were several prompts
-    "scores": "numbers",  # likewise
+    **dict.fromkeys(("prompts", "captions"), "strings"),  # only with several prompts
+    "scores": "numbers",  # only with several prompts
     **dict.fromkeys(("temperature", "seconds", "length", "score"), "float64"),
     "content": "string",  # sha256 of the item
 }
-SHOWN = ("file_name", "text", "captions", "score", "scores")  # in metadata.jsonl
-LISTS = {"strings": "string", "numbers": "float64"}  # what they hold
-CHUNK = 4096  # records written at once
-SHARD_SIZE = 1000  # samples
-NAMES = {"metadata": "metadata.jsonl", "parquet": "captions.parquet"}  # by kind; the names of tars are numbers
+SHOWN = ("file_name", "text", "captions", "score", "scores")  # fields of metadata.jsonl
+LISTS = {"strings": "string", "numbers": "float64"}  # types of the elements
+CHUNK = 4096  # records per write
+SHARD_SIZE = 1000  # samples per tar
+NAMES = {"metadata": "metadata.jsonl", "parquet": "captions.parquet"}  # by kind; tars are numbered
 LIBRARIES = {"parquet": ("pyarrow",), "webdataset": ("webdataset",)}  # by kind
-Note = Callable[[Path], None]  # told where a file is to be put
+Note = Callable[[Path], None]  # called with a file's path before it is put there
 
 
 def metadata(records: Iterable[Record], folder: Path, note: Note | None = None) -> list[Path]:
-    """`metadata.jsonl`, which `load_dataset("imagefolder")` reads if it lies in the folder of the images."""
-    path, some = folder / NAMES["metadata"], _unless_empty(records)
-    if some is None:
+    """Write `metadata.jsonl`, which `load_dataset("imagefolder")` reads if it is in the folder of the images."""
+    path, rest = folder / NAMES["metadata"], _unless_empty(records)
+    if rest is None:
         return []
     with replacing(path, note) as file:
-        for record in some:
+        for record in rest:
             file.write(line_of({name: record[name] for name in SHOWN if name in record}))
     return [path]
 
 
 def parquet(records: Iterable[Record], folder: Path, note: Note | None = None) -> list[Path]:
-    """`captions.parquet`; not metadata.parquet, since `imagefolder` refuses a folder with two sorts of metadata."""
-    path, some = folder / NAMES["parquet"], _unless_empty(records)
-    if some is None:
+    """Write `captions.parquet`; not metadata.parquet, since `imagefolder` refuses a folder with two metadata files."""
+    path, rest = folder / NAMES["parquet"], _unless_empty(records)
+    if rest is None:
         return []
     arrow, writers = need("pyarrow", str(path)), need("pyarrow.parquet", str(path))
     types = {"strings": arrow.list_(arrow.string()), "numbers": arrow.list_(arrow.float64())}
     schema = arrow.schema([(name, types.get(kind) or getattr(arrow, kind)()) for name, kind in COLUMNS.items()])
     with replacing(path, note) as file, writers.ParquetWriter(file, schema) as writer:
-        while part := list(itertools.islice(some, CHUNK)):
+        while part := list(itertools.islice(rest, CHUNK)):
             rows = [{name: cell(record.get(name), kind) for name, kind in COLUMNS.items()} for record in part]
             writer.write_table(arrow.Table.from_pylist(rows, schema))
     return [path]
@@ -62,17 +62,17 @@ def webdataset(
     records: Iterable[Record], folder: Path, sources: Mapping[str, Source] | None = None, shard_size: int = SHARD_SIZE,
     max_bytes: int = MAX_BYTES, note: Note | None = None,
 ) -> list[Path]:  # fmt: skip
-    """`webdataset/00000.tar` and so on, with .jpg (.mp4 ...), .txt and .json of each record.
+    """Write `webdataset/00000.tar` and so on, with .jpg (.mp4 ...), .txt and .json of each record.
 
-    Records are left out whose item is not in `sources` (by `file_name`) and has no `path` of its own.
+    A record is left out if its item is not in `sources` (by `file_name`) and the record has no `path`.
     """
-    made: list[Path] = []
+    written: list[Path] = []
     rest = iter(records)
     while shard := list(itertools.islice(rest, shard_size)):
-        path = folder / "webdataset" / f"{len(made):05}.tar"
-        _write_shard(shard, path, len(made) * shard_size, sources or {}, max_bytes, note)
-        made.append(path)
-    return made
+        path = folder / "webdataset" / f"{len(written):05}.tar"
+        _write_shard(shard, path, len(written) * shard_size, sources or {}, max_bytes, note)
+        written.append(path)
+    return written
 
 
 FORMATS: dict[str, Callable[..., list[Path]]] = {"metadata": metadata, "parquet": parquet, "webdataset": webdataset}
@@ -81,7 +81,7 @@ FORMATS: dict[str, Callable[..., list[Path]]] = {"metadata": metadata, "parquet"
 def _write_shard(
     shard: list[Record], path: Path, first: int, sources: Mapping[str, Source], max_bytes: int, note: Note | None
 ) -> None:
-    """One tar; what cannot be read is left out, with a warning."""
+    """Write one tar; items that cannot be read are left out, with a warning."""
     writers = need("webdataset", str(path))
     with replacing(path, note) as file, writers.TarWriter(file, encoder=False, mtime=0) as tar:
         for number, record in enumerate(shard, first):
@@ -102,11 +102,11 @@ def _source(record: Record, sources: Mapping[str, Source]) -> Source:
         return sources[name]
     if "path" in record:
         return FileSource(Path(record["path"]))
-    raise MediaError(name, "is not among the inputs of this run", "name all inputs whose captions belong into the tars")
+    raise MediaError(name, "is not among the inputs of this run", "name all inputs whose captions belong in the tars")
 
 
 def cell(value: object, kind: str) -> object:
-    """A value as its column's type; None for what is none of that."""
+    """A value converted to its column's type; None if it has another type."""
     if value is None:
         return None
     if kind in LISTS:

@@ -1,4 +1,4 @@
-"""Append-only files of JSON lines that survive a kill at any moment, and what all of them together know."""
+"""Append-only JSON-lines journals that survive a kill at any moment, and an index over several of them."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ FAILED = "failed"  # `status` of a line that says why there is no caption; a cap
 
 
 def digest(data: bytes) -> str:
-    """Name of a content: sha256 in hexadecimal."""
+    """The sha256 of a content, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
 def key(content: str, **settings: object) -> str:
-    """Name of one piece of work: what was read (its digest) and everything that shapes the answer."""
+    """A hash of one piece of work: the digest of its content and everything that shapes the answer."""
     return digest(json.dumps([content, settings], sort_keys=True).encode())
 
 
 class Journal:
-    """One JSON object a line; `append` returns once the line is on the disk. One process at a time holds a journal.
+    """One JSON object a line; `append` returns once the line is on the disk. Only one process can open a journal.
 
-    A kill can leave half a line behind: opening cuts it off. Lines that are not JSON objects (a disk that filled up
-    with zeros, an editor) stay and are passed over by `Ledger`.
+    A kill can leave half a line behind, which is cut off when the journal is opened. Lines that are not JSON objects
+    (a disk that filled up with zeros, an editor) stay, and `Ledger` skips them.
     """
 
     def __init__(self, path: Path):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = not os.path.lexists(path)
-        if not fresh and not stat.S_ISREG(path.lstat().st_mode):  # a link could lead to any file of the user's
-            raise OSError(errno.EINVAL, f"{path.name} there is a link or no file at all")
+        if not fresh and not stat.S_ISREG(path.lstat().st_mode):  # a link could point to any file of the user
+            raise OSError(errno.EINVAL, f"{path.name} is a link or not a regular file")
         self._file = open(path, "w+b" if fresh else "r+b")  # noqa: SIM115 - held open for the whole run
         if not hold(self._file.fileno()):
             self._file.close()
@@ -59,7 +59,7 @@ class Journal:
         self.close()
 
     def append(self, *records: Record) -> None:
-        """Write a line each and wait until they are on the disk."""
+        """Write one line per record and wait until they are on the disk."""
         self._file.writelines(map(line_of, records))
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -69,17 +69,17 @@ class Journal:
 
 
 class Ledger:
-    """The newest line of every item in several journals; in memory only where it stands.
+    """Finds the newest line of every item in several journals; only the positions of the lines are in memory.
 
-    `captions` and `failures` map names to places; `get` and `failure` read the line. A failure older than a caption of
-    the same item is forgotten. Nothing is written: a torn last line is passed over.
+    `captions` and `failures` map names to positions; `get` and `failure` read the line. A failure older than a caption
+    of the same item is dropped. Nothing is written; an incomplete last line is skipped.
     """
 
     def __init__(self, paths: Sequence[Path]):
         self.damaged = 0
         self.captions: dict[str, int] = {}
         self.failures: dict[str, int] = {}
-        self._older: dict[str, list[int]] = {}  # places of captions that newer ones replaced
+        self._older: dict[str, list[int]] = {}  # positions of captions that newer ones replaced
         self._files = [open(path, "rb") for path in paths]  # noqa: SIM115
         for number, file in enumerate(self._files):
             self._load(number, file)
@@ -89,11 +89,11 @@ class Ledger:
         return self._read(self.captions[name]) if name in self.captions else None
 
     def failure(self, name: str) -> Record | None:
-        """Why an item has no caption, if trying it was the last that happened."""
+        """Why an item has no caption, if its last attempt failed."""
         return self._read(self.failures[name]) if name in self.failures else None
 
     def texts(self, name: str) -> set[str]:
-        """All captions the item ever had here."""
+        """All captions that the journals ever recorded for the item."""
         places = [*self._older.get(name, ()), *([self.captions[name]] if name in self.captions else [])]
         return {str(self._read(place).get("text")).strip() for place in places}
 
@@ -134,7 +134,7 @@ class Ledger:
             del self.failures[name]
 
     def _newer(self, place: int, record: Record, rival: int) -> bool:
-        """Lines of one journal are in order; those of two are compared by their clocks."""
+        """Lines of one journal are in order; lines of two journals are compared by their time stamps."""
         if place >> 48 == rival >> 48:
             return place > rival
         return time_of(record) >= time_of(self._read(rival))
@@ -146,7 +146,7 @@ class Ledger:
 
 
 def line_of(record: Record) -> bytes:
-    """One line of UTF-8 JSON; file names that are no Unicode (possible on Linux) are written as escapes."""
+    """One line of UTF-8 JSON; file names that are not valid Unicode (possible on Linux) are escaped."""
     text = json.dumps(record, ensure_ascii=False)
     try:
         return text.encode() + b"\n"
@@ -155,29 +155,29 @@ def line_of(record: Record) -> bytes:
 
 
 def parse(line: bytes) -> Record | None:
-    """The object in a line, or None."""
+    """The JSON object in a line, or None."""
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError):  # no JSON, no UTF-8, or nested as nothing of ours is
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deeply
         return None
     return record if isinstance(record, dict) else None
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Of a file, which need not be there."""
+    """The lines of a file; none if it does not exist."""
     if path.is_file():
         with open(path, "rb") as file:
             yield from file
 
 
 def time_of(record: Record) -> float:
-    """When a line was written; long ago, where it does not say so in a number."""
+    """When a line was written; 0 if it has no valid time stamp."""
     written = record.get("time")
     return float(written) if isinstance(written, int | float) and abs(written) < 2**63 else 0.0
 
 
 def hold(handle: int, shared: bool = False, patience: float = 0) -> bool:
-    """Lock an open file until the process ends, however it ends; false if another one still has it after `patience`."""
+    """Lock an open file until it is closed or the process ends; false if it is still taken after `patience` seconds."""
     if fcntl is None:
         return True
     give_up = time.monotonic() + patience
@@ -189,12 +189,12 @@ def hold(handle: int, shared: bool = False, patience: float = 0) -> bool:
             if time.monotonic() >= give_up:
                 return False
             time.sleep(0.05)
-        except OSError:  # a network disk without locks
+        except OSError:  # a network file system without locks
             return True
 
 
 def _heal(file: BinaryIO) -> None:
-    """Cut off half a last line, or end a whole one that lacks only its end; then stand at the end."""
+    """Cut off an incomplete last line, or end a complete one that lacks its newline; then seek to the end."""
     end = file.seek(0, os.SEEK_END)
     start = _last_line(file, end)
     file.seek(start)
@@ -207,7 +207,7 @@ def _heal(file: BinaryIO) -> None:
 
 
 def _last_line(file: BinaryIO, end: int) -> int:
-    """Where the line begins that no newline ends; `end` if there is none."""
+    """Where the last line without a newline begins; `end` if there is none."""
     at = end
     while at > 0:
         first = max(0, at - 2**16)
@@ -220,7 +220,7 @@ def _last_line(file: BinaryIO, end: int) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a new file's name durable; Windows cannot open folders and needs no such thing."""
+    """Make a new file's name durable; Windows cannot open folders and does not need this."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""The model behind the captions: what an engine has to offer, how it is loaded, and what it says of itself."""
+"""The model that captions: the interface of an engine, how it is loaded, and its batch and picture sizes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mmspec.app.caption import settings
 from mmspec.app.caption.options import AUTO, Options
 from mmspec.app.prompt import PromptChoice
 
-TOKENS = 1280  # visual tokens of a picture, where the model makes as many as there are pixels
-PICTURE = (1024, 768)  # what is taken for an ordinary picture while none has been seen
-PAYS = 10_000  # rounds that pay for compiling: some 10 ms less each, after a minute or two
+TOKENS = 1280  # limit of visual tokens per picture, for models whose token count grows with the pixels
+PICTURE = (1024, 768)  # assumed size of a picture until the first one is seen
+PAYS = 10_000  # rounds from which on compiling pays: it takes a minute or two, and saves some 10 ms a round
 COMPILING = "the model is compiled first, which takes a minute or two"
-AUTO_ROWS = 4  # --batch-size auto of an engine that suggests nothing
+AUTO_ROWS = 4  # --batch-size auto for an engine without `suggest_rows`
 
 
 class FatalError(Exception):
-    """The run cannot go on: no model, or one that fails on item after item, so that the items are not to blame."""
+    """The run cannot go on: there is no model, or it fails on every item, so that the items are not the cause."""
 
 
 class Answers(Protocol):
-    """What an engine's `flow(rows)` returns: items go in one by one, answers come out as they are finished."""
+    """What an engine's `flow(rows)` returns: items are added one by one, and `step` returns finished answers."""
 
     rows: int
     free: int
@@ -33,22 +33,22 @@ class Answers(Protocol):
 
     def add(self, ticket: Hashable, frames: Sequence[Image.Image], choice: PromptChoice, seed: int = 0) -> None: ...
 
-    def step(self) -> Sequence[object]: ...  # each with ticket, text, tokens, seconds, error (None, or why no text)
+    def step(self) -> Sequence[object]: ...  # each has ticket, text, tokens, seconds, error (None, or why no text)
 
 
 class Model(Protocol):
-    """What --engine MODULE:FUNCTION returns; it is called as `mmspec.app.engine.load` is."""
+    """The engine that the function of --engine returns; it is called with the arguments of `mmspec.app.engine.load`."""
 
     notes: list[str]
     drafter: Any
-    # One that has `suggest_rows(frames, size)` is asked by --batch-size auto, and one that is `compilable` is compiled
-    # by `warm_up(frames, choice, rows)` where the run is long enough.
+    # Optional: `suggest_rows(frames, size)` for --batch-size auto; `compilable` and `warm_up(frames, choice, rows)`,
+    # which compiles the model if the run is long enough.
 
     def flow(self, rows: int) -> Answers: ...
 
 
 def load(options: Options, place: str) -> Model:
-    """The model behind the captions; FatalError if there is none. What --enable says goes to the engine by name."""
+    """Load the engine; FatalError if that fails. The options of --enable are passed as keyword arguments."""
     enabled = settings.enable(options)
     module, _, function = options.engine.partition(":")
     try:
@@ -65,37 +65,37 @@ def load(options: Options, place: str) -> Model:
         if options.score:
             engine.scored = True
         return engine  # type: ignore[no-any-return]
-    except Exception as error:  # whatever a model or somebody's engine meets while it loads ends the run
+    except Exception as error:  # any error of a model or a user's engine while it loads ends the run
         named = isinstance(error, FatalError) or type(error).__name__ == "EngineError"
         raise FatalError(str(error) if named else f"{type(error).__name__}: {error}") from error
 
 
 def rows_for(wanted: int | str, frames: int, engine: Any, size: tuple[int, int] = PICTURE) -> int:
-    """How many items of so many frames of this size are at work at once, where --batch-size says `wanted`."""
+    """The batch size for items with so many frames of this size; `wanted` is the value of --batch-size."""
     if wanted != AUTO:
         return int(wanted)
     return engine.suggest_rows(frames, size) if hasattr(engine, "suggest_rows") else AUTO_ROWS
 
 
 def compiles(options: Options, items: int, frames: int, engine: Any) -> tuple[bool, str]:
-    """Whether a worker with so many items to do compiles its model; with a line for people where it does, or cannot."""
-    said = settings.enable(options).get("compile", options.compile)
-    if said == AUTO:  # mmspec sees by itself whether it pays
+    """Whether a worker with so many items compiles its model, and a note for the user if it does, or cannot."""
+    chosen = settings.enable(options).get("compile", options.compile)
+    if chosen == AUTO:  # mmspec decides during the run whether it pays
         return False, ""
     able = getattr(engine, "compilable", False)
-    if said is not None or not able:
+    if chosen is not None or not able:
         note = COMPILING if able else "this model cannot be compiled"
-        return bool(said) and able, note * bool(said)
+        return bool(chosen) and able, note * bool(chosen)
     rounds = items * options.max_new_tokens / (2 * rows_for(options.batch_size, frames, engine))
-    note = f"{items} items are about {rounds:,.0f} rounds: {COMPILING} (--no-compile leaves it as it is)"
+    note = f"{items} items are about {rounds:,.0f} rounds: {COMPILING} (--no-compile skips it)"
     return rounds >= PAYS, note * (rounds >= PAYS)
 
 
 def area_for(wanted: int | str, engine: Any) -> tuple[int | None, str]:
-    """Pixels that a picture may have at most when it reaches the model, where --max-pixels-per-image says `wanted`.
+    """The pixel limit of pictures for the model (None: no limit), and a note for the user if `auto` set one.
 
-    Models that read pictures at their own size make a token of every few hundred pixels; `auto` gives them TOKENS at
-    most. Others make pictures small by themselves. With it, a line for people; empty where nothing is changed.
+    `wanted` is the value of --max-pixels-per-image. Models that read pictures at native resolution use a token for
+    every few hundred pixels; `auto` limits them to TOKENS. Other models scale pictures down by themselves.
     """
     if wanted != AUTO:
         return (None if wanted == "none" else int(wanted)), ""
@@ -109,13 +109,13 @@ def area_for(wanted: int | str, engine: Any) -> tuple[int | None, str]:
     if isinstance(own, int) and own <= area:
         return None, ""
     return area, (
-        f"pictures of more than {area / 1e6:.1f} million pixels ({TOKENS} visual tokens) are made smaller; "
+        f"pictures of more than {area / 1e6:.1f} million pixels ({TOKENS} visual tokens) are scaled down; "
         "--max-pixels-per-image N sets another limit, or 'none'"
     )
 
 
 def peak_memory(engine: Any) -> int | None:
-    """Bytes: of the device where it counts them, else of this process; None where nobody tells."""
+    """Peak memory in bytes: of the CUDA device, else of this process; None where it is unknown (Windows)."""
     device = getattr(getattr(engine, "model", None), "device", None)
     if device is not None and device.type == "cuda":
         import torch

@@ -1,6 +1,6 @@
-"""The table of flags of `mmspec caption`: a field for each, with what it takes, its default and its help."""
+"""The flags of `mmspec caption`: a dataclass with one field for each, with its type, default and help text."""
 
-# ruff: noqa: RUF009 - what `_flag` makes is a field
+# ruff: noqa: RUF009 - `_flag` returns a field
 from __future__ import annotations
 
 import argparse
@@ -24,7 +24,7 @@ ON_EXISTING = ("skip", "overwrite", "append")
 PAGES = (".html", ".htm")
 REPORTS = (".json", ".jsonl", *PAGES)
 OUTPUTS = ("txt", "metadata", "parquet", "webdataset")
-RARE = (  # what few people change: `--help-all` and docs/captioning.md tell of them, and --config holds them
+RARE = (  # flags that few people change; only `--help-all` and docs/captioning.md describe them
     "--column-image", "--column-text", "--column-tags", "--split", "--system", "--start-with",
     "--prepend", "--append", "--temperature", "--seed", "--dtype", "--max-frames",
     "--max-pixels", "--max-aspect", "--max-duration", "--timeout", "--max-bytes", "--max-memory", "--decoders",
@@ -54,7 +54,7 @@ def _size(text: str) -> int:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if not size:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size above 0")
     return size
 
 
@@ -74,7 +74,7 @@ def _formats(text: str) -> str:
 
 def _extension(text: str) -> str:
     if not re.fullmatch(r"\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no extension like .txt or .caption")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an extension such as .txt or .caption")
     text = text if text.startswith(".") else f".{text}"
     if kind_of(f"x{text}"):
         raise argparse.ArgumentTypeError(f"{text!r} is the extension of pictures or videos, which would be replaced")
@@ -82,25 +82,25 @@ def _extension(text: str) -> str:
 
 
 def _report(text: str) -> Path:
-    if kind_of(text):  # as the shell makes of `--report photos/*.png`
+    if kind_of(text):  # the shell expands `--report photos/*.png` to such a name
         raise argparse.ArgumentTypeError(f"{text!r} is the name of a picture or video; give a name like report.json")
     if Path(text).suffix.lower() not in REPORTS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no name of a report; give one like report.json or report.html")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a report's name; give one like report.json or report.html")
     return Path(text)
 
 
 def _repo(text: str) -> str:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no name like owner/name")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name like owner/name")
     return text
 
 
 class _Once(argparse.Action):
-    """Stores a value; a second one is an error, not a silent change of mind."""
+    """Stores a value; a second value is an error, so that it does not silently replace the first."""
 
     def __call__(self, parser: argparse.ArgumentParser, args: argparse.Namespace, values: object, *_: object) -> None:
         if hasattr(args, self.dest):
-            parser.error(f"{self.option_strings[0]} is said twice, {getattr(args, self.dest)} and {values}; name one")
+            parser.error(f"{self.option_strings[0]} is given twice, {getattr(args, self.dest)} and {values}; name one")
         setattr(args, self.dest, values)
 
 
@@ -115,12 +115,12 @@ def _flag(
     metavar: str | None, default: Any, help: str, *, section: str = "", shown: str | None = None,
     names: tuple[str, ...] = (), **takes: Any,
 ) -> Any:  # fmt: skip
-    """A field, and what argparse is told of it.
+    """A field that carries the arguments for argparse's `add_argument`.
 
     Args:
-        section: that begins with it.
-        shown: what the help says of the default, where that is not the default itself.
-        names: further ones.
+        section: title of the help section that begins with this flag.
+        shown: how the help shows the default, where that is not the default itself.
+        names: other spellings of the flag.
     """
     if shown is None:
         shown = "" if default in (None, "", []) or isinstance(default, bool) else str(default)
@@ -130,7 +130,7 @@ def _flag(
 
 
 def _switch(default: bool | None, help: str) -> Any:
-    """A flag with a --no- of its own; None: neither is said."""
+    """A flag with a --no- form; None means that neither was given."""
     return _flag(None, default, help + " (the default)" * bool(default), action=argparse.BooleanOptionalAction)
 
 
@@ -142,74 +142,74 @@ class Options:
         nargs="*")
     recursive: bool = _switch(False, "look into subfolders too")
     column_image: str | None = _flag("NAME", None, "column of a table that holds paths or bytes; default: by name")
-    column_text: str | None = _flag("NAME", None, "column of a table with the captions that are there already")
-    column_tags: str | None = _flag("NAME", None, "column of a table for {tags}")
-    split: str = _flag("NAME", "train", "of a data set hf:owner/name")
+    column_text: str | None = _flag("NAME", None, "column of a table that holds existing captions")
+    column_tags: str | None = _flag("NAME", None, "column of a table that fills {tags}")
+    split: str = _flag("NAME", "train", "split of a data set hf:owner/name")
 
-    prompt: list[str] = _flag("TEXT", [], "about every item; may hold {name} {dir} {tags} {existing}; given again and "
-        "again: a caption for each", section="what is asked", action="append")
+    prompt: list[str] = _flag("TEXT", [], "prompt for every item; may contain {name} {dir} {tags} {existing}; give it "
+        "several times for several captions", section="prompts", action="append")
     system: str | None = _flag("TEXT", None, "system message")
-    start_with: str | None = _flag("TEXT", None, "words that every answer begins with")
+    start_with: str | None = _flag("TEXT", None, "text that every answer begins with")
     prepend: str = _flag("TEXT", "", "put before every caption")
     append: str = _flag("TEXT", "", "put after every caption")
-    json_schema: Path | None = _flag("FILE", None, "every caption is JSON of this schema (extra: json)", type=Path)
+    json_schema: Path | None = _flag("FILE", None, "make every caption JSON of this schema (extra: json)", type=Path)
 
     score: bool = _switch(False, "record each caption's mean log-probability")
 
     model: str = _flag("NAME", None, "name on the Hugging Face Hub, or a folder; default: the embedded one, "
         + embedded.MODEL, section="the model")
-    drafter: str = _flag("NAME", None, "name, folder, 'ngram' (needs no weights) or 'none' (plain decoding); default: "
-        "what fits")
+    drafter: str = _flag("NAME", None, "name, folder, 'ngram' (no weights) or 'none' (plain decoding); default: "
+        "one that fits the model")
     enable: list[str] = _flag("NAME=VALUE", [], **{k: v for k, v in enabling.FLAG.items() if k != "metavar"})
-    compile: bool | None = _switch(None, "compile the model; without either, where a run is long enough to gain")
-    max_new_tokens: int = _flag("N", 128, "longest caption, in tokens", type=count)
-    temperature: float = _flag("T", 0.0, "0 takes the likeliest token", type=from_zero)
-    max_pixels_per_image: int | str = _flag("N", AUTO, "larger pictures are made smaller; auto: as suits the model, "
+    compile: bool | None = _switch(None, "compile the model; default: if the run is long enough to gain from it")
+    max_new_tokens: int = _flag("N", 128, "maximum length of a caption, in tokens", type=count)
+    temperature: float = _flag("T", 0.0, "sampling temperature; 0 is greedy decoding", type=from_zero)
+    max_pixels_per_image: int | str = _flag("N", AUTO, "larger pictures are scaled down; auto: as suits the model, "
         "none: never", type=_count_or(AUTO, "none"))
-    seed: int = _flag("N", 0, "of draws at a temperature above 0", type=int)
-    dtype: str = _flag(None, AUTO, "of the weights", choices=DTYPES)
+    seed: int = _flag("N", 0, "random seed, for a temperature above 0", type=int)
+    dtype: str = _flag(None, AUTO, "dtype of the weights", choices=DTYPES)
     engine: str = _flag("NAME", ENGINE, "vllm: vLLM's offline engine (extra: vllm); or MODULE:FUNCTION, your own",
         shown="", type=_engine)
 
-    frames: str = _flag("POLICY", "8", "of a video: N evenly spread, fps:R for R a second, or keyframes", type=_frames,
-        section="videos, and limits for hostile files")
-    max_frames: int = _flag("N", video.MAX_FRAMES, "at most, however they are chosen", type=count)
+    frames: str = _flag("POLICY", "8", "frames of a video: N evenly spaced, fps:R for R a second, or keyframes",
+        type=_frames, section="videos, and limits for hostile files")
+    max_frames: int = _flag("N", video.MAX_FRAMES, "maximum number of frames, for every --frames", type=count)
     max_pixels: int = _flag("N", media.MAX_PIXELS, "largest picture or frame", type=count)
-    max_aspect: float = _flag("N", media.MAX_ASPECT, "longest picture, in widths", type=above_zero)
+    max_aspect: float = _flag("N", media.MAX_ASPECT, "largest ratio of a picture's sides", type=above_zero)
     max_duration: float = _flag("S", 3600.0, "longest video", type=above_zero)
     timeout: float = _flag("S", 60.0, "longest time to decode one file", type=above_zero)
-    max_bytes: int = _flag("SIZE", media.MAX_BYTES, "largest file; it is read into memory whole", shown="512M",
+    max_bytes: int = _flag("SIZE", media.MAX_BYTES, "largest file; files are read into memory whole", shown="512M",
         type=_size)
-    max_memory: int = _flag("SIZE", media.MAX_MEMORY, "most that decoding a file may take, file included (Linux)",
+    max_memory: int = _flag("SIZE", media.MAX_MEMORY, "memory limit for decoding a file, file included (Linux)",
         shown="2G", type=_size)
-    decoders: int | None = _flag("N", None, "processes that decode, per model; default: as cores allow", type=count)
+    decoders: int | None = _flag("N", None, "decoder processes per model; default: by the number of cores", type=count)
 
-    out: str = _flag("FOLDER", "captions", "for the captions, s3://... too, or 'beside' for beside the files",
+    out: str = _flag("FOLDER", "captions", "output folder, also s3://..., or 'beside' to write beside the files",
         section="outputs")
     format: str | None = _flag("LIST", None, f"any of {','.join(OUTPUTS)}; default: metadata, and txt for items that "
-        "are files of their own", type=_formats)
-    extension: str = _flag(".EXT", ".txt", "of caption files", type=_extension)
-    on_existing: str = _flag(None, "skip", "captions and final files not written by mmspec: keep, overwrite, or append "
-        "ours to captions", choices=ON_EXISTING)
+        "are separate files", type=_formats)
+    extension: str = _flag(".EXT", ".txt", "extension of caption files", type=_extension)
+    on_existing: str = _flag(None, "skip", "what to do with captions and final files not written by mmspec: keep or "
+        "overwrite them, or append to the captions", choices=ON_EXISTING)
 
-    config: Path | None = _flag("FILE", None, "YAML with any flags, as run.yaml beside the captions", type=Path,
+    config: Path | None = _flag("FILE", None, "YAML file of flags, such as the run.yaml of an earlier run", type=Path,
         section="the run")
-    resume: bool = _switch(True, "what is done is not done again")
-    retry_failed: bool = _switch(False, "try again what failed before")
+    resume: bool = _switch(True, "skip items that are finished")
+    retry_failed: bool = _switch(False, "retry items that failed before")
     limit: int | None = _flag("N", None, "caption at most N items in this run", type=count)
-    dry_run: bool = _switch(False, "write nothing: counts, the first prompt, an estimate measured on a warm batch")
+    dry_run: bool = _switch(False, "write nothing; print counts, the first prompt and a measured time estimate")
     shard: str | None = _flag("I/N", None, "only part I of N (0/4 ... 3/4), for several machines", type=_shard)
     devices: str = _flag("LIST", AUTO, "auto, cpu, cuda, mps, or one worker each: 0,1 or cuda:0,cuda:1 or cpu,cpu",
         names=("--device",), type=_devices)
-    batch_size: int | str = _flag("N", AUTO, "items at work at once on a device; auto: as many as fit, by the sizes "
-        "of the pictures", type=_count_or(AUTO))
-    dedup: str | None = _flag(None, None, "exact: caption equal files once", choices=("exact",))
-    max_errors: int | None = _flag("N", None, "give up after so many failures", type=count)
-    push_to_hub: str | None = _flag("REPO", None, "upload the output folder as a data set owner/name in the end",
+    batch_size: int | str = _flag("N", AUTO, "items in a batch on each device; auto: as many as fit, by the sizes of "
+        "the pictures", type=_count_or(AUTO))
+    dedup: str | None = _flag(None, None, "exact: caption identical files once", choices=("exact",))
+    max_errors: int | None = _flag("N", None, "give up after N failures", type=count)
+    push_to_hub: str | None = _flag("REPO", None, "at the end, upload the output folder as a data set owner/name",
         type=_repo)
-    report: Path | None = _flag("FILE", None, "speeds and counts as .json, or as a page: .html", type=_report,
+    report: Path | None = _flag("FILE", None, "write speeds and counts as .json, or as a .html page", type=_report,
         action=_Once)
-    compare: bool = _switch(True, "measure the speed-up over stock generate on a few of the items")
+    compare: bool = _switch(True, "measure the speed-up over stock generate on a few items")
     quiet: bool = _switch(False, "do not print the captions")
     # fmt: on
 
@@ -218,7 +218,7 @@ class Options:
         return (self.format or "metadata").split(",")
 
     def limits(self, max_area: int | None = None) -> media.MediaLimits:
-        """Of what is decoded; a picture that the model sees has at most `max_area` pixels."""
+        """Limits for the decoder; it scales pictures down to at most `max_area` pixels."""
         return media.MediaLimits(
             max_pixels=self.max_pixels, max_bytes=self.max_bytes, seconds=self.timeout, memory=self.max_memory,
             max_duration=self.max_duration, max_aspect=self.max_aspect, max_area=max_area,

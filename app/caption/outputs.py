@@ -1,4 +1,4 @@
-"""The files of a captioning run, and existing files of earlier runs or other tools."""
+"""The output folder of a captioning run: locks, journals, caption files, and files of earlier runs or other tools."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mmspec.app.files import replacing, write_whole
 from mmspec.app.media.items import Item
 
 STATE = ".mmspec"  # folder in the output folder: journals, locks, the resolved options
-LONGEST = 2**20  # bytes of a caption file that are looked at; a longer one is not ours
-FINISHING = 600.0  # seconds for which another shard's run may be making the final files
-PATIENCE = 60.0  # seconds for which the last workers of a killed run may still be writing
+LONGEST = 2**20  # bytes of a caption file that are read; mmspec writes none that is longer
+FINISHING = 600.0  # seconds to wait while another shard's run writes the final files
+PATIENCE = 60.0  # seconds to wait while the last workers of a killed run are still writing
 
 
 class UnwritableTextError(Exception):
@@ -27,9 +27,9 @@ class UnwritableTextError(Exception):
 
 
 class Sidecars:
-    """Caption file per item: `x.txt`, or `x.jpg.txt` where that could mean two of them. Case does not count.
+    """Names of caption files: `x.txt`, or `x.jpg.txt` if two items would share the first. Case is ignored.
 
-    Every name has to be added before the first is asked for.
+    All names must be added before the first call of `of`.
     """
 
     def __init__(self, extension: str = ".txt"):
@@ -43,22 +43,22 @@ class Sidecars:
             self._stems[_stem(name).casefold()] += 1
 
     def of(self, name: str) -> str:
-        """Path in the output folder. OutputError if the name leads out of it."""
+        """Path in the output folder. OutputError if the name points outside of it."""
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or "\0" in name:
-            raise OutputError(f"the name {name!r} leads out of the output folder; rename it")
+            raise OutputError(f"the name {name!r} points outside of the output folder; rename it")
         here = _stem(name).casefold()
         alone = self._stems[here] == 1 and (here == name.casefold() or here not in self._names)
         return (_stem(name) if alone else name) + self.extension
 
     def kept(self, record: Record | None, name: str) -> str:
-        """The caption file of an item that may have one of an earlier run already, which stays its own."""
+        """The caption file of an item; an item keeps the one that an earlier run gave it."""
         before = (record or {}).get("sidecar")
         return before if before in (_stem(name) + self.extension, name + self.extension) else self.of(name)
 
 
 class Writer:
-    """Where one worker puts its answers: its own journal, then the caption file. The journal is the truth."""
+    """Writes the results of one worker: first to its journal, which is authoritative, then to the caption file."""
 
     def __init__(self, folder: Path, slot: str):
         self.folder = folder
@@ -72,15 +72,15 @@ class Writer:
             write_text(self.folder, sidecar, text, self._partial)
 
     def fail(self, name: str, error: Exception, facts: Record) -> None:
-        said = {"error": type(error).__name__, "message": str(error)}
-        self.journal.append({"file_name": name, "status": FAILED, **said, "time": time.time(), **facts})
+        why = {"error": type(error).__name__, "message": str(error)}
+        self.journal.append({"file_name": name, "status": FAILED, **why, "time": time.time(), **facts})
 
     def close(self) -> None:
         self.journal.close()
 
 
 class Elsewhere(Protocol):
-    """What keeps a folder elsewhere like the one here: a Mirror."""
+    """The interface of `Mirror`, which synchronizes a remote folder with the local one."""
 
     tars: list[str]
 
@@ -88,10 +88,10 @@ class Elsewhere(Protocol):
 
 
 class Outputs:
-    """The output folder as the planning process sees it: locked, and with all journals read.
+    """The output folder in the planning process: locks it and reads all journals.
 
-    `slots` is the beginning of the names of this run's journals; a run of a shard leaves those of other shards alone.
-    `mirror` is what keeps a folder elsewhere like this one.
+    `slots` is the prefix of this run's journal names; the run of a shard leaves the journals of other shards alone.
+    `mirror` synchronizes a remote folder with this one.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class Outputs:
             raise
 
     def existing(self, name: str, sidecar: str | None) -> str | None:
-        """A caption in the output folder that is not ours, or one of ours that was edited since."""
+        """The text of a caption file that mmspec did not write, or that was edited since."""
         text = self.text_of(sidecar) if sidecar else None
         return text if text and text not in self.ledger.texts(name) else None
 
     def restore(self, record: Record, sidecar: str, force: bool) -> bool:
-        """Make the caption file of a recorded caption if it is missing or empty; true if it was made."""
+        """Write the caption file of a recorded caption if it is missing or empty; true if it was written."""
         text, there = str(record["text"]), self.text_of(sidecar)
         if there == text.strip() or (there and not force and there not in self.ledger.texts(record["file_name"])):
             return False
@@ -129,7 +129,7 @@ class Outputs:
         return True
 
     def text_of(self, sidecar: str) -> str | None:
-        """What a caption file says; None if it is missing, or a folder, pipe or device has its name."""
+        """The text of a caption file; None if it is missing, or a folder, pipe or device has its name."""
         path = self.folder / sidecar
         try:
             if not path.is_file():
@@ -140,28 +140,28 @@ class Outputs:
             return None
 
     def finish(self, kinds: Collection[str], items: Callable[[], Iterable[Item]], most: int) -> list[Path]:
-        """Make the final files of all journals, each in one step; what was made.
+        """Write the final files from all journals, each in one step; returns their paths.
 
         Args:
-            items: of the run; asked for only where they are needed.
-            most: bytes of an item, for webdataset.
+            items: lists the items of the run; called only if needed.
+            most: maximum bytes of an item, for webdataset.
         """
         if not self._alone("finish.lock", FINISHING):
             raise OutputError(f"another run is still finishing {self.folder}; run the command again")
-        if self._mirror is not None:  # for what runs of other shards have found meanwhile
+        if self._mirror is not None:  # get the results of other shards
             self._mirror.fetch_logs()
         self.ledger.close()
-        self.ledger = Ledger(self._journals())  # with what the workers have written since
+        self.ledger = Ledger(self._journals())  # now with the workers' results
         self.finals.refuse_strangers(kinds)
-        made: list[Path] = []
+        written: list[Path] = []
         for kind in kinds:
             if kind == "txt":
-                continue  # written as the items were finished
+                continue  # written when the items were finished
             sources = {item.name: item.source for item in items()} if kind == "webdataset" else {}
             more = {"sources": sources, "max_bytes": most} if kind == "webdataset" else {}
-            made += formats.FORMATS[kind](self.ledger.all_captions(), self.folder, note=self.finals.note, **more)
+            written += formats.FORMATS[kind](self.ledger.all_captions(), self.folder, note=self.finals.note, **more)
             if kind == "webdataset":
-                self.finals.drop_shards(made)
+                self.finals.drop_shards(written)
         failures = self.folder / FAILURES
         lines = [line_of(record) for record in self.standing_failures(items)]
         if lines:
@@ -169,10 +169,10 @@ class Outputs:
                 file.writelines(lines)
         else:
             failures.unlink(missing_ok=True)
-        return made
+        return written
 
     def standing_failures(self, items: Callable[[], Iterable[Item]]) -> Iterator[Record]:
-        """Failures that nothing has made good, without those of files and rows that are there no more."""
+        """Failures of items that have no caption since, without those of files and rows that no longer exist."""
         named: set[str] | None = None
         for record in self.ledger.all_failures():
             path = record.get("path")
@@ -193,7 +193,7 @@ class Outputs:
         return sorted(self.state.glob("*.jsonl")) if self.state.is_dir() else []
 
     def _lock(self) -> None:
-        """Hold the folder until the process ends, however it ends; wait for the last workers of a killed run."""
+        """Lock the folder until `close` or the end of the process; wait for the last workers of a killed run."""
         whole = not self.slots
         taken = self._alone("run.lock", shared=not whole) and (whole or self._alone(f"{self.slots}.lock"))
         if not taken:
@@ -202,7 +202,7 @@ class Outputs:
             with open(path, "rb") as file:
                 if not hold(file.fileno(), patience=PATIENCE):
                     raise OutputError(f"a worker of an earlier run still writes {path}; stop it, or wait for it")
-        for path in self.state.glob(f"{self.slots}*.partial"):  # a worker of this run may have nothing to write there
+        for path in self.state.glob(f"{self.slots}*.partial"):  # left by killed workers of an earlier run
             path.unlink(missing_ok=True)
 
     def _alone(self, name: str, patience: float = 0, shared: bool = False) -> bool:
@@ -212,17 +212,17 @@ class Outputs:
 
 
 def write_text(folder: Path, sidecar: str, text: str, partial: Path) -> None:
-    """A caption file, in one step; UnwritableTextError says where the caption is all the same."""
+    """Write a caption file in one step; the message of UnwritableTextError says where the caption is recorded."""
     path = folder / sidecar
     try:
-        write_whole(path, f"{text}\n".encode(), partial, durable=False)  # the journal makes it again
+        write_whole(path, f"{text}\n".encode(), partial, durable=False)  # can be restored from the journal
     except OSError as error:
         reason = f"cannot write {path}: {error.strerror or error}"
         raise UnwritableTextError(f"{reason}; the caption itself is in {folder / STATE}") from error
 
 
 def facts_of(**facts: object) -> Record:
-    """Facts without those that say nothing."""
+    """The facts without empty ones (None or "")."""
     return {name: value for name, value in facts.items() if value not in (None, "")}
 
 

@@ -1,4 +1,4 @@
-"""The report as one HTML page: the speed-up and the counts, some pictures with their captions, and what failed."""
+"""The report as one HTML page: speed-up and counts, some pictures with their captions, and failures."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mmspec.app.media.items import Item
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaError
 
-SHOWN, SIDE = 48, 320  # pictures, and pixels of their longer side
-FAILED = 20  # failures that are told
+SHOWN, SIDE = 48, 320  # number of pictures, and pixels of their longer side
+FAILED = 20  # number of failures that are listed
 STYLE = """
 :root{color-scheme:light dark;font:16px/1.5 system-ui,sans-serif}
 body{max-width:76rem;margin:2rem auto;padding:0 1rem}
@@ -33,11 +33,11 @@ pre{overflow:auto}
 """
 
 
-def made(facts: Mapping[str, Any], ledger: Ledger, items: Iterable[Item], options: Options) -> bytes:
-    """The page, complete in itself, of a report's facts and the journal.
+def render(facts: Mapping[str, Any], ledger: Ledger, items: Iterable[Item], options: Options) -> bytes:
+    """The page, with all pictures inside, from a report's facts and the journal.
 
     Args:
-        items: of the run; those whose pictures are shown are decoded once more, in a process of their own.
+        items: items of the run; those that are shown are decoded again, in a separate process.
     """
     names = sorted(ledger.captions)
     chosen = set(names[:: max(1, -(-len(names) // SHOWN))])
@@ -57,7 +57,7 @@ def made(facts: Mapping[str, Any], ledger: Ledger, items: Iterable[Item], option
 
 
 def _numbers(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What is large on the page: a name and a value each."""
+    """The key figures at the top of the page, as pairs of name and value."""
     counts, measured = facts["counts"], facts["comparison"] or {}
     shown = [("captions in this run", f"{counts['captioned']:,}"), ("items/s", f"{facts['items_per_second']:.2f}")]
     if "speedup" in measured:
@@ -80,7 +80,7 @@ def _figure(record: Record, picture: Image.Image | None) -> str:
 
 
 def _pictures(items: list[Item], options: Options) -> dict[str, Image.Image]:
-    """The first frame of each item by its name, small; without those that can no more be read."""
+    """A thumbnail of each item's first frame, by name; items that can no longer be read are left out."""
     pictures: dict[str, Image.Image] = {}
     with Decoder(1, options.limits(), FramePolicy.parse("uniform:1", 1), SIDE) as decoder:
         for item in items:
@@ -88,6 +88,6 @@ def _pictures(items: list[Item], options: Options) -> dict[str, Image.Image]:
                 pictures[item.name] = decoder.one(item).frames[0]
             except MediaError:
                 continue
-            except DecoderError:  # the captions are there; a page without pictures is still one
+            except DecoderError:  # the captions are still worth a page without pictures
                 break
     return pictures

@@ -1,4 +1,4 @@
-"""What a captioning run has still to do: the items of its inputs against what is recorded already."""
+"""The plan of a captioning run: compares the items of its inputs with what earlier runs recorded."""
 
 from __future__ import annotations
 
@@ -22,49 +22,49 @@ from mmspec.media import MediaError
 
 @dataclass(frozen=True)
 class Task:
-    """One item to caption and all that is decided about it before it is opened; travels to worker processes."""
+    """One item to caption, with its prompt and caption file; it is pickled and sent to worker processes."""
 
     item: Item
     choice: PromptChoice
-    ask: str  # name of all that shapes the answer but the content
-    stamp: str | None  # size and time of its file
-    existing: str | None = None  # the caption that was there before any of ours
+    ask: str  # hash of everything that shapes the answer except the content
+    stamp: str | None  # size and modification time of its file
+    existing: str | None = None  # the caption that the item had before mmspec wrote one
     sidecar: str | None = None  # caption file to write
 
 
 @dataclass
 class Plan:
-    """What a run has to do, and what earlier runs or other people did."""
+    """The tasks of a run, and counts of what needs no work."""
 
     pending: list[Task] = field(default_factory=list)
     items: int = 0  # of this run's shard
-    elsewhere: int = 0  # of other shards
+    elsewhere: int = 0  # items of other shards
     done: int = 0
     kept: int = 0
     failed_before: int = 0
-    anew: int = 0  # of those pending: they have a caption of ours, by another prompt or other settings
+    again: int = 0  # pending items that have a caption by mmspec, with another prompt or other settings
     restored: int = 0
     unwritable: list[str] = field(default_factory=list)
 
     def frames(self, policy: FramePolicy) -> int:
-        """Pictures of an item at most."""
+        """Maximum number of pictures of an item."""
         return policy.most if any(task.item.kind == VIDEO for task in self.pending) else 1
 
     def __str__(self) -> str:
         parts = {
             "to caption": len(self.pending),
-            "of them anew, since the prompt or a setting is another than when they were captioned": self.anew,
+            "of them again, since the prompt or a setting has changed": self.again,
             "done before": self.done,
-            "kept (they have a caption of another origin; --on-existing says what else to do)": self.kept,
-            "failed before (--retry-failed tries them again)": self.failed_before,
-            "lost caption files made again": self.restored,
+            "kept (they have a caption that mmspec did not write; see --on-existing)": self.kept,
+            "failed before (--retry-failed retries them)": self.failed_before,
+            "missing caption files restored": self.restored,
             "of other shards": self.elsewhere,
         }
         return ", ".join(f"{count} {what}" for what, count in parts.items() if count or what == "to caption")
 
 
 class Planner:
-    """Decides about one item after the other; only changed ones of which there is a record are read for it."""
+    """Decides item by item what to do; it reads a file only if its item has a record and the file's stamp changed."""
 
     def __init__(self, options: Options, shaping: dict[str, Any], prompts: Prompts, outputs: Outputs):
         self.options, self.shaping, self.prompts, self.outputs = options, shaping, prompts, outputs
@@ -72,7 +72,7 @@ class Planner:
         self.reads_existing = any("{existing}" in prompt for prompt in prompts.texts)
 
     def plan(self, inputs: Inputs) -> Plan:
-        """Sort all items of this run's shard. OutputError if the output folder is another data set's."""
+        """Sort all items of this run's shard. OutputError if the output folder belongs to another data set."""
         todo, mine, sidecars = Plan(), [], Sidecars(self.options.extension)
         for item in inputs.items():
             sidecars.add(item.name)
@@ -82,7 +82,7 @@ class Planner:
                 todo.elsewhere += 1
         todo.items = len(mine)
         for item in mine:
-            kinds = self.options.format  # without it, items get a caption file that are files of their own
+            kinds = self.options.format  # by default, items that are separate files get a caption file
             beside = item.source.path is not None if kinds is None else "txt" in kinds.split(",")
             self._sort(item, sidecars if beside else None, todo)
         return todo
@@ -96,7 +96,7 @@ class Planner:
                 "choose another --extension, or rename the item")  # fmt: skip
         came_with = stamp_of(item)
         same = record is not None and self._unchanged(record, item, came_with)
-        came = item.existing or (record or {}).get("existing")  # what was there before any of ours
+        came = item.existing or (record or {}).get("existing")  # the caption before mmspec wrote one
         if record and same and options.resume and record.get("ask") == self._choice(item, came)[1]:
             todo.done += 1
             self._restore(record, sidecar, todo)
@@ -115,16 +115,16 @@ class Planner:
                 f"{outputs.folder} already holds a caption of {name}, from another folder; "
                 "choose another --out, or --on-existing overwrite"
             )
-        todo.anew += same
+        todo.again += same
         todo.pending.append(Task(item, choice, named, came_with, existing, sidecar))
 
     def _choice(self, item: Item, existing: str | None) -> tuple[PromptChoice, str]:
-        """What is asked about the item, and the name of all that shapes the answer but its content."""
+        """The prompt for an item, and the hash of everything that shapes the answer except the item's content."""
         choice = self.prompts.of(replace(item, existing=existing))
         more: Record = {}
         if item.kind == VIDEO:
             more = {"frames": self.frames}
-            if not self.frames.startswith("uniform"):  # which is cut to it already
+            if not self.frames.startswith("uniform"):  # that one already includes the limit
                 more["max_frames"] = self.options.max_frames
         if existing and self.options.on_existing == "append":
             more |= {"on_existing": self.options.on_existing, "existing": existing}
@@ -155,7 +155,7 @@ class Planner:
 
 
 def stamp_of(item: Item) -> str | None:
-    """Size and time of the file that an item is, or lies in; what has not changed is not read again."""
+    """Size and modification time of the item's file, tar or table; an unchanged one need not be read again."""
     if isinstance(item.source, RemoteSource):
         return item.source.stamp
     for attribute in ("path", "tar", "table"):
@@ -165,4 +165,4 @@ def stamp_of(item: Item) -> str | None:
     return None
 
 
-_stamp_of_many = functools.lru_cache(maxsize=64)(stamp)  # items of one tar come one after the other
+_stamp_of_many = functools.lru_cache(maxsize=64)(stamp)  # items of one tar follow each other

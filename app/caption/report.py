@@ -1,4 +1,4 @@
-"""What a run tells while it goes on and when it ends: a line per item, a bar, the last sentence, the report."""
+"""Progress and results of a run: a line per item, a progress bar, the summary and the report."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ class RunTally:
     quiet: bool = False
     max_errors: int | None = None
     shown: bool = True
-    items: int = 0  # that are done, well or not
+    items: int = 0  # finished, captioned or failed
     captioned: int = 0  # of these
-    captions: int = 0  # one for each prompt
+    captions: int = 0  # one for each prompt of an item
     tokens: int = 0
     twins: int = 0
     failed: int = 0
-    cut: int = 0  # off at --max-new-tokens
-    animated: int = 0  # animations of which the first frame was shown
+    cut: int = 0  # captions cut off at --max-new-tokens
+    animated: int = 0  # animations of which the model saw only the first frame
     errors: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._begun = time.perf_counter()
-        self._due = EVERY  # when the next line is
+        self._due = EVERY  # when the next line of progress is due
         self.seconds = 0.0  # wall time, without loading the model
-        disable = None if self.shown else True  # None: where nobody looks
+        disable = None if self.shown else True  # None: disabled if the output is not a terminal
         self._bar = tqdm(total=self.total, unit="item", disable=disable, dynamic_ncols=True)
 
     def start(self) -> None:
-        """The models are loaded: from here on time counts."""
+        """Start the clock, once the models are loaded."""
         self._begun = time.perf_counter()
         self._bar.reset()
 
     def add(self, result: Result) -> None:
-        """One item is done; it is on the disk already. TooManyErrorsError if it was one failure too many."""
+        """Count an item, which is on the disk already. TooManyErrorsError if --max-errors is reached."""
         self.seconds = time.perf_counter() - self._begun
         self.items += 1
         self.captioned += bool(result.captions)
@@ -87,7 +87,7 @@ class RunTally:
         self._bar.close()
 
     def _say(self) -> None:
-        """A line now and then where the bar is not shown, as in the log of a batch job."""
+        """Print a line of progress now and then if the bar is not shown, as in the log of a batch job."""
         if not self.shown or sys.stderr.isatty() or self.seconds < self._due:
             return
         self._due = self.seconds + EVERY
@@ -114,8 +114,8 @@ def write(
     options: Options, todo: Plan, tally: RunTally, workers: Sequence[Record], comparison: Sampled | None,
     ledger: Ledger, items: Callable[[], Iterable[Item]],
 ) -> None:  # fmt: skip
-    """The report as JSON: counts, speeds, acceptance, and where the numbers come from; or all this and some of the
-    items with their captions as a page, where the name ends in .html."""
+    """Write the report as JSON: counts, speeds, acceptance, and provenance; or, where the name ends in .html, as a page
+    with all this and some of the items with their captions."""
     import torch
 
     from mmspec.app.devices import EngineError, find_device, find_dtype
@@ -154,29 +154,29 @@ def write(
         "provenance": provenance(device, dtype),
     }
     path = options.report
-    assert path is not None, "nobody asks for a report"
+    assert path is not None, "no --report was given"
     if path.suffix.lower() in PAGES:
-        data = page.made(facts, ledger, items(), options)
+        data = page.render(facts, ledger, items(), options)
     else:
         data = json.dumps(facts, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
     write_whole(path, data)
 
 
 def estimate(todo: Plan, tally: RunTally, workers: int, summary: Record) -> str:
-    """What a whole run will take, from the few items of a dry run."""
+    """The estimated time of a whole run, from the few items of a dry run."""
     if not tally.captioned:
         return "no estimate: nothing could be captioned"
     each = tally.seconds / tally.captioned
     memory = summary.get("peak_memory")
-    held = f"; memory per worker up to {memory / MEGA:,.0f} MiB at {summary['rows']} at once" if memory else ""
+    used = f"; memory per worker up to {memory / MEGA:,.0f} MiB at {summary['rows']} at once" if memory else ""
     return (
         f"measured on {tally.captioned}: {each:.2f} s each, so {len(todo.pending)} take about "
-        f"{_duration(len(todo.pending) * each / workers)} with {workers} worker{'s' * (workers != 1)}{held}"
+        f"{_duration(len(todo.pending) * each / workers)} with {workers} worker{'s' * (workers != 1)}{used}"
     )
 
 
 def plain(text: str) -> str:
-    """Text safe for a terminal: on one line, and without the control sequences a file name or a model may hold."""
+    """Text safe for a terminal: on one line, with the control characters of file names and answers escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 

@@ -1,4 +1,4 @@
-"""One worker: it opens items, asks its model and writes what it says; a failure is one item's, not the run's."""
+"""One worker: it decodes items, captions them with its model and records the results; a failed item fails alone."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from mmspec.app.extras import cores
 from mmspec.app.media.decoder import AHEAD, Decoder, DecoderError
 from mmspec.media import Media
 
-SIZED = 4  # pictures that are seen before it is settled how many are captioned at once
-PATIENCE = 5  # items on which a model that has never answered may fail before the run is given up
-LOST = "AcceleratorError"  # of torch: after most of these the device fails on everything, fast
+SIZED = 4  # pictures to decode before the batch size is chosen by their sizes
+PATIENCE = 5  # failures after which the run is given up if the model has never answered
+LOST = "AcceleratorError"  # an error of torch after which the device usually fails on every call, quickly
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker of a run is told once; travels to other processes and machines."""
+    """What every worker of a run needs to know; it is pickled and sent to worker processes."""
 
     options: Options
-    shaping: dict[str, Any]  # what shapes the answers
+    shaping: dict[str, Any]  # the options that shape the answers
     folder: Path
     origin: str
     workers: int = 1  # on this machine, to share its cores
-    frames: int = 1  # pictures that an item may have
-    items: int = 1  # that a worker has to do, about
+    frames: int = 1  # maximum number of pictures of an item
+    items: int = 1  # approximate number of items for a worker
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one item, on the disk already."""
+    """The result of one item, which is on the disk already."""
 
     name: str
     text: str = ""
     captions: int = 0  # one for each prompt
     tokens: int = 0
     seconds: float = 0.0
-    error: str = ""  # class of the error; there may be a text all the same that could not be written beside the item
+    error: str = ""  # class of the error; there is also a text if only its caption file could not be written
     message: str = ""
     twin_of: str = ""
     finish: str = ""  # "length": cut off at --max-new-tokens
-    animated: bool = False  # an image of which the first frame alone was shown
+    animated: bool = False  # an animated image, of which the model saw only the first frame
 
 
 @dataclass(eq=False)
 class Twin:
-    """The first of items that are the same: its answer once there is one, and who waits for it."""
+    """The first of several identical items: its answer, once there is one, and the items that wait for it."""
 
     name: str
     texts: list[str] | None = None
@@ -75,7 +75,7 @@ def recorded_twins(folder: Path) -> dict[tuple[str, str], Twin]:
 
 
 def _answers(record: Record) -> list[str]:
-    """What the model said, as recorded: kept apart where the captions are not just that."""
+    """The model's answers as recorded; the captions are the answers unless both were recorded."""
     return record.get("answers") or record.get("captions") or [str(record.get("answer", record["text"]))]
 
 
@@ -84,27 +84,27 @@ def _scores(record: Record) -> tuple[float, ...]:
 
 
 class Worker:
-    """Tasks in by `give`, results out by `step`; between the two they are decoded, asked and recorded."""
+    """Takes tasks by `give` and returns results by `step`; in between it decodes, captions and records them."""
 
     def __init__(self, job: Job, place: str, slot: str):
         options, self.job, self.slot = job.options, job, slot
         self.engine: Any = load(options, place)
-        self.flow: Answers | None = None  # until the first pictures are there, by whose sizes it is opened
+        self.flow: Answers | None = None  # opened when the first pictures are decoded, since their sizes set the batch
         self.rows = SIZED
         self._area, capped = area_for(options.max_pixels_per_image, self.engine)
         self._compiles, compiling = compiles(options, job.items, job.frames, self.engine)
         self.notes = [*self.engine.notes, *filter(None, (capped, compiling))]
         self._decoders = options.decoders or max(1, min(4, cores() // (2 * job.workers)))
-        self.sampler: Callable[..., None] | None = None  # is shown what the model is asked
-        self._twins: dict[tuple[str, str], Twin] = {}  # by ask and content, for --dedup
+        self.sampler: Callable[..., None] | None = None  # called with the frames and prompt of every request
+        self._twins: dict[tuple[str, str], Twin] = {}  # by `ask` and content, for --dedup
         if options.dedup and options.resume:
             self._twins = recorded_twins(job.folder)
         self._inbox: deque[Task] = deque()
         self._decoding: dict[str, Task] = {}
         self._waiting: deque[tuple[Task, Media]] = deque()
         self._asked: dict[str, tuple[Task, Media]] = {}
-        self._following = 0  # how many wait for the answer of one like them
-        self._held: list[tuple[Task, str, Exception]] = []  # failures of a model that has not answered yet
+        self._following = 0  # items that wait for the answer to an identical one
+        self._failures: list[tuple[Task, str, Exception]] = []  # not recorded until the model has answered once
         self._results: list[Result] = []
         self._answered = self._lost = False
         with contextlib.ExitStack() as stack:
@@ -115,17 +115,17 @@ class Worker:
 
     @property
     def window(self) -> int:
-        """Tasks that it may have in hand."""
+        """Maximum number of unfinished tasks."""
         return max(2 * self.rows, PATIENCE + 1) + AHEAD * self._decoders
 
     @property
     def in_hand(self) -> int:
-        """Tasks given and not finished."""
-        return self._at_work + len(self._held)
+        """Number of unfinished tasks."""
+        return self._at_work + len(self._failures)
 
     @property
     def busy(self) -> bool:
-        """Whether a step has anything to do or to return."""
+        """Whether `step` has anything to do or to return."""
         return bool(self.in_hand or self._results)
 
     @property
@@ -136,13 +136,13 @@ class Worker:
         self._inbox.extend(tasks)
 
     def step(self) -> list[Result]:
-        """A part of the work, such as one round of the model; what has been finished.
+        """Do a part of the work, such as one round of the model, and return the finished results.
 
-        Raises FatalError: the model, or the decoder, works on nothing.
+        Raises FatalError: the model fails on every item, or the decoder cannot run.
         """
         self._decode()
         if self.flow is None and (len(self._waiting) >= SIZED or (self._waiting and not self._decoding)):
-            self._open()  # a step of its own: the clock of the run starts behind it
+            self._open()  # a separate step: the run's clock starts after it
             return []
         while self._waiting and self.flow is not None and self.flow.free:
             self._ask(self.flow, *self._waiting.popleft())
@@ -150,7 +150,7 @@ class Worker:
             for answer in self.flow.step():
                 self._answer(answer)
         if not self._at_work:
-            self._let_go()
+            self._record_failures()
         results, self._results = self._results, []
         return results
 
@@ -182,7 +182,7 @@ class Worker:
             task = self._inbox.popleft()
             self._decoding[task.item.name] = task
             self._decoder.submit(task.item.name, task.item)
-        if not self._decoding or len(self._waiting) > self.rows:  # the rest waits in the decoder, which counts bytes
+        if not self._decoding or len(self._waiting) > self.rows:  # leave the rest in the decoder, which limits bytes
             return
         idle = self.flow is None or not (self._waiting or self.flow.busy)
         try:
@@ -197,25 +197,25 @@ class Worker:
                 self._fail(task, "", media)
 
     def _sort(self, task: Task, media: Media) -> None:
-        """With --dedup, an item that is the same as one before gets that one's caption."""
+        """Queue an item; with --dedup, one that is identical to an earlier one gets its caption instead."""
         twin = self._twins.get((task.ask, media.content))
         if not self.job.options.dedup or twin is None or twin.name == task.item.name:
             if self.job.options.dedup:
                 self._twins[task.ask, media.content] = Twin(task.item.name)
             self._waiting.append((task, media))
         elif twin.texts is not None:
-            self._keep(task, media, twin.texts, twin_of=twin.name, finish=twin.finish, scores=twin.scores)
+            self._record(task, media, twin.texts, twin_of=twin.name, finish=twin.finish, scores=twin.scores)
         else:
             self._following += 1
             twin.followers.append((task, media))
 
     def _open(self) -> None:
-        """Begin to ask the model, as many at once as fit by the largest picture so far; compile it where that pays."""
+        """Open the model's batch, sized for the largest picture so far; compile the model first where that pays."""
         sizes = [frame.size for _, media in self._waiting for frame in media.frames]
         largest = max(sizes, key=lambda size: size[0] * size[1])
         rows = rows_for(self.job.options.batch_size, self.job.frames, self.engine, largest)
         self.rows = min(rows, max(1, self.job.items))
-        if self._compiles:  # the next items are being decoded meanwhile
+        if self._compiles:  # the decoders go on meanwhile
             task, media = self._waiting[0]
             self.engine.warm_up(media.frames, task.choice, self.rows)
         self.flow = self.engine.flow(self.rows)
@@ -235,30 +235,30 @@ class Worker:
         self._following -= len(followers)
         if answer.error is not None:
             self._twins.pop((task.ask, media.content), None)
-            for follower, its in followers:  # the first of them is asked, the others wait for it
+            for follower, its in followers:  # the first of them is captioned, the others wait for it
                 self._sort(follower, its)
-            self._refused(task, media.content, answer.error)
+            self._model_failed(task, media.content, answer.error)
             return
         self._answered, self._lost = True, False
-        self._let_go()
+        self._record_failures()
         texts = twin.texts = [answer.text, *getattr(answer, "further", ())]
-        twin.finish = getattr(answer, "finish", "")  # not every engine tells
+        twin.finish = getattr(answer, "finish", "")  # not every engine sets it
         twin.scores = getattr(answer, "scores", ())
-        self._keep(task, media, texts, answer.tokens, answer.seconds, finish=twin.finish, scores=twin.scores)
+        self._record(task, media, texts, answer.tokens, answer.seconds, finish=twin.finish, scores=twin.scores)
         for follower, its in followers:
-            self._keep(follower, its, texts, twin_of=twin.name, finish=twin.finish, scores=twin.scores)
+            self._record(follower, its, texts, twin_of=twin.name, finish=twin.finish, scores=twin.scores)
 
-    def _refused(self, task: Task, content: str, error: Exception) -> None:
+    def _model_failed(self, task: Task, content: str, error: Exception) -> None:
         lost, self._lost = self._lost, type(error).__name__ == LOST
-        if lost and self._lost:  # one such item may have broken the device; the next one is not to blame
-            raise FatalError(f"the device works no more; the same command goes on. {error}") from error
-        self._held.append((task, content, error))
+        if lost and self._lost:  # the first item may have broken the device; the second one is not the cause
+            raise FatalError(f"the device no longer works; run the same command again to resume. {error}") from error
+        self._failures.append((task, content, error))
         if self._answered:
-            self._let_go()
-        elif len(self._held) == PATIENCE:
+            self._record_failures()
+        elif len(self._failures) == PATIENCE:
             raise FatalError(f"the model fails on every item. {type(error).__name__}: {error}") from error
 
-    def _keep(
+    def _record(
         self, task: Task, media: Media, answers: list[str], tokens: int = 0, seconds: float = 0.0, twin_of: str = "",
         finish: str = "", scores: tuple[float, ...] = (),
     ) -> None:  # fmt: skip
@@ -285,9 +285,9 @@ class Worker:
             result = replace(result, error=type(error).__name__, message=str(error))
         self._results.append(result)
 
-    def _let_go(self) -> None:
-        held, self._held = self._held, []
-        for task, content, error in held:
+    def _record_failures(self) -> None:
+        failures, self._failures = self._failures, []
+        for task, content, error in failures:
             self._fail(task, content, error)
 
     def _fail(self, task: Task, content: str, error: Exception) -> None:
@@ -295,13 +295,13 @@ class Worker:
 
 
 def failed(task: Task, content: str, error: Exception, writer: Writer, job: Job) -> Result:
-    """Record that an item got no caption; `content` may be empty where nobody could read it."""
+    """Record that an item got no caption; `content` is empty if the item could not be read."""
     writer.fail(task.item.name, error, about(task, content, job))
     return Result(task.item.name, error=type(error).__name__, message=str(error) or repr(error))
 
 
 def about(task: Task, content: str, job: Job) -> Record:
-    """What the journal says of an item beside its caption."""
+    """What the journal records of an item besides its caption."""
     path = task.item.source.path
     return facts_of(
         key=key(content, ask=task.ask), ask=task.ask, content=content, stamp=task.stamp, folder=job.origin,

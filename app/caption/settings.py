@@ -1,4 +1,4 @@
-"""Options of `mmspec caption`: from the command line over those of a YAML file, and those that shape an answer."""
+"""Options of `mmspec caption`: merges command line, config file and defaults, and hashes what shapes an answer."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from mmspec.app import embedded, enabling
 from mmspec.app.caption.journal import key
 from mmspec.app.caption.options import AUTO, BESIDE, ENGINE, RARE, VLLM, Options
 from mmspec.app.media import video
-from mmspec.app.options import meant
+from mmspec.app.options import did_you_mean
 
 PROMPT = "Describe this image in two or three sentences."  # for models other than the embedded one
 WHOLE = "--help-all"
 FILE = "run.yaml"  # beside the captions
 HEAD = b"# Repeat this run by: mmspec caption --config FILE\n"
-SAID_LATER = "config"  # the one flag that a config file cannot hold
-ONCE = (SAID_LATER, "retry_failed")  # what a run says for itself alone
-KEPT = "1GB"  # prefix_cache where several prompts are asked about a picture
+CONFIG = "config"  # the one flag that a config file cannot hold
+ONCE = (CONFIG, "retry_failed")  # flags that apply to one run and are not written to run.yaml
+KEPT = "1GB"  # default prefix_cache where a picture has several prompts
 SHAPING = ("model", "drafter", "max_new_tokens", "temperature", "dtype", "engine", "max_pixels_per_image")
 
 
@@ -31,20 +31,20 @@ OPTIONS = {one.name: one for one in fields(Options)}
 
 
 class SettingsError(Exception):
-    """The options, or the file that holds them, make no sense."""
+    """The options, or the file that holds them, are invalid."""
 
 
 class Flags:
-    """What argparse is told of the table of options, but the defaults.
+    """Adds the options to a parser, without their defaults.
 
-    So a parsed namespace holds only what was said, and the command line can win over a config file.
+    So a parsed namespace holds only the flags that were given, and the command line can override a config file.
     """
 
     def __init__(self, parser: argparse.ArgumentParser):
         self.parser = parser
         group: Any = parser
-        self.rare: dict[argparse.Action, str] = {}  # flags that --help leaves to --help-all, with their help
-        parser.add_argument(WHOLE, action=_WholeHelp, flags=self, help="all flags, with those that few people change")
+        self.rare: dict[argparse.Action, str] = {}  # flags shown only by --help-all, with their help
+        parser.add_argument(WHOLE, action=_WholeHelp, flags=self, help="show all flags, including rarely used ones")
         for name, one in OPTIONS.items():
             about = one.metadata
             group = parser.add_argument_group(about["section"]) if about["section"] else group
@@ -54,17 +54,17 @@ class Flags:
                 self.rare[action], action.help = str(action.help), argparse.SUPPRESS
 
     def reveal(self) -> None:
-        """Let the help tell of all flags; the docs call it, too."""
-        for action, told in self.rare.items():
-            action.help = told
+        """Show all flags in the help; also called when the docs are built."""
+        for action, text in self.rare.items():
+            action.help = text
 
-    def words(self, said: Mapping[str, Any], origin: Path) -> list[str]:
-        """A config's entries as the words of a command line."""
+    def words(self, entries: Mapping[str, Any], origin: Path) -> list[str]:
+        """The entries of a config file as command-line arguments."""
         words: list[str] = []
-        for name, value in said.items():
+        for name, value in entries.items():
             dest = str(name).replace("-", "_")
-            if dest not in OPTIONS or dest == SAID_LATER:
-                hint = meant(dest.replace("_", "-"), [one.replace("_", "-") for one in OPTIONS])
+            if dest not in OPTIONS or dest == CONFIG:
+                hint = did_you_mean(dest.replace("_", "-"), [one.replace("_", "-") for one in OPTIONS])
                 raise SettingsError(f"{origin}: unknown setting {name!r}{hint} (mmspec caption --help lists them)")
             if dest == "inputs" or value is None:
                 continue
@@ -79,12 +79,12 @@ class Flags:
                 words.append(flag if value else flag.replace("--", "--no-"))
             else:
                 words += [f"{flag}={one}" for one in (value if isinstance(value, list) else [value])]
-        inputs = said.get("inputs") or []
+        inputs = entries.get("inputs") or []
         return [*words, "--", *([inputs] if isinstance(inputs, str) else map(str, inputs))]
 
 
 def spelled(name: str) -> tuple[str]:
-    """An option as it is said; inputs are said as they are."""
+    """The flag of an option; inputs are positional and have none."""
     return (name if name == "inputs" else f"--{name.replace('_', '-')}",)
 
 
@@ -104,26 +104,26 @@ class _WholeHelp(argparse.Action):
 
 
 def resolve(args: argparse.Namespace) -> Options:
-    """All options: the defaults, over them the config file, over it what the command line says."""
-    said = {name: value for name, value in vars(args).items() if name in OPTIONS}
-    options = Options(**((_held(said["config"], args.flags) if said.get("config") else {}) | said))
+    """All options. The command line overrides the config file, which overrides the defaults."""
+    given = {name: value for name, value in vars(args).items() if name in OPTIONS}
+    options = Options(**((_from_file(given["config"], args.flags) if given.get("config") else {}) | given))
     if len(options.prompt) > 1 and options.engine != ENGINE:
         raise SettingsError(f"--engine {options.engine} takes one --prompt; got {len(options.prompt)}")
     if options.push_to_hub and options.out == BESIDE:
-        raise SettingsError("--push-to-hub uploads a whole folder; give --out one that holds nothing but captions")
+        raise SettingsError("--push-to-hub uploads a whole folder; give --out a folder that holds only captions")
     if options.score and options.engine != ENGINE:
-        raise SettingsError(f"--engine {options.engine} tells no scores; leave --score out")
+        raise SettingsError(f"--engine {options.engine} returns no scores; leave --score out")
     if options.json_schema is not None:
         schema(options)
         around = [name for name in ("start_with", "prepend", "append") if getattr(options, name)]
         if around or options.engine != ENGINE:
             what = spelled(around[0])[0] if around else "--engine"
-            raise SettingsError(f"--json-schema and {what} do not go together; leave one of them out")
+            raise SettingsError(f"--json-schema and {what} cannot be combined; leave one of them out")
     return options
 
 
 def fitted(options: Options) -> Options:
-    """The options with a model, and the prompt and drafter that fit it, where nobody named one."""
+    """The options with the default model, and with the prompt and drafter that fit it, where none were given."""
     model = options.model or embedded.MODEL
     prompt = options.prompt or [embedded.prompt() if embedded.speaks(model) else PROMPT]
     drafter = options.drafter or (embedded.STOCK if options.engine == VLLM else embedded.drafter(model))
@@ -131,20 +131,20 @@ def fitted(options: Options) -> Options:
 
 
 def schema(options: Options) -> dict[str, object] | None:
-    """What --json-schema names; SettingsError where that is no JSON object."""
+    """The schema in the file of --json-schema; SettingsError if the file is not a JSON object."""
     if options.json_schema is None:
         return None
     try:
-        held = json.loads(options.json_schema.read_text(encoding="utf-8"))
+        parsed = json.loads(options.json_schema.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SettingsError(f"--json-schema {options.json_schema} cannot be read as JSON ({error})") from error
-    if not isinstance(held, dict):
-        raise SettingsError(f"--json-schema {options.json_schema} holds a {type(held).__name__}; give an object")
-    return held
+    if not isinstance(parsed, dict):
+        raise SettingsError(f"--json-schema {options.json_schema} holds a {type(parsed).__name__}; give an object")
+    return parsed
 
 
 def enable(options: Options) -> dict[str, object]:
-    """What --enable says, by name, and what several prompts need; EnableError where it cannot be meant."""
+    """The options of --enable by name, and a prefix cache for several prompts; EnableError if one is invalid."""
     if options.engine != ENGINE:
         return enabling.unchecked(options.enable)
     several = {"prefix_cache": KEPT} if len(options.prompt) > 1 else {}
@@ -152,7 +152,7 @@ def enable(options: Options) -> dict[str, object]:
 
 
 def dumped(options: Options) -> bytes:
-    """The options as a config file that gives the same run again."""
+    """The options as a config file that repeats the run."""
     plain = {
         name.replace("_", "-"): str(value) if isinstance(value, Path) else value
         for name, value in vars(options).items()
@@ -163,18 +163,18 @@ def dumped(options: Options) -> bytes:
 
 
 def shaping(options: Options) -> dict[str, object]:
-    """What shapes an answer besides the item and what was asked about it; no seed where nothing is drawn."""
+    """The options that shape an answer besides the item and its prompt; the seed is None for greedy decoding."""
     drawn = sorted(word for word in options.enable if word.partition("=")[0] in enabling.DRAWN)
     seed = options.seed if options.temperature > 0 else None
-    kept_to = schema(options)
-    grammar = {} if kept_to is None else {"json_schema": key("", **kept_to)}
+    wanted = schema(options)
+    grammar = {} if wanted is None else {"json_schema": key("", **wanted)}
     return {name: getattr(options, name) for name in SHAPING} | {"enable": " ".join(drawn), "seed": seed} | grammar
 
 
 def ask(facts: Mapping[str, object]) -> str:
-    """Name of all that shapes an answer but the content.
+    """A hash of everything that shapes an answer except the content.
 
-    Only what differs from its default counts, so that an option that is new does not undo what was done before.
+    Only what differs from its default counts, so that a newly added option does not invalidate recorded captions.
     """
     usual = {
         "further": (),
@@ -186,18 +186,18 @@ def ask(facts: Mapping[str, object]) -> str:
     return key("", **{name: value for name, value in facts.items() if value not in ("", usual.get(name, ""))})
 
 
-def _held(path: Path, flags: Flags) -> dict[str, Any]:
+def _from_file(path: Path, flags: Flags) -> dict[str, Any]:
     try:
-        said = yaml.safe_load(path.read_text(encoding="utf-8"))
+        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SettingsError(
             f"{path} cannot be read as YAML ({error}); give a file of lines like `model: name`"
         ) from error
-    if not isinstance(said, dict):
-        raise SettingsError(f"{path} holds no settings; give lines like `max-new-tokens: 64`")
-    called, flags.parser.prog = flags.parser.prog, f"{flags.parser.prog} --config {path}"  # for its error messages
+    if not isinstance(entries, dict):
+        raise SettingsError(f"{path} is not a YAML mapping; give lines like `max-new-tokens: 64`")
+    prog, flags.parser.prog = flags.parser.prog, f"{flags.parser.prog} --config {path}"  # for its error messages
     try:
-        args = flags.parser.parse_args(flags.words(said, path))
+        args = flags.parser.parse_args(flags.words(entries, path))
     finally:
-        flags.parser.prog = called
+        flags.parser.prog = prog
     return {name: value for name, value in vars(args).items() if name in OPTIONS}

@@ -1,4 +1,4 @@
-"""`--engine vllm`: vLLM's offline engine behind the same journal, decoder and outputs; needs the extra `vllm`.
+"""`--engine vllm`: captions with vLLM's offline engine; needs the extra `vllm`.
 
 Written against the interface that vLLM documents: EngineArgs, LLMEngine (add_request, step), SamplingParams, and
 prompts with `multi_modal_data`.
@@ -22,53 +22,53 @@ from mmspec.app.prompt import PromptChoice
 from mmspec.pipelines.host.kinds import Processor
 from mmspec.pipelines.prompts import chat_text
 
-ROWS = 256  # items given to vLLM at once; how many it runs together it decides itself
-DRAFT = 5  # tokens that its speculative decoding drafts, where depth= does not say
+ROWS = 256  # requests given to vLLM at once; its scheduler decides how many of them run in a batch
+DRAFT = 5  # draft length of its speculative decoding, unless depth= sets another
 LOOKUP = 4  # longest n-gram that its prompt lookup matches
 NGRAM = "ngram"
 
 
 class VllmFlow:
-    """Items in one by one, answers out as vLLM's scheduler finishes them."""
+    """Items are added one by one; `step` returns answers as vLLM's scheduler finishes them."""
 
     def __init__(self, engine: VllmEngine, rows: int):
         self._engine, self.rows = engine, rows
-        self._asked: dict[str, tuple[Hashable, str, float]] = {}
+        self._requests: dict[str, tuple[Hashable, str, float]] = {}
         self._refused: list[CaptionResult] = []
         self._count = 0
 
     @property
     def free(self) -> int:
-        return self.rows - len(self._asked)
+        return self.rows - len(self._requests)
 
     @property
     def busy(self) -> bool:
-        return bool(self._asked or self._refused)
+        return bool(self._requests or self._refused)
 
     def add(self, ticket: Hashable, frames: Sequence[Image.Image], choice: PromptChoice, seed: int = 0) -> None:
-        """One picture, or the frames of one clip as pictures in turn; `seed` fixes what is drawn."""
+        """Add one picture, or the frames of one clip as several pictures; `seed` is used for sampling."""
         name, self._count = str(self._count), self._count + 1
         try:
             text = chat_text(self._engine.processor, choice.text, len(frames), choice.system, choice.start)
             prompt = {"prompt": text, "multi_modal_data": {"image": list(frames)}}
             self._engine.core.add_request(name, prompt, self._engine.sampling(seed))
-        except Exception as error:  # a prompt too long, a picture that its processor refuses
+        except Exception as error:  # the prompt is too long, or the processor refuses the picture
             self._refused.append(CaptionResult(ticket, error=error))
         else:
-            self._asked[name] = (ticket, choice.start, time.perf_counter())
+            self._requests[name] = (ticket, choice.start, time.perf_counter())
 
     def step(self) -> list[CaptionResult]:
-        """A part of the work; what has finished. Raises FatalError: the engine has died."""
+        """Run one step of vLLM and return the finished answers. Raises FatalError: the engine has died."""
         results, self._refused = self._refused, []
-        if not self._asked:
+        if not self._requests:
             return results
         try:
             outputs = self._engine.core.step()
-        except Exception as error:  # one step is of all requests, so no item is to blame
-            raise FatalError(f"vLLM has ended; the same command goes on. {type(error).__name__}: {error}") from error
+        except Exception as error:  # a step runs all requests, so no single item is the cause
+            raise FatalError(f"vLLM has died; run the command again. {type(error).__name__}: {error}") from error
         for one in outputs:
-            if one.finished and one.request_id in self._asked:
-                ticket, start, begun = self._asked.pop(one.request_id)
+            if one.finished and one.request_id in self._requests:
+                ticket, start, begun = self._requests.pop(one.request_id)
                 best, seconds = one.outputs[0], time.perf_counter() - begun
                 text, finish = (start + best.text).strip(), best.finish_reason or ""
                 results.append(CaptionResult(ticket, text, len(best.token_ids), seconds, None, finish))
@@ -76,7 +76,7 @@ class VllmFlow:
 
 
 class VllmEngine:
-    drafter = None  # its speculation is its own, and not compared with stock generate
+    drafter = None  # vLLM drafts by itself; it is not compared with stock generate
     notes: list[str] = []
 
     def __init__(self, core: Any, sampling: Any, processor: Processor, tokens: int, temperature: float):
@@ -100,13 +100,13 @@ def load(
     """An engine for a name on the Hub or a folder, on one GPU unless `tensor_parallel_size` says otherwise.
 
     Args:
-        drafter: "none", "ngram", or a draft model that vLLM reads.
-        options: `depth`, the tokens it drafts; all others are fields of vLLM's EngineArgs.
+        drafter: "none", "ngram", or a draft model that vLLM can load.
+        options: `depth`, the draft length; all others are fields of vLLM's EngineArgs.
 
     Raises FatalError: vLLM is not installed.
     """
     _, _, number = device.partition("cuda:")
-    if number and int(options.get("tensor_parallel_size", 1)) == 1:  # before vLLM looks for devices
+    if number and int(options.get("tensor_parallel_size", 1)) == 1:  # must be set before vLLM lists the devices
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = seen[int(number)] if int(number) < len(seen) and seen[0] else number
     try:

@@ -1,4 +1,4 @@
-"""Who does the work: this process, or one process per device, each of which asks its parent for items."""
+"""Where items are captioned: in this process, or in one process per device, which requests items from its parent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Report = Callable[[Result], None]
 
 
 class Alone:
-    """The worker of this process, and the comparison with stock generate, where there is something to compare."""
+    """One worker in this process, and the comparison with stock generate if there is a drafter to compare."""
 
     def __init__(self, job: Job, place: str, slots: str, items: int):
         self.worker = Worker(job, place, f"{slots}worker-0")
@@ -39,7 +39,7 @@ class Alone:
             self.worker.sampler = self.comparison.show
 
     def run(self, tasks: Sequence[Task], report: Report, started: Callable[[], object] | None = None) -> None:
-        """Do all tasks; `report` hears of each once it is on the disk, `started` when the model begins to answer."""
+        """Do all tasks; calls `report` for each result once it is on the disk, `started` when the model begins."""
         rest, worker = deque(tasks), self.worker
         while rest or worker.busy:
             room = max(0, worker.window - worker.in_hand)
@@ -52,12 +52,12 @@ class Alone:
                 report(result)
 
     def compared(self, ready: Callable[[], None]) -> Any:
-        """The comparison with stock generate, measured now; `ready` is called before it says so."""
+        """Measure the comparison with stock generate; `ready` is called before the first line is printed."""
         if self.comparison is not None:
             if self.comparison.kept:
                 ready()
                 kept = len(self.comparison.kept)
-                print(f"comparing with stock generate on {kept} of them (--no-compare spares it)", flush=True)
+                print(f"comparing with stock generate on {kept} of them (--no-compare skips this)", flush=True)
             self.comparison.measure(self.worker.engine, getattr(self.worker.flow, "rows", 1))
         return self.comparison
 
@@ -66,48 +66,48 @@ class Alone:
         self.worker.close()
 
 
-def serve(job: Job, place: str, slot: str, line: Connection) -> None:
-    """What a worker process does: ask its parent for items and tell it of results, until that says or has gone."""
+def serve(job: Job, place: str, slot: str, pipe: Connection) -> None:
+    """The main function of a worker process: requests items and sends results until the parent stops it or is gone."""
     quiet()
-    for number in (signal.SIGINT, signal.SIGTERM):  # which may reach all processes; the parent decides what ends
+    for number in (signal.SIGINT, signal.SIGTERM):  # may be sent to all processes; the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)
-    if place.startswith("cpu"):  # threads for torch, which is not imported yet
+    if place.startswith("cpu"):  # must be set before torch is imported
         share = max(1, cores() // job.workers)
         os.environ["OMP_NUM_THREADS"] = str(min(share, int(os.environ.get("OMP_NUM_THREADS") or share)))
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has gone
         try:
             with contextlib.closing(Worker(job, place, slot)) as worker:
-                line.send({"notes": worker.notes})
+                pipe.send({"notes": worker.notes})
                 results, opened = list[Result](), False
                 while True:
                     room = max(0, min(worker.window, job.items) - worker.in_hand)
                     if results or room or opened != (worker.flow is not None):
                         opened = worker.flow is not None
-                        line.send({"results": results, "room": room, "opened": opened})
-                        tasks = line.recv()  # every such message has an answer
+                        pipe.send({"results": results, "room": room, "opened": opened})
+                        tasks = pipe.recv()  # the parent answers every such message
                         if tasks is None:
                             break
                         worker.give(tasks)
-                    elif line.poll():  # nothing comes unasked: the parent has gone
-                        line.recv()
-                    if not worker.busy:  # another worker may end yet, and leave us its items
+                    elif pipe.poll():  # the parent stops the run, or is gone: EOFError
+                        pipe.recv()
+                    if not worker.busy:  # another worker may still die, and its items come here
                         time.sleep(POLL)
                     results = worker.step()
-                line.send({"summary": worker.summary()})
+                pipe.send({"summary": worker.summary()})
         except ConnectionError:
             raise
         except (FatalError, OSError) as error:
-            line.send({"trouble": f"{slot} on {place}: {error}"})
+            pipe.send({"trouble": f"{slot} on {place}: {error}"})
 
 
 def say(notes: Sequence[str]) -> None:
-    """Lines for people, as soon as they are known."""
+    """Print notes for the user."""
     for note in notes:
         print(f"note: {' '.join(note.split())}", file=sys.stderr, flush=True)
 
 
 def places(devices: str) -> list[str]:
-    """One name per worker: of --devices, or every CUDA device there is, or the fastest device."""
+    """One device name per worker: those of --devices, or all CUDA devices, or `auto` for the fastest device."""
     if devices != AUTO:
         names = [name.strip() for name in devices.split(",") if name.strip()]
         return [f"cuda:{name}" if name.isdecimal() else name for name in names]

@@ -1,4 +1,4 @@
-"""A question as the page asks it, and an answer as it was written: its tokens, whose each is, and when it came."""
+"""A question from the page, and an answer as it was generated: its tokens, where each came from, and when."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from mmspec.pipelines.serving.stream import Step
 
 MAX_PROMPT = 2000  # characters
 MAX_NEW_TOKENS = 512
-SHAPE = {"depth": 16, "width": 12, "size": 96}  # of a draft, at most
+SHAPE = {"depth": 16, "width": 12, "size": 96}  # maximum shape of a draft
 MAX_FRAMES = 16
-MAX_TURNS = 8  # of a conversation that are kept
-PICTURE, VIDEO = "image", "video"  # as app/caption calls them
+MAX_TURNS = 8  # maximum turns of a conversation
+PICTURE, VIDEO = "image", "video"  # the names in app/media/items.py
 NOUNS = {PICTURE: "picture", VIDEO: "video"}
 PLAIN, DRAFTED, CORRECTED, OWN = "plain", "drafted", "corrected", "own"
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A question and how to answer it, as it came from the page."""
+    """A question and its settings, as received from the page."""
 
-    kind: str  # which of the next two is meant
+    kind: str  # which of the next two is used
     image: str | None
     video: str | None
     prompt: str
     drafter: str = "ngram"
-    depth: int = 0  # of a draft, as its width and size; 0: what the drafter recommends
+    depth: int = 0  # of a draft, like width and size; 0: the drafter's default
     width: int = 0
     size: int = 0
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
-    reproducible: bool = True  # at a temperature: the very tokens that stock generate draws with this seed
+    reproducible: bool = True  # when sampling: exactly the tokens that stock generate draws with this seed
     max_new_tokens: int = 128
     frames: int = 8  # of a video
     compile: bool = False
     auto: bool = False
-    before: Turns = ()  # of the same conversation
+    before: Turns = ()  # earlier turns of the conversation
 
     def check(self) -> None:
-        """Raise RefusedError for what no run should start with; the page's own limits can be walked around."""
+        """Raise RefusedError for invalid settings, since the page's own limits can be bypassed."""
         if self.kind not in NOUNS:
             raise RefusedError(f"A question is about one of {', '.join(NOUNS)}; got {self.kind!r}.")
         if len(self.before) >= MAX_TURNS:
-            raise RefusedError(f"A conversation has at most {MAX_TURNS} turns. Press Run to begin anew.")
+            raise RefusedError(f"A conversation has at most {MAX_TURNS} turns. Press Run to start a new one.")
         if not self.media:
             raise RefusedError(f"There is no {self.noun}. Upload one or choose an example.")
         if not self.prompt.strip():
@@ -72,18 +72,18 @@ class Ask:
 
     @property
     def comparable(self) -> bool:
-        """Whether both answers have to be the same, token by token."""
+        """Whether both answers must be the same, token by token."""
         return self.temperature == 0 or self.reproducible
 
     @property
     def options(self) -> dict[str, object]:
-        """For `enable`; a draft whose shape is given never has more nodes than depth and width can give."""
-        made: dict[str, object] = {name: getattr(self, name) for name in SHAPE if getattr(self, name)}
-        if len(made) == len(SHAPE):
+        """The options for `enable`; a full shape is limited to the number of nodes that depth and width allow."""
+        shape: dict[str, object] = {name: getattr(self, name) for name in SHAPE if getattr(self, name)}
+        if len(shape) == len(SHAPE):
             most = 1 + self.width + (self.depth - 1) * self.width**2
-            made["size"] = max(min(self.size, most), self.depth + 1)
-        held = {"compile": self.compile, "auto": self.auto}
-        return made | held | {"reproducible": self.temperature > 0 and self.reproducible}
+            shape["size"] = max(min(self.size, most), self.depth + 1)
+        flags = {"compile": self.compile, "auto": self.auto}
+        return shape | flags | {"reproducible": self.temperature > 0 and self.reproducible}
 
     @property
     def settings(self) -> dict[str, object]:
@@ -95,7 +95,7 @@ class Ask:
 
 @dataclass
 class Token:
-    """A token of an answer: its text, whose it is, and how many came with it if it was the first of a forward."""
+    """A token of an answer: its text, its origin, and the number of tokens of its forward if it is their first."""
 
     id: int
     kind: str
@@ -108,12 +108,12 @@ class ShownAnswer(RaceSide):
     accelerated: bool = False
     tokens: list[Token] = field(default_factory=list)
     accepted: int = 0
-    vision: float = 0.0  # of the prefill: seconds in the vision tower, 0 where that is not known
+    vision: float = 0.0  # seconds of the prefill in the vision tower; 0 if unknown
     prefill: float = 0.0
-    cut: bool = False  # off at the most tokens allowed, without an end of its own
+    cut: bool = False  # whether it was cut off at the maximum number of tokens
 
     def take(self, step: Step) -> None:
-        """Book a step; the texts of its tokens are still empty."""
+        """Record a step; the texts of its tokens are filled in later."""
         self.seconds = step.seconds
         if not step.tokens:
             self.prefill = step.seconds
@@ -152,9 +152,9 @@ class ShownAnswer(RaceSide):
 @dataclass(frozen=True)
 class ChatTurn(RaceView[ShownAnswer]):
     ask: Ask
-    prepared: float  # seconds to turn media and prompt into model inputs, once for both
-    frames: tuple[Image.Image, ...] = ()  # what the model looks at, where that is a video
-    difference: tuple[int, float | None] | None = None  # first token that differs, and the stock logits' gap there
+    prepared: float  # seconds to convert media and prompt to model inputs, once for both
+    frames: tuple[Image.Image, ...] = ()  # the frames that the model sees, for a video
+    difference: tuple[int, float | None] | None = None  # first different token; logit gap there
 
     @property
     def compared(self) -> int:
@@ -162,7 +162,7 @@ class ChatTurn(RaceView[ShownAnswer]):
         return min(len(self.plain.tokens), len(self.fast.tokens))
 
     def speed_up(self, after: int = 0) -> float | None:
-        """Time of the plain answer over that of the accelerated one, to the same number of tokens.
+        """Time of the plain answer divided by that of the accelerated one, for the same number of tokens.
 
         after=1 leaves out the time to the first token.
         """
@@ -174,9 +174,9 @@ class ChatTurn(RaceView[ShownAnswer]):
 
 
 def cut(tokens: Sequence[Token], decode: Callable[[list[int]], str]) -> None:
-    """Give each token its piece of the text, so that the pieces joined are what the tokenizer decodes of all."""
+    """Assign each token its piece of the text, such that the joined pieces are the decoded text of all tokens."""
     ids = [token.id for token in tokens]
     whole, done = decode(ids), 0
-    for n, token in enumerate(tokens, 1):  # what is half a letter yet differs from the whole text
+    for n, token in enumerate(tokens, 1):  # an incomplete character differs from the whole text
         end = len(whole) if n == len(ids) else len(os.path.commonprefix([decode(ids[:n]), whole]))  # noqa: RUF071
         token.text, done = whole[done : max(done, end)], max(done, end)

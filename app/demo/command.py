@@ -1,4 +1,4 @@
-"""`mmspec demo`: a page on this machine that shows stock generate and mmspec side by side, and the bench's records."""
+"""`mmspec demo`: a local web page that shows stock generate and mmspec side by side, and the bench's records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mmspec import media, zoo
 from mmspec.app import embedded, enabling
 from mmspec.app.media import inputs, items
-from mmspec.app.options import above_zero, check_port, door, where
+from mmspec.app.options import above_zero, check_port, port, where
 
 if TYPE_CHECKING:
     from gradio import Blocks
@@ -32,7 +32,7 @@ STYLE = Path(__file__).with_name("demo.css")
 PROMPTS = ("Describe this image in two or three sentences.", "What is in this image?")  # for other models
 FURTHER = "Tell me more about what you see."
 OWN_FURTHER = "How many objects are there?"
-WISHES = (  # for the embedded image model; the first is one that it draws right
+WISHES = (  # for the embedded image model; it draws the first one correctly
     "a large green ring on a white background",
     "a small red striped circle left of a large blue square on a grey background",
     "a large yellow star above a small purple triangle on a grainy background",
@@ -43,7 +43,7 @@ MAX_QUEUE = 16
 EXAMPLES = 8
 NONE = "none"
 KEEP = 3600  # seconds after which an upload is deleted
-FONTS: dict[str, Any] = {  # none is fetched
+FONTS: dict[str, Any] = {  # no downloaded fonts
     "font": ["ui-sans-serif", "system-ui", "sans-serif"],
     "font_mono": ["ui-monospace", "Consolas", "monospace"],
 }
@@ -54,15 +54,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default=embedded.MODEL, help="name on the Hugging Face Hub, or a folder (%(default)s)")
     add("--drafter", help="name, folder or hub name; default: what the model ships with")
-    add("--drafters", nargs="+", default=[], metavar="NAME", help="further ones to choose from, beside all that fit")
-    add("--image-model", default=embedded.IMAGE_MODEL, help="of the Image tab, LlamaGen or MAR, or none (%(default)s)")
+    add("--drafters", nargs="+", default=[], metavar="NAME", help="more drafters to choose from, besides all that fit")
+    add("--image-model", default=embedded.IMAGE_MODEL, help="for the Image tab, LlamaGen or MAR, or none (%(default)s)")
     add("--image-drafter", metavar="NAME", help="a trained drafter for it, folder or hub name")
     add("--examples", type=Path, metavar="FOLDER", help="example pictures (default: the sample drawings)")
     add("--results", type=Path, default=RESULTS, metavar="FOLDER", help="the bench's JSON records")
     add("--host", default="127.0.0.1", help="address to listen on; any but this machine's needs --auth (%(default)s)")
-    add("--port", type=door, help="default: the first free one from 7860 on")
-    add("--auth", metavar="USER:PASSWORD", help="ask for it; or set MMSPEC_DEMO_AUTH, which `ps` does not show")
-    add("--time-limit", type=above_zero, default=180.0, metavar="S", help="longest run, in seconds (%(default)s)")
+    add("--port", type=port, help="default: the first free port from 7860 on")
+    add("--auth", metavar="USER:PASSWORD", help="require a password; or set MMSPEC_DEMO_AUTH, which `ps` does not show")
+    add("--time-limit", type=above_zero, default=180.0, metavar="S", help="limit of a run, in seconds (%(default)s)")
     enabling.add(parser)
     where(parser)
     add("--open", action="store_true", help="open the page in the browser")
@@ -73,15 +73,15 @@ def run(args: argparse.Namespace) -> int:
     from mmspec.app.demo import desk, guard, sight
     from mmspec.app.devices import EngineError
 
-    refused = (guard.DoorError, desk.RefusedError, EngineError, enabling.EnableError, media.MediaError)
+    refused = (guard.AccessError, desk.RefusedError, EngineError, enabling.EnableError, media.MediaError)
     try:
         auth = guard.credentials(args.host, args.auth or os.environ.get("MMSPEC_DEMO_AUTH"))
-        if args.port is not None:  # before the models are loaded, which takes a while
+        if args.port is not None:  # check before the slow loading of the models
             check_port(args.host, args.port, "choose another --port, or none: a free one is found")
         pictures, clips = examples(args.examples)
-        with sight.decoder() as eyes:
-            page = load(args, eyes, pictures, clips)
-            quietly = {"quiet": True, "prevent_thread_lock": True}  # no advice to share it with the world
+        with sight.decoder() as decoder:
+            page = load(args, decoder, pictures, clips)
+            quietly = {"quiet": True, "prevent_thread_lock": True}  # no advice to create a public link
             _, address, _ = launch(page, args.host, args.port, auth, inbrowser=args.open, **quietly)
             print(f"the demo is at {address} (Ctrl-C ends it)", flush=True)
             page.block_thread()
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examples(folder: Path | None) -> tuple[list[Path], list[Path]]:
-    """Example pictures and clips: of the folder named, else the samples, if there are any."""
+    """Example pictures and clips: from the given folder, else the samples, if available."""
     try:
         there = [(item.kind, item.source.path) for item in inputs.open_inputs([folder or zoo.samples()]).items()]
     except media.MediaError:
@@ -103,18 +103,18 @@ def examples(folder: Path | None) -> tuple[list[Path], list[Path]]:
     return pictures[:EXAMPLES], clips[:EXAMPLES]
 
 
-def load(args: argparse.Namespace, eyes: Decoder, pictures: list[Path], clips: list[Path]) -> Blocks:
+def load(args: argparse.Namespace, decoder: Decoder, pictures: list[Path], clips: list[Path]) -> Blocks:
     from mmspec.app.demo import records
 
-    duo, offer = _captions(args, eyes, pictures, clips)
+    duo, offer = _captions(args, decoder, pictures, clips)
     bench = records.read(args.results)
     easel, studio = _pictures(args), _classes(args, bench)
     wishes = WISHES if args.image_model == embedded.IMAGE_MODEL else ()
     return build(duo, offer, bench, easel, wishes, studio, args.model)
 
 
-def _captions(args: argparse.Namespace, eyes: Decoder, pictures: list[Path], clips: list[Path]) -> tuple[Duo, Offer]:
-    """What the Caption tab needs."""
+def _captions(args: argparse.Namespace, decoder: Decoder, pictures: list[Path], clips: list[Path]) -> tuple[Duo, Offer]:
+    """The race and the examples of the Caption tab."""
     from mmspec.app import engine as engines
     from mmspec.app.demo.caption_tab import Offer
     from mmspec.app.demo.duo import Duo, fitting
@@ -127,7 +127,7 @@ def _captions(args: argparse.Namespace, eyes: Decoder, pictures: list[Path], cli
     engine = engines.load(args.model, drafter, args.device, args.dtype, 128, 0.0, **options)
     if engine.drafter is None:
         raise EngineError(f"{args.model} cannot be accelerated: {'; '.join(engine.notes) or 'no drafter was given'}")
-    duo = Duo(engine, eyes, args.time_limit, fitting(engine, args.model, args.drafters))
+    duo = Duo(engine, decoder, args.time_limit, fitting(engine, args.model, args.drafters))
     prompts = list(zoo.PROMPTS.values()) if own else list(PROMPTS)
     if pictures:
         duo.warm_up(str(pictures[0]), prompts[0])
@@ -137,7 +137,7 @@ def _captions(args: argparse.Namespace, eyes: Decoder, pictures: list[Path], cli
 
 
 def _pictures(args: argparse.Namespace) -> Easel | None:
-    """What the Image tab needs for prompts; None leaves it out."""
+    """The race of the Image tab for prompts; None leaves the tab out."""
     from mmspec.app import mar, painter
     from mmspec.app.demo.easel import Easel
 
@@ -151,7 +151,7 @@ def _pictures(args: argparse.Namespace) -> Easel | None:
 
 
 def _classes(args: argparse.Namespace, bench: ResultFolder) -> Studio | None:
-    """The same for the classes of a MAR: the embedded one beside the embedded model of prompts, where it is there."""
+    """The race for classes of a MAR: --image-model, or the embedded MAR along with the embedded image model."""
     from mmspec.app import mar
     from mmspec.app.demo.easel import Studio
 
@@ -169,7 +169,7 @@ def build(
     duo: Duo, offer: Offer, bench: ResultFolder, easel: Easel | None = None, wishes: Sequence[str] = (),
     studio: Studio | None = None, model: str = "",
 ) -> Blocks:  # fmt: skip
-    """The Blocks: a header and the tabs, which share one queue and one desk."""
+    """Build the page: a header and the tabs, which share one queue and one Desk."""
     import gradio as gr
 
     from mmspec.app.demo import caption_tab, desk, guard, image_tab, records
@@ -193,7 +193,7 @@ def build(
 def launch(
     page: Blocks, host: str, port: int | None, auth: tuple[str, str] | None, **options: Any
 ) -> tuple[App, str, str]:
-    """Open the door as narrowly as it goes: no share link, no files but the examples, small uploads, a short queue."""
+    """Launch with tight limits: no share link, no files except the examples, small uploads, a short queue."""
     import gradio as gr
 
     theme = gr.themes.Base(primary_hue="emerald", neutral_hue="slate", **FONTS)

@@ -1,4 +1,4 @@
-"""The desk where all tabs queue for the models: one run at a time, ended by its own visitor, by time or by mistakes."""
+"""The queue of all tabs for the models: one run at a time, which its visitor, a time limit or an error ends."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T")
-QUEUE = "models"  # the one concurrency id of everything that runs a model
+QUEUE = "models"  # the concurrency id of all events that run a model
 MAX_SEED = 2**31 - 1
 BUSY = 5.0  # seconds to wait for a run that is being stopped
 
 
 class RefusedError(ValueError):
-    """A wish that is not run; the message is for the person who had it."""
+    """A request is refused; the message is for the visitor."""
 
 
 def within(wish: DataclassInstance, limits: dict[str, tuple[float, float]]) -> None:
-    """Raise RefusedError for a field of `wish` that is no number in its range, or no whole one where that is meant."""
+    """Raise RefusedError for a field of `wish` that is not a number in its range, or not an integer if it should be."""
     whole = {field.name for field in dataclasses.fields(wish) if field.type == "int"}
     for name, (low, high) in limits.items():
         value = getattr(wish, name)
@@ -38,19 +38,19 @@ def within(wish: DataclassInstance, limits: dict[str, tuple[float, float]]) -> N
 
 
 class Desk:
-    """Runs by browser session. A visitor has one run: a new one, in whatever tab, ends the one before."""
+    """Runs by browser session. A visitor has one run: a new one, in any tab, ends the previous one."""
 
     def __init__(self) -> None:
         self._ends: dict[str, threading.Event] = {}
-        self._lock = threading.Lock()  # the queue lets one in at a time; this holds even for callers around it
+        self._lock = threading.Lock()  # gradio's queue admits one run at a time, but can be bypassed
 
     def begin(self, visitor: str) -> None:
-        """Before the queue: end an earlier run of this visitor, so that its place is free."""
+        """Called before the queue: end an earlier run of this visitor, so that its place becomes free."""
         self.stop(visitor)
         self._ends[visitor] = threading.Event()
 
     def stop(self, visitor: str) -> None:
-        """End this visitor's run, whether it goes on or waits; also called when the page is closed."""
+        """End this visitor's run, whether it is running or waiting; also called when the page is closed."""
         running = self._ends.get(visitor)
         if running is not None:
             running.set()
@@ -58,7 +58,7 @@ class Desk:
     def serve(
         self, visitor: str, run: Callable[[threading.Event], Iterator[T]], refuse: Callable[[str], T]
     ) -> Iterator[T]:
-        """What there is to see of a run, again and again; of one that fails or is refused, the reason."""
+        """Yield the views of a run; if it fails or is refused, the reason."""
         end = self._ends.setdefault(visitor, threading.Event())
         mine = self._lock.acquire(timeout=BUSY)
         try:
@@ -68,7 +68,7 @@ class Desk:
                 yield from looks
         except RefusedError as error:
             yield refuse(str(error))
-        except Exception as error:  # whatever the model raised: the page says so and goes on
+        except Exception as error:  # any error of the model is shown on the page
             traceback.print_exc(file=sys.stderr)
             yield refuse(f"The model failed: {first_line(error)}")
         finally:

@@ -1,4 +1,4 @@
-"""One question answered twice on one model: first as transformers made it, then accelerated, never both at once."""
+"""Answers one question twice on one model: first by stock generate, then accelerated."""
 
 from __future__ import annotations
 
@@ -28,45 +28,45 @@ from mmspec.pipelines.serving.batcher import answer_length
 from mmspec.pipelines.serving.stream import stream
 from mmspec.registry import OF_TEXT, PUBLISHED, name_of
 
-WARM_UP = 2  # new tokens that are thrown away first, of either answer
+WARM_UP = 2  # new tokens of a discarded warm-up for each side
 
 
 def fitting(engine: Engine, model: str, named: Sequence[str] = ()) -> dict[str, object]:
-    """All drafters that fit a loaded model, by their methods; that of the engine is the first.
+    """All drafters that fit a loaded model, by method; the engine's own is first.
 
-    These are the ones that are named, those that come with an embedded model, one that is published for the model, if
-    it is in the hub's cache, the heads in the model's own files, and those without weights. Nothing is downloaded but
-    what is named.
+    These are the named ones, those of an embedded model, one that is published for the model, if it is in the Hub's
+    cache, the MTP heads in the model's own files, and those without weights. Only named drafters are downloaded.
 
-    Raises EngineError: one that is named does not fit.
+    Raises EngineError: a named drafter does not fit.
     """
     titled = {name_of(engine.drafter): engine.drafter}
     published = PUBLISHED.get(model.rpartition("/")[2].lower(), "")
     cached = [published] if published and isinstance(try_to_load_from_cache(published, "config.json"), str) else []
     for name in (*named, *embedded.drafters(model), *cached, "mtp", *OF_TEXT):
         try:
-            made = mmspec.enable(engine.model, drafter=embedded.resolve(embedded.fitting(name, model))).drafter
+            drafter = mmspec.enable(engine.model, drafter=embedded.resolve(embedded.fitting(name, model))).drafter
         except (ValueError, TypeError, OSError) as error:
             if name in named:
                 raise EngineError(f"cannot use the drafter {name!r}: {first_line(error)}") from error
             continue
-        title = name_of(made)
-        titled.setdefault(f"{title} of {name}" if name in named and title in titled else title, made)
+        title = name_of(drafter)
+        titled.setdefault(f"{title} of {name}" if name in named and title in titled else title, drafter)
     mmspec.disable(engine.model)
     return titled
 
 
 class Duo(Race[Ask, ChatTurn, BatchFeature]):
-    """Both paths of one loaded model; one run at a time."""
+    """Stock generate and mmspec on one loaded model; one run at a time."""
 
     def __init__(
-        self, engine: Engine, eyes: Decoder, time_limit: float = TIME_LIMIT, drafters: dict[str, object] | None = None
-    ) -> None:
-        self.eyes = eyes
+        self, engine: Engine, decoder: Decoder, time_limit: float = TIME_LIMIT,
+        drafters: dict[str, object] | None = None,
+    ) -> None:  # fmt: skip
+        self.decoder = decoder
         self.model, self.processor, self.time_limit = engine.model, engine.processor, time_limit
-        self.enabled = engine.options  # by the command line; what the page has controls for, they decide
+        self.enabled = engine.options  # of the command line; the page's controls override them
         self.options = {k: v for k, v in engine.options.items() if k not in Ask.__dataclass_fields__}
-        self.name = name_of(engine.drafter)  # of the drafter to begin with
+        self.name = name_of(engine.drafter)  # the initially chosen drafter
         self.drafters = {self.name: engine.drafter, **(drafters or {})}
         mmspec.disable(self.model)
 
@@ -75,7 +75,7 @@ class Duo(Race[Ask, ChatTurn, BatchFeature]):
         if ask.drafter not in self.drafters:
             raise RefusedError(f"No drafter {ask.drafter!r} here; choose from {', '.join(self.drafters)}.")
         began = time.perf_counter()
-        frames = look_at(ask, self.eyes, stop)
+        frames = look_at(ask, self.decoder, stop)
         inputs = self._inputs(ask, frames)
         shown = frames if ask.kind == VIDEO else ()
         both = ShownAnswer(), ShownAnswer(accelerated=True)
@@ -83,7 +83,7 @@ class Duo(Race[Ask, ChatTurn, BatchFeature]):
 
     def side(self, both: ChatTurn, fast: bool, request: BatchFeature, limits: Limits) -> None:
         if not fast:
-            for cold in (ShownAnswer(accelerated=True), ShownAnswer()):  # what only a first prefill of this shape costs
+            for cold in (ShownAnswer(accelerated=True), ShownAnswer()):  # one-time costs of this shape are not timed
                 self._answer(cold, dataclasses.replace(both.ask, max_new_tokens=WARM_UP), request, limits)
         self._answer(both.fast if fast else both.plain, both.ask, request, limits)
 
@@ -94,7 +94,7 @@ class Duo(Race[Ask, ChatTurn, BatchFeature]):
         mmspec.disable(self.model)
 
     def warm_up(self, image: str, prompt: str) -> None:
-        """Pay for what only the first run of a process costs."""
+        """A short run, so that one-time costs do not fall on the first visitor."""
         self.whole(Ask("image", image, None, prompt, self.name, max_new_tokens=8))
 
     def _inputs(self, ask: Ask, frames: tuple[Image.Image, ...]) -> BatchFeature:
@@ -104,7 +104,7 @@ class Duo(Race[Ask, ChatTurn, BatchFeature]):
         if room is not None and length + ask.max_new_tokens > room:
             raise RefusedError(
                 f"The {ask.noun} and the prompts take {length} tokens and the answer up to {ask.max_new_tokens}; this "
-                f"model has room for {room} together. Shorten the prompt or the answer, take fewer frames."
+                f"model has room for {room} in total. Shorten the prompt or the answer, or use fewer frames."
             )
         return inputs.to(self.model.device, self.model.dtype)
 
@@ -115,7 +115,7 @@ class Duo(Race[Ask, ChatTurn, BatchFeature]):
         if answer.accelerated:
             try:
                 mmspec.enable(self.model, drafter=self.drafters[ask.drafter], **{**self._options(ask), **ask.options})
-            except ValueError as error:  # a shape that this drafter cannot have
+            except ValueError as error:  # a shape that this drafter does not support
                 raise RefusedError(f"{error}.") from error
         torch.manual_seed(ask.seed)
         steps = stream(self.model, inputs, limits.stop, max_time=limits.left, **ask.settings)
@@ -129,13 +129,13 @@ class Duo(Race[Ask, ChatTurn, BatchFeature]):
         answer.cut = full and answer_length([*answer.ids, -1], ends) > len(answer.tokens)
 
     def _options(self, ask: Ask) -> dict[str, object]:
-        """What the command line said by --enable, as far as the drafter that was chosen takes it."""
+        """The options of --enable that the chosen drafter takes."""
         own = option_names(getattr(self.drafters[ask.drafter], "options", None))
         shared = option_names(SpecConfig())
         return {k: v for k, v in self.options.items() if k in shared or (k in own and ask.drafter == self.name)}
 
     def _difference(self, turn: ChatTurn, inputs: BatchFeature) -> tuple[int, float | None] | None:
-        """The first token that differs, with the gap of the two best stock logits there; None if there is none."""
+        """The first different token and the gap of the two best stock logits there; None if there is none."""
         mmspec.disable(self.model)
         plain, fast, n = turn.plain.ids, turn.fast.ids, turn.compared
         longer = n if turn.ended and len(plain) != len(fast) else None
@@ -151,7 +151,7 @@ class Duo(Race[Ask, ChatTurn, BatchFeature]):
 
 @contextlib.contextmanager
 def _vision_timed(model: GenerativeModel, answer: ShownAnswer) -> Iterator[None]:
-    """Inside, the time that the model's vision tower takes is booked on the answer, where there is a tower."""
+    """Inside the block, record the time of the model's vision tower, if it has one, in the answer."""
     tower = model.get_encoder(modality="image")
     if tower is model:
         yield

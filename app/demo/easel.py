@@ -1,4 +1,4 @@
-"""One wish drawn twice at one seed, by plain decoding and accelerated; and when each place of the grid was there."""
+"""Draws one picture twice with the same seed, by plain decoding and accelerated, with the time of each token."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from mmspec.app.mar import MarImages, MarSubject
 from mmspec.app.painter import DrawingMethod, ImageResult, ImageSubject
 from mmspec.pipelines.llamagen.pipeline import CLASS, TEXT
 
-MAX_WINDOW, MAX_AHEAD = 64, 16  # tokens that one forward looks at: of Jacobi, and of a MAR
+MAX_WINDOW, MAX_AHEAD = 64, 16  # tokens verified in one forward: by Jacobi, and by a MAR
 LOSSLESS = "exact"
-FAMILIES = tuple(sweeps(1024))  # of rules that bend the distribution, each with settings from mild to bold
-STEPS = 5  # of boldness
+FAMILIES = tuple(sweeps(1024))  # relaxed rules, each with settings from mild to bold
+STEPS = 5  # levels of boldness
 SEED_EXACT, COUPLED = "jacobi, seed-exact", "jacobi, maximal coupling"
-METHODS: dict[str, dict[str, object]] = {  # options of the Jacobi drafter; the window comes from the page
+METHODS: dict[str, dict[str, object]] = {  # options of the Jacobi drafter; the page adds the window
     SEED_EXACT: {"reproducible": True},
     COUPLED: {"coupling": "maximal"},
     "jacobi, gumbel coupling": {"coupling": "gumbel"},
@@ -35,8 +35,8 @@ METHODS: dict[str, dict[str, object]] = {  # options of the Jacobi drafter; the 
     "jacobi, proactive tree (SJD-PAC)": {"coupling": "maximal", "proactive": (3, 3)},
 }
 TRAINED: dict[str, dict[str, object]] = {"trained drafter": {}, "trained drafter, seed-exact": {"reproducible": True}}
-OF_MAR = ITSELF, SMALLER, CSPD = "exact, own drafts", "exact, drafts of a smaller MAR", "CSpD, approximate"  # of a MAR
-FEWER = 4  # times fewer passes than tokens: how a MAR is drawn where exactness is not asked
+OF_MAR = ITSELF, SMALLER, CSPD = "exact, own drafts", "exact, drafts of a smaller MAR", "CSpD, approximate"
+FEWER = 4  # tokens per pass of the plain drawing with fewer passes, which is the usual way for a MAR
 RANGES = {
     "boldness": (1, STEPS), "budget": (0, 1000), "prefill": (0, 1), "seed": (0, MAX_SEED), "guidance": (1, 20),
     "temperature": (0, 2),
@@ -44,32 +44,32 @@ RANGES = {
 
 
 def seed_exact(method: str) -> bool:
-    """Whether a method draws the very tokens that plain decoding draws with the seed."""
+    """Whether a method draws exactly the tokens that plain decoding draws with the same seed."""
     return bool({**METHODS, **TRAINED}.get(method, {}).get("reproducible"))
 
 
 @dataclass(frozen=True)
 class Wish:
-    """A picture to draw and how, as it came from the page."""
+    """A picture to draw and its settings, as received from the page."""
 
     prompt: str  # or a class
     method: str = SEED_EXACT
-    window: int = 16  # tokens that one forward looks at
+    window: int = 16  # tokens verified in one forward
     rule: str = LOSSLESS
     boldness: int = 1  # 1 … STEPS, of the rule
-    budget: float = 0.0  # the most that the rule may be charged; 0: no limit
-    prefill: float = 0.0  # of a MAR: the share that it draws before anything is drafted
+    budget: float = 0.0  # limit of the rule's cost; 0: no limit
+    prefill: float = 0.0  # for a MAR: the share of tokens that it draws before drafting begins
     seed: int = 0
     guidance: float = 3.0
     temperature: float = 1.0
 
     @property
     def same(self) -> bool:
-        """Whether the accelerated picture has to be the plain one."""
+        """Whether the accelerated picture must be the plain one."""
         return seed_exact(self.method) or self.temperature == 0
 
     def spec(self, codes: int) -> str:
-        """The rule as `enable` takes it."""
+        """The rule in the format of `enable`."""
         if self.rule == LOSSLESS:
             return LOSSLESS
         points = sweeps(codes)[self.rule]
@@ -78,23 +78,23 @@ class Wish:
 
 @dataclass
 class Canvas(RaceSide):
-    """One of the two pictures; `at` has an entry for each place of its grid, row by row.
+    """One of the two pictures; `at` has an entry for each token of its grid, row by row.
 
     Attributes:
-        begins: of each forward, the first place that it gave.
-        made: the pipeline's own result, once it is there.
+        begins: for each forward, the position of its first token.
+        result: the pipeline's result, at the end.
     """
 
     begins: list[int] = field(default_factory=list)
     image: Image.Image | None = None
-    made: Any = None
+    result: Any = None
 
     @property
     def grid(self) -> int:
         return round(len(self.at) ** 0.5)
 
     def take(self, known: Sequence[bool], seconds: float) -> None:
-        """Book a forward, by the places that are there after it."""
+        """Record a forward, given which tokens are known after it."""
         new = [place for place, there in enumerate(known) if there and not self.at[place]]
         for place in new:
             self.at[place] = seconds
@@ -104,15 +104,15 @@ class Canvas(RaceSide):
 
 
 class Ended(Exception):
-    """Thrown into a call of a pipeline to end it."""
+    """Raised in a pipeline's callback to end its call."""
 
 
 @dataclass(frozen=True)
 class Pair(RaceView[Canvas]):
     """
     Attributes:
-        rule: as it was enabled.
-        fewer: passes and seconds of plain drawing with many tokens in each, of a MAR.
+        rule: the rule in the format of `enable`.
+        fewer: for a MAR, passes and seconds of plain drawing with many tokens per pass.
     """
 
     wish: Wish
@@ -125,19 +125,19 @@ class Pair(RaceView[Canvas]):
 
     @property
     def same(self) -> int:
-        """Places of the grid where both have the same token."""
-        return int((self.plain.made.tokens == self.fast.made.tokens).sum())
+        """Number of positions where both pictures have the same token."""
+        return int((self.plain.result.tokens == self.fast.result.tokens).sum())
 
 
 class Easel(Race[Wish, Pair, str | int]):
-    """Both ways to draw prompts of one loaded pipeline; one run at a time."""
+    """Plain decoding and speculation with one loaded pipeline; one run at a time."""
 
-    # Fields of a wish that the page has, in its order.
+    # Fields of a Wish that the page has, in its order.
     asks = ["prompt", "method", "window", "rule", "boldness", "budget", "seed", "guidance", "temperature"]
     windows = (2, MAX_WINDOW)
     usual = SEED_EXACT
-    ordered = True  # places come row by row
-    note = ""  # of what is drawn otherwise than by the model's own settings
+    ordered = True  # tokens come row by row
+    note = ""  # how the settings differ from the model's own
 
     def __init__(self, subject: ImageSubject, drafter: object = None, time_limit: float = TIME_LIMIT) -> None:
         self.subject: Any = subject
@@ -164,8 +164,8 @@ class Easel(Race[Wish, Pair, str | int]):
                 raise RefusedError(f"No {name} {getattr(wish, name)!r} here; choose from {'; '.join(allowed)}.")
         if seed_exact(wish.method) and wish.rule != LOSSLESS:
             raise RefusedError(
-                f"{wish.method} draws plain decoding's own picture, which a relaxed rule would change. Choose another "
-                "method, or set the rule back to exact."
+                f"{wish.method} draws the very picture of plain decoding, which a relaxed rule would change. Choose "
+                "another method, or set the rule back to exact."
             )
         return self.pair(wish, self.rule(wish)), self.subject.label(wish.prompt.strip())
 
@@ -179,18 +179,18 @@ class Easel(Race[Wish, Pair, str | int]):
             one.take(self.known(state["tokens"][0]), time.perf_counter() - began)
 
         with contextlib.suppress(Ended):
-            one.made = painting(callback_on_step_end=seen)
-            one.image, one.seconds, one.state = one.made.images[0], one.made.seconds, DONE
+            one.result = painting(callback_on_step_end=seen)
+            one.image, one.seconds, one.state = one.result.images[0], one.result.seconds, DONE
 
     def rule(self, wish: Wish) -> str:
         return wish.spec(self.codes)
 
     def painting(self, wish: Wish, request: str | int, fast: bool) -> Callable[..., ImageResult | MarImages]:
-        """The call of the pipeline, which tells the callback that it is given of each forward."""
+        """The call of the pipeline as a function, which takes the callback for each forward."""
         way = self.subject.plain
         if fast:
-            bent = {"rule": wish.spec(self.codes)} | ({"budget": wish.budget} if wish.budget else {})
-            options = {**METHODS, **TRAINED}[wish.method] | (bent if wish.rule != LOSSLESS else {})
+            relaxed = {"rule": wish.spec(self.codes)} | ({"budget": wish.budget} if wish.budget else {})
+            options = {**METHODS, **TRAINED}[wish.method] | (relaxed if wish.rule != LOSSLESS else {})
             trained = wish.method in TRAINED
             window = {} if trained else {"window": wish.window}
             way = DrawingMethod(self.drafter if trained else "jacobi", window | options)
@@ -199,7 +199,7 @@ class Easel(Race[Wish, Pair, str | int]):
         return partial(self.subject.paint, [request], [wish.seed], **settings)
 
     def known(self, tokens: Tensor) -> Sequence[bool]:
-        """The places that are there, from the tokens of one picture so far; these come row by row."""
+        """Which positions have tokens, given the tokens of one picture so far, which come row by row."""
         return [True] * len(tokens)
 
     def end(self, both: Pair, request: str | int, limits: Limits) -> Pair:
@@ -213,10 +213,10 @@ class Easel(Race[Wish, Pair, str | int]):
 
 
 class Studio(Easel):
-    """The same of the classes of one loaded MAR, exactly or by CSpD's rule.
+    """The same for classes of a loaded MAR, exactly or by CSpD's rule.
 
     Attributes:
-        measured: the bench's records of how good this model's pictures are, by method.
+        measured: the bench's records of the quality of this model's pictures, by method.
     """
 
     asks = ["prompt", "method", "window", "prefill", "seed", "guidance"]
@@ -228,7 +228,7 @@ class Studio(Easel):
         self, subject: MarSubject, time_limit: float = TIME_LIMIT, measured: Mapping[str, Record] | None = None
     ) -> None:
         self.subject, self.time_limit, self.measured = subject, time_limit, measured or {}
-        self.note = subject.singly()  # for both alike
+        self.note = subject.singly()  # for both sides
         self.grid, self.temperature = subject.pipe.transformer.config.grid, None
         self.guidance = subject.settings.get("guidance_scale", subject.pipe.config.defaults.get("guidance_scale", 3.0))
         self.methods = [ITSELF, *((SMALLER, CSPD) if subject.draft is not None else ())]
@@ -247,14 +247,14 @@ class Studio(Easel):
         return tokens.any(1).tolist()
 
     def end(self, both: Pair, request: str | int, limits: Limits) -> Pair:
-        """With plain drawing in fewer passes beside them."""
+        """Also draw plainly in fewer passes, for comparison."""
         fewer = None
         if both.speed_up is not None and not limits.over:
             steps = max(1, self.subject.tokens // FEWER)
             settings = {"guidance_scale": both.wish.guidance, "num_inference_steps": steps}
-            made = self.subject.draw([request], [both.wish.seed], None, **settings)
-            fewer = made.work["passes"], made.seconds
+            result = self.subject.draw([request], [both.wish.seed], None, **settings)
+            fewer = result.work["passes"], result.seconds
         return replace(both, over=True, fewer=fewer)
 
     def rest(self) -> None:
-        """It is told anew how to draw with each call."""
+        """Nothing to restore: each call sets its own speculation."""

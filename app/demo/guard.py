@@ -1,4 +1,4 @@
-"""What the demo does not let in: addresses to fetch, pictures not yet checked, strangers without a password."""
+"""The demo's protection: no downloads of URLs, no decoding in the server process, no remote access without password."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mmspec.app.options import is_local
 ADDRESS = "The demo fetches nothing from the network. Download the file and upload it."
 
 
-class DoorError(ValueError):
-    """A way of opening the demo to others that is not allowed; the message says what to do."""
+class AccessError(ValueError):
+    """The demo may not be opened to others in this way; the message says what to do."""
 
 
 def _unopened(kind: type) -> Any:
-    """The component, but handing over the path of an upload unopened: app/caption is the one place that decodes.
+    """A subclass of the component that returns the path of an upload without opening it; only app/media decodes files.
 
-    A class, since gradio builds a component anew by its class when an example or a button changes it. It is made
-    around gradio's metaclass, which would write a .pyi file beside this module.
+    It must be a class, since gradio rebuilds a component by its class when an example or a button changes it. It
+    bypasses gradio's metaclass, which would write a .pyi file beside this module.
     """
     own = {"preprocess": lambda _, payload: _path(payload), "is_template": True, "__module__": kind.__module__}
     return ABCMeta.__new__(type(kind), kind.__name__, (kind,), own)  # type: ignore[call-overload]
@@ -31,7 +31,7 @@ _Image, _Video = _unopened(gr.Image), _unopened(gr.Video)
 
 
 def picture(**options: object) -> gr.Image:
-    """An image input; gradio's own would open the upload with Pillow in the server's process."""
+    """An image input; gradio's own would open the upload with Pillow in the server process."""
     return _Image(type="filepath", image_mode=None, sources=["upload"], format="png", **options)
 
 
@@ -49,7 +49,7 @@ def _path(payload: Any) -> str | None:
 
 
 class Page(gr.Blocks):
-    """Blocks that refuse file inputs which are addresses; stock gradio downloads them on the server."""
+    """Blocks that refuse URLs as file inputs; stock gradio downloads them on the server."""
 
     async def preprocess_data(self, block_fn: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         client_utils.traverse(inputs, _refuse_address, client_utils.is_file_obj)
@@ -63,18 +63,18 @@ def _refuse_address(file: dict[str, Any]) -> dict[str, Any]:
 
 
 def credentials(host: str, auth: str | None) -> tuple[str, str] | None:
-    """User and password, or None for a demo that only this machine can reach.
+    """User and password; None if only this machine can reach the demo.
 
-    Raises DoorError: another host without a password, or a password that cannot be read.
+    Raises AccessError: another host without a password, or a password that cannot be read.
     """
     if auth is None:
         if is_local(host):
             return None
-        raise DoorError(
+        raise AccessError(
             f"--host {host} lets others on the network in, so a password is needed: add --auth USER:PASSWORD, or set "
-            f"MMSPEC_DEMO_AUTH, or leave --host out to be reached from this machine only"
+            f"MMSPEC_DEMO_AUTH, or leave --host out for this machine only"
         )
     user, colon, password = auth.partition(":")
     if not (user and colon and password):
-        raise DoorError("--auth takes USER:PASSWORD, both not empty, with a colon between them")
+        raise AccessError("--auth takes USER:PASSWORD, both not empty, separated by a colon")
     return user, password

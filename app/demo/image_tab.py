@@ -1,4 +1,4 @@
-"""The image tabs: a prompt or a class drawn by plain decoding and with drafts, exactly or by a relaxed rule."""
+"""The image tabs: draw a prompt or a class by plain decoding and with drafts, exactly or by a relaxed rule."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mmspec.app.demo import image_view, look
 from mmspec.app.demo.answer import MAX_PROMPT
 from mmspec.app.demo.desk import Desk
 from mmspec.app.demo.easel import COUPLED, FAMILIES, LOSSLESS, RANGES, SEED_EXACT, STEPS, Easel, Pair, Studio, Wish
-from mmspec.app.demo.tab import QUICK, Tab, doors, tie
+from mmspec.app.demo.tab import QUICK, Tab, buttons, connect
 from mmspec.app.painter import unknown_words
 
 MARKS = "(on) => { document.getElementById('mm-paint-race').dataset.marks = on; }"
 
 
 class Image(Tab[Pair]):
-    """The events of a tab that draws prompts, or the classes of a MAR.
+    """The events of a tab that draws prompts, or classes of a MAR.
 
     Args:
-        own: the model of prompts is the embedded one, which knows few words.
+        own: whether the model is the embedded one, which knows few words.
     """
 
     def __init__(self, easel: Easel, desk: Desk, own: bool = False) -> None:
@@ -43,12 +43,12 @@ class Image(Tab[Pair]):
     def look(self, both: Pair) -> tuple[str, str, str]:
         words = unknown_words([both.wish.prompt]) if self.own else []
         unknown = f"This model does not know: {escape(', '.join(words))}." if words else ""
-        said = image_view.headline(both, getattr(self.easel, "measured", None), unknown)
-        return said, image_view.stage(both, self.easel.ordered), image_view.figures(both)
+        headline = image_view.headline(both, getattr(self.easel, "measured", None), unknown)
+        return headline, image_view.stage(both, self.easel.ordered), image_view.figures(both)
 
 
 def build(easel: Easel, desk: Desk, prompts: Sequence[str] = (), own: bool = False) -> Image:
-    """Lay a tab out in the page under construction and tie its events."""
+    """Build a tab in the current page and connect its events."""
     image = Image(easel, desk, own)
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
@@ -57,7 +57,7 @@ def build(easel: Easel, desk: Desk, prompts: Sequence[str] = (), own: bool = Fal
                 wished: Any = gr.Dropdown(names, value=names[0], label="Class", filterable=True, elem_id="mm-class")
             else:
                 wished = _prompt(easel, prompts)
-            draw, stop = doors("Draw", ("mm-sketch", "mm-sketch-halt") if image.classes else ("mm-draw", "mm-halt"))
+            draw, stop = buttons("Draw", ("mm-sketch", "mm-sketch-halt") if image.classes else ("mm-draw", "mm-halt"))
             inputs = [wished, *(_drafts if image.classes else _method)(easel), *_sampling(easel)]
             if len(prompts) > 1:
                 ready = [[text] for text in prompts]
@@ -66,9 +66,9 @@ def build(easel: Easel, desk: Desk, prompts: Sequence[str] = (), own: bool = Fal
             marks = gr.Checkbox(
                 True, label="marks", container=False, scale=0, min_width=110, elem_id="mm-marks", render=False
             )
-            panes = image.lay(image_view.LEGEND, marks) if easel.ordered else image.lay("")
+            panes = image.build_panes(image_view.LEGEND, marks) if easel.ordered else image.build_panes("")
     triggers = [draw.click] if image.classes else [draw.click, wished.submit]
-    tie(image, triggers, image.run, inputs, panes, panes, [draw, stop])
+    connect(image, triggers, image.run, inputs, panes, panes, [draw, stop])
     stop.click(image.stop, None, None, **QUICK)
     if easel.ordered:
         marks.change(None, marks, js=MARKS, **QUICK)
@@ -84,32 +84,32 @@ def _prompt(easel: Easel, prompts: Sequence[str]) -> gr.Textbox:
 
 
 def _drafts(easel: Easel) -> list[Component]:
-    """How a MAR drafts: method, window, prefill."""
+    """The settings of a MAR's drafts: method, window, prefill."""
     return [
         gr.Dropdown(easel.methods, value=easel.usual, label="Rule and drafts", elem_id="mm-mode"),
         gr.Slider(*easel.windows, 4, step=1, label="Ahead", info="tokens drafted in a round"),
-        gr.Slider(0, 1, 0, step=0.05, label="Prefill", info="share that the model draws before anything is drafted"),
+        gr.Slider(0, 1, 0, step=0.05, label="Prefill", info="share of tokens drawn before drafting begins"),
     ]
 
 
 def _method(easel: Easel) -> list[Component]:
-    """How to draft, and the knob that bends the distribution: method, window, rule, boldness, budget."""
+    """The settings of drafts and of a relaxed rule: method, window, rule, boldness, budget."""
     method = gr.Dropdown(easel.methods, value=SEED_EXACT, label="Method", elem_id="mm-method")
-    window = gr.Slider(*easel.windows, 16, step=1, label="Window", info="tokens that one forward looks at")
+    window = gr.Slider(*easel.windows, 16, step=1, label="Window", info="tokens verified in one forward")
     rule = gr.Dropdown(
         [("exact: the distribution is kept", LOSSLESS), *((f"{name}, lossy", name) for name in FAMILIES)],
         value=LOSSLESS, label="Rule", elem_id="mm-rule",
-        info="a relaxed rule keeps more drafts and changes the distribution; what it is charged is shown",
+        info="a relaxed rule accepts more drafts and changes the distribution; its cost is shown",
     )  # fmt: skip
     boldness = gr.Slider(1, STEPS, 2, step=1, label="Boldness", info="of the rule, from mild to bold", visible=False)
-    budget = gr.Number(0, label="Budget", minimum=0, info="most total variation to spend; 0: no limit", visible=False)
+    budget = gr.Number(0, label="Budget", minimum=0, info="limit in total variation; 0: no limit", visible=False)
 
     def by_method(name: str) -> tuple[object, ...]:
         kept = gr.update(value=LOSSLESS) if easels.seed_exact(name) else gr.skip()
         return gr.update(interactive=name.startswith("jacobi")), kept
 
     def by_rule(name: str, method: str) -> tuple[object, ...]:
-        """A seed-exact method draws plain decoding's own picture, so that another one has to take its place."""
+        """A seed-exact method does not allow a relaxed rule, so another method replaces it."""
         shown = gr.update(visible=name != LOSSLESS)
         return COUPLED if name != LOSSLESS and easels.seed_exact(method) else method, shown, shown
 
@@ -123,10 +123,10 @@ def _sampling(easel: Easel) -> list[Component]:
         fields: list[Component] = [
             gr.Number(0, label="Seed", precision=0, minimum=0, info="of both pictures"),
             gr.Slider(
-                *RANGES["guidance"], easel.guidance, step=0.5, label="Guidance", info="how closely to follow the wish"
+                *RANGES["guidance"], easel.guidance, step=0.5, label="Guidance", info="how closely to follow the prompt"
             ),
         ]
         if easel.temperature is not None:
             fields.append(gr.Slider(0, 2, easel.temperature, step=0.05, label="Temperature",
-                                   info="0 takes the likeliest token"))  # fmt: skip
+                                   info="0 is greedy decoding"))  # fmt: skip
     return fields

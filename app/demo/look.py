@@ -1,6 +1,6 @@
-"""Pieces of HTML that the tabs share: the headline, the stage where a race is replayed, badges; pure functions.
+"""HTML that the tabs share: the headline, the stage where a race is replayed, badges; pure functions.
 
-Every moving part has its time as `--t`; the style sheet shows it then, so that both sides run on one clock.
+Every animated part has its time as `--t`; the style sheet shows it then, so that both sides share one clock.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from html import escape
 from mmspec.app.demo.race import DONE, RUNNING, RaceSide, RaceView
 from mmspec.app.demo.race import WAITING as BEFORE
 
-LONGEST = 12.0  # seconds of a replay; what took longer is replayed faster, both sides alike
-FAILED = "This could not be run: the page sent what the demo does not take. Reload the page and try again."
-NO_FIGURES = "They come with a run."
+LONGEST = 12.0  # maximum seconds of a replay; longer runs are replayed faster, both sides alike
+FAILED = "This could not be run: the page sent invalid values. Reload the page and try again."
+NO_FIGURES = "Figures appear after a run."
 
 
-def haste(both: RaceView[RaceSide]) -> float:
-    """How many times faster than it ran a race is replayed."""
+def speed_factor(both: RaceView[RaceSide]) -> float:
+    """The factor by which a replay is faster than the run."""
     return max(1.0, max(both.plain.seconds, both.fast.seconds) / LONGEST)
 
 
 def stage(both: RaceView[RaceSide], sides: Sequence[tuple[str, str, str]]) -> str:
-    """Both sides beside each other, each of (title, what it does, what it shows), under lanes on a common scale."""
-    fast = haste(both)
+    """Both sides next to each other, each as (title, description, body), with time bars on a common scale."""
+    fast = speed_factor(both)
     longest = max(both.plain.seconds, both.fast.seconds) or 1.0
     panes = "".join(
         f'<section class="mm-pane" aria-label="{escape(title)}"><header><h3>{escape(title)}</h3>{_clock(one, fast)}'
@@ -34,7 +34,7 @@ def stage(both: RaceView[RaceSide], sides: Sequence[tuple[str, str, str]]) -> st
 
 
 def _lane(one: RaceSide, longest: float, fast: float) -> str:
-    """Nothing before a run: an element that is there already would not move again."""
+    """The time bar; empty before a run, since an existing element would not be animated again."""
     if not one.seconds:
         return ""
     return f'<i style="--w:{100 * one.seconds / longest:.1f}%;--for:{one.seconds / fast:.3f}"></i>'
@@ -43,23 +43,23 @@ def _lane(one: RaceSide, longest: float, fast: float) -> str:
 def _clock(one: RaceSide, fast: float) -> str:
     if one.state in (BEFORE, RUNNING):
         return ""
-    said = duration(one.seconds) if one.state == DONE else one.state
-    return f'<b class="mm-clock" {moment(one.seconds, fast)}>{said}</b>'
+    text = duration(one.seconds) if one.state == DONE else one.state
+    return f'<b class="mm-clock" {moment(one.seconds, fast)}>{text}</b>'
 
 
 def moment(seconds: float, fast: float) -> str:
-    """The attribute that says when something appears in the replay."""
+    """The HTML attribute that says when an element appears in the replay."""
     return f'style="--t:{seconds / fast:.3f}"'
 
 
 def pace(both: RaceView[RaceSide]) -> str:
-    """At what pace the race is replayed, if not at its own."""
-    fast = haste(both)
+    """A note on the speed of the replay, if it is not the original one."""
+    fast = speed_factor(both)
     return f"Replayed {fast:.1f}× as fast as it ran." if fast > 1 else ""
 
 
 def headline(speed_up: float | None, per_forward: float, of: str, badge: str, *small: str) -> str:
-    """The speed-up, green only where it is a gain; tokens per forward; whether the output is the same; and notes."""
+    """The speed-up, green if it is a gain; tokens per forward; the badge; and notes."""
     big = "–" if speed_up is None else f"{speed_up:.2f}×"
     gain = ' class="mm-gain"' * (speed_up is not None and speed_up >= 1)
     words = "the speed" if speed_up is not None and speed_up < 1 else "as fast"
@@ -83,7 +83,7 @@ WAITING = hint("Waiting for the model …", ' role="status"')
 
 
 def measuring(both: RaceView[RaceSide]) -> str:
-    """A count of the run that is being measured."""
+    """The progress of the run that is being measured."""
     name, one = ("mmspec", both.fast) if both.plain.state != RUNNING else ("plain", both.plain)
     return hint(f"Measuring {name}: {one.count} tokens in {duration(one.seconds)}. The replay follows.")
 
@@ -93,12 +93,12 @@ def refusal(message: str) -> str:
 
 
 def legend(*parts: str) -> str:
-    said = "".join(f"<span>{part}</span>" for part in parts)
-    return f'<div class="mm-legend" role="note" aria-label="what the colours mean">{said}</div>'
+    spans = "".join(f"<span>{part}</span>" for part in parts)
+    return f'<div class="mm-legend" role="note" aria-label="what the colours mean">{spans}</div>'
 
 
 def table(rows: Iterable[tuple[str, ...]]) -> str:
-    """Markdown of (what, plain, mmspec)."""
+    """A Markdown table of (name, plain, mmspec)."""
     return "\n".join(["| | plain | mmspec |", "|---|--:|--:|", *(f"| {' | '.join(row)} |" for row in rows)])
 
 

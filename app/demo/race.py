@@ -1,6 +1,6 @@
-"""A race: one request answered twice on one model, plainly and then accelerated, and when each token was there.
+"""A race: one request answered twice on one model, plainly and then accelerated, with the time of each token.
 
-The sides are measured one after the other, while the page draws nothing but a count; it replays both afterwards.
+The sides are measured one after the other, while the page shows only a count; it replays both afterwards.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ WAITING, RUNNING, DONE, STOPPED, TIMED_OUT = "", "running", "done", "stopped", "
 
 @dataclass
 class RaceSide:
-    """One side as it is measured; times in seconds since it began.
+    """One side of a race; times are in seconds since it began.
 
     Attributes:
-        at: when each token was there; 0: it is still to come.
-        calls: tokens that each forward of the model gave, that of the prompt first.
+        at: when each token was generated; 0: not yet.
+        calls: number of tokens from each forward of the model, beginning with the prefill.
     """
 
     state: str = WAITING
@@ -41,7 +41,7 @@ class RaceSide:
 
     @property
     def first(self) -> float:
-        """When the first token was there."""
+        """Time to the first token."""
         return min(filter(None, self.at), default=0.0)
 
 
@@ -50,7 +50,7 @@ S = TypeVar("S", bound=RaceSide, covariant=True)
 
 @dataclass(frozen=True)
 class RaceView(Generic[S]):
-    """What there is to see at one moment of a run."""
+    """The state of both sides at one moment of a run."""
 
     plain: S
     fast: S
@@ -58,13 +58,13 @@ class RaceView(Generic[S]):
 
     @property
     def ended(self) -> bool:
-        """Whether both sides came to their ends."""
+        """Whether both sides have finished."""
         return self.plain.state == self.fast.state == DONE
 
 
-W = TypeVar("W")  # what is asked
+W = TypeVar("W")  # the visitor's request
 V = TypeVar("V", bound=RaceView[RaceSide])
-Q = TypeVar("Q")  # what the model is given for it
+Q = TypeVar("Q")  # the model inputs for it
 
 
 @dataclass(frozen=True)
@@ -82,35 +82,35 @@ class Limits:
 
     @property
     def state(self) -> str:
-        """Of a side that did not come to its end."""
+        """The state of a side that was ended by the limits."""
         return STOPPED if self.stop.is_set() else TIMED_OUT
 
 
 class Race(Generic[W, V, Q]):
-    """Both sides of one loaded model; one run at a time. A kind of model says how it begins, runs and ends."""
+    """Runs both sides on one loaded model, one run at a time. Subclasses implement `begin`, `side` and `end`."""
 
     time_limit = TIME_LIMIT
 
     def begin(self, wish: W, stop: threading.Event) -> tuple[V, Q]:
-        """What there is to see at first, and what the model is given.
+        """The initial view, and the model inputs.
 
-        Raises RefusedError, EngineError: the wish is not run.
+        Raises RefusedError, EngineError: the wish is refused.
         """
         raise NotImplementedError
 
     def side(self, both: V, fast: bool, request: Q, limits: Limits) -> None:
-        """Run one of the two sides to its end, or to where the limits end it."""
+        """Run one of the two sides until it ends, or the limits end it."""
         raise NotImplementedError
 
     def end(self, both: V, request: Q, limits: Limits) -> V:
-        """What there is to see at the end; it is `over`."""
+        """The final view, with `over` set."""
         raise NotImplementedError
 
     def rest(self) -> None:
-        """Leave the model as transformers or diffusers made it."""
+        """Restore the stock model after a run."""
 
     def run(self, wish: W, stop: threading.Event) -> Iterator[V]:
-        """What there is by now, again and again; the last is of the end. Raises RefusedError: the wish is not run."""
+        """Yield the current view repeatedly; the last one is final. Raises RefusedError: the wish is refused."""
         try:
             both, request = self.begin(wish, stop)
             limits = Limits(stop, time.monotonic() + self.time_limit)
@@ -130,19 +130,19 @@ class Race(Generic[W, V, Q]):
             self.rest()
 
     def whole(self, wish: W) -> V:
-        """A run that nobody looks at: what there is to see at its end."""
+        """Run to the end without showing progress; returns the final view."""
         *_, last = self.run(wish, threading.Event())
         return last
 
 
 def watched(work: Callable[[], None], stop: threading.Event) -> Generator[None, None, None]:
-    """Run `work` in a thread of its own; yields now and then while it goes on. Closing it sets `stop` and waits."""
+    """Run `work` in a thread, and yield now and then until it ends. Closing the generator sets `stop` and waits."""
     failed: list[BaseException] = []
 
     def whole() -> None:
         try:
             work()
-        except BaseException as error:  # it belongs to whoever iterates
+        except BaseException as error:  # raised in the iterating thread below
             failed.append(error)
 
     thread = threading.Thread(target=whole, daemon=True)

@@ -1,4 +1,4 @@
-"""What a question is about, decoded in a process of its own: a picture, or some frames of a video."""
+"""Decodes the picture of a question, or frames of its video, in a separate process."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from mmspec.app.media.items import FileSource, Item
 from mmspec.app.media.video import FramePolicy, centres
 from mmspec.media import MediaError, MediaLimits
 
-# What a phone takes is let in, and made smaller before it leaves the process that decodes it.
+# Photos and videos of phones are allowed, and scaled down before they leave the decoder process.
 LIMITS = MediaLimits(max_pixels=64_000_000, max_bytes=64 * 2**20, seconds=20.0, max_duration=120.0)
-LONGEST = 1024  # pixels of a side that are handed on
-PATIENCE = 0.2  # seconds between two looks whether the visitor has given up
+LONGEST = 1024  # maximum side of the scaled picture, in pixels
+PATIENCE = 0.2  # seconds between two checks whether the visitor has stopped the run
 
 
 def decoder() -> Decoder:
-    """A context manager; inside, `look_at` works."""
+    """The decoder for `look_at`, a context manager."""
     return Decoder(1, LIMITS, FramePolicy("uniform", MAX_FRAMES), max_side=LONGEST)
 
 
-def look_at(ask: Ask, eyes: Decoder, stop: threading.Event) -> tuple[Image.Image, ...]:
-    """The picture, or at most as many frames of the video as are asked for.
+def look_at(ask: Ask, decoder: Decoder, stop: threading.Event) -> tuple[Image.Image, ...]:
+    """The picture, or at most `ask.frames` frames of the video.
 
     Raises RefusedError: it cannot be used; the message says why, and what to do.
     """
     assert ask.media is not None
     ticket, end = object(), time.monotonic() + 2 * LIMITS.seconds
-    eyes.submit(ticket, Item("upload", ask.kind, FileSource(Path(ask.media))))
+    decoder.submit(ticket, Item("upload", ask.kind, FileSource(Path(ask.media))))
     while not stop.is_set() and time.monotonic() < end:
-        for whose, seen in eyes.ready(PATIENCE):
-            if whose is not ticket:  # of a run that was given up
+        for whose, media in decoder.ready(PATIENCE):
+            if whose is not ticket:  # left over from a stopped run
                 continue
-            if isinstance(seen, MediaError):
-                raise RefusedError(f"This {ask.noun} {seen.reason}; {_advice(ask, seen)}.")
-            return tuple(centres(seen.frames, ask.frames))
-    raise RefusedError(f"The {ask.noun} was not read to its end.")
+            if isinstance(media, MediaError):
+                raise RefusedError(f"This {ask.noun} {media.reason}; {_advice(ask, media)}.")
+            return tuple(centres(media.frames, ask.frames))
+    raise RefusedError(f"The {ask.noun} was not read completely.")
 
 
 def _advice(ask: Ask, error: MediaError) -> str:
-    """What a visitor can do, who has no command line: of the error's alternatives, those without one."""
+    """Those of the error's suggestions that a visitor can follow without the command line."""
     if ask.kind == PICTURE and "is a video" in error.reason:
         return "choose Video above and upload it there"
     ways = error.what_to_do.split(", or ")

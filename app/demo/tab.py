@@ -1,4 +1,4 @@
-"""What the tabs with a run have in common: how it begins and ends, what it shows, and how their events are queued."""
+"""What the tabs with a race share: how a run begins and ends, what it shows, and how its events are queued."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mmspec.app.demo import look
 from mmspec.app.demo.desk import QUEUE, Desk, visitor
 from mmspec.app.demo.race import Race, V
 
-# A phone shows the answers below the question: go there when a run starts.
+# On a phone the answers are below the question: scroll there when a run starts.
 SHOW = "() => {{ if (innerWidth < 640) document.getElementById('{}').scrollIntoView({{behavior: 'smooth'}}) }}"
-REPLAY = (  # from the beginning, at this rate of the measured pace
+REPLAY = (  # from the beginning, at this rate of the measured speed
     "() => document.getElementById('{}').getAnimations({{subtree: true}}).forEach(a => {{ a.playbackRate = {}; "
     "a.currentTime = 0; a.play() }})"
 )
@@ -27,11 +27,11 @@ IN_TURN: dict[str, Any] = {"concurrency_id": QUEUE, "concurrency_limit": 1, **QU
 
 
 class Tab(Generic[V]):
-    """Events of a tab that replays a race."""
+    """The events of a tab that replays a race."""
 
-    name: str  # in the ids of its parts
-    start: str  # what stands in the headline's place before a run
-    wish: Callable[..., object]  # what is asked, from the fields of the page in their order
+    name: str  # part of its elements' ids
+    start: str  # shown in place of the headline before a run
+    wish: Callable[..., object]  # builds the request from the fields of the page, in order
 
     def __init__(self, race: Race[Any, V, Any], desk: Desk) -> None:
         self.race, self.desk = race, desk
@@ -44,7 +44,7 @@ class Tab(Generic[V]):
         raise NotImplementedError
 
     def run(self, request: gr.Request, *values: object) -> Iterator[tuple[object, ...]]:
-        """Headline, stage and figures; all but the headline are left alone until the run has ended."""
+        """Yield headline, stage and figures; only the headline changes until the run has ended."""
 
         def looks(stop: threading.Event) -> Iterator[tuple[object, ...]]:
             for both in self.race.run(self.wish(*values), stop):
@@ -53,18 +53,18 @@ class Tab(Generic[V]):
         def refuse(message: str) -> tuple[object, ...]:
             return look.refusal(message), gr.skip(), gr.skip()
 
-        yield from self.desk.serve(visitor(request), looks, refuse)  # gradio knows a generator by its function
+        yield from self.desk.serve(visitor(request), looks, refuse)  # gradio detects generators by their function
 
     def begin(self, request: gr.Request) -> tuple[object, ...]:
-        """Before the queue: end an earlier run of this visitor and clear what it left."""
+        """Called before the queue: end an earlier run of this visitor and clear its output."""
         self.desk.begin(visitor(request))
-        return look.WAITING, self.empty(), look.NO_FIGURES, *pressed(False, True)
+        return look.WAITING, self.empty(), look.NO_FIGURES, *enable_buttons(False, True)
 
     def stop(self, request: gr.Request) -> None:
         self.desk.stop(visitor(request))
 
-    def lay(self, legend: str, *more: Component) -> list[Component]:
-        """Headline, stage and figures in the page under construction, with what replays the race."""
+    def build_panes(self, legend: str, *more: Component) -> list[Component]:
+        """Build headline, stage, replay buttons and figures in the current page."""
         summary = gr.HTML(self.start, elem_id=f"mm-{self.name}-summary")
         stage = gr.HTML(self.empty(), elem_id=f"mm-{self.name}-race")
         with gr.Row(elem_classes="mm-replay"):
@@ -78,32 +78,32 @@ class Tab(Generic[V]):
         return [summary, stage, figures]
 
 
-def tie(
+def connect(
     tab: Tab[Any], triggers: Sequence[Callable[..., Dependency]], work: Callable[..., Iterator[object]],
     given: Sequence[Component], shown: Sequence[Component],
-    panes: Sequence[Component], doors: Sequence[Component],
+    panes: Sequence[Component], buttons: Sequence[Component],
 ) -> Dependency:  # fmt: skip
-    """Tie a run to what starts it; the event of its end.
+    """Connect a run to the events that start it; returns the event of its end.
 
     Args:
-        given, shown: what `work` takes and gives.
+        given, shown: inputs and outputs of `work`.
         panes: headline, stage and figures, which `begin` clears.
-        doors: the buttons that start and stop a run.
+        buttons: the buttons that start and stop a run.
     """
-    started = gr.on(triggers, tab.begin, None, [*panes, *doors], **QUICK)
+    started = gr.on(triggers, tab.begin, None, [*panes, *buttons], **QUICK)
     ended = started.then(work, given, shown, **IN_TURN)
     ended.failure(lambda: look.refusal(look.FAILED), None, panes[0], **QUICK)
     gr.on(triggers, None, js=SHOW.format(panes[0].elem_id), **QUICK)
-    return ended.then(lambda: pressed(True, False), None, doors, **QUICK)
+    return ended.then(lambda: enable_buttons(True, False), None, buttons, **QUICK)
 
 
-def pressed(*may: bool) -> tuple[dict[str, object], ...]:
-    """Updates of buttons: whether each may be pressed."""
+def enable_buttons(*may: bool) -> tuple[dict[str, object], ...]:
+    """Updates that enable or disable buttons."""
     return tuple(gr.update(interactive=one) for one in may)
 
 
-def doors(start: str, ids: Sequence[str], *more: Component) -> list[gr.Button]:
-    """The buttons that start and stop a run, in a row, and others beside them."""
+def buttons(start: str, ids: Sequence[str], *more: Component) -> list[gr.Button]:
+    """A row with the buttons that start and stop a run, and others."""
     with gr.Row():
         run = gr.Button(start, variant="primary", elem_id=ids[0], min_width=80)
         stop = gr.Button("Stop", variant="stop", interactive=False, elem_id=ids[1], min_width=80)

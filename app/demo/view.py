@@ -1,4 +1,4 @@
-"""What the Caption tab shows of a turn: both texts, the headline, the figures; pure functions."""
+"""HTML for a turn of the Caption tab: both texts, the headline, the figures; pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmspec.app.demo.look import duration
 from mmspec.app.files import inline
 
 THUMB = 96  # pixels of the longer side of a frame
-KINDS = {  # of tokens
+KINDS = {  # kinds of tokens
     PLAIN: "one call of the model",
     DRAFTED: "drafted, and accepted",
     CORRECTED: "corrected: the model's own, where the draft had another",
@@ -33,7 +33,7 @@ START = look.hint(
 
 
 def token(one: Token, at: float = 0.0, fast: float = 1.0) -> str:
-    """One token in its colour, the blanks before it left white; one without text, such as the last, still counts."""
+    """One token in its colour, except leading blanks; a token without text, such as the end token, is also marked."""
     seen = one.text.lstrip()
     silent = " mm-silent" * (not seen)
     blanks = one.text[: len(one.text) - len(seen)]
@@ -50,7 +50,7 @@ def text(answer: ShownAnswer, title: str, fast: float) -> str:
 
 
 def stage(turn: ChatTurn) -> str:
-    fast = look.haste(turn)
+    fast = look.speed_factor(turn)
     return look.stage(turn, (
         ("Plain", "stock generate: one call of the model for each token", text(turn.plain, "Plain", fast)),
         ("mmspec", f"{turn.ask.drafter} drafts ahead; one call checks the whole draft",
@@ -66,7 +66,7 @@ def headline(turn: ChatTurn) -> str:
 
 
 def figures(turn: ChatTurn) -> str:
-    """Where the time went, and what the drafts gave."""
+    """A table of times, forwards and accepted tokens."""
     both = turn.plain, turn.fast
     decode = turn.speed_up(after=1)
     return look.table([
@@ -85,11 +85,11 @@ def figures(turn: ChatTurn) -> str:
 
 
 def acceptance(turn: ChatTurn) -> tuple[str, str]:
-    """(same, different, chance, partial or open; the words of the badge)."""
+    """The badge as (same, different, chance, partial or open; its text)."""
     n = turn.compared
     if not turn.ask.comparable:
         return "chance", (
-            "Drawn at random: both answers follow one distribution, but with noise of their own. Tick “same draws” or "
+            "Sampled: both answers follow the same distribution, but with different noise. Tick “same draws” or "
             "set the temperature to 0 to compare them token by token."
         )
     if turn.difference is not None:
@@ -106,7 +106,7 @@ def acceptance(turn: ChatTurn) -> tuple[str, str]:
 
 
 def talk(before: Turns, prompt: str, frames: Sequence[Image.Image]) -> str:
-    """What was said before, and the frames of a video that the model looks at."""
+    """The conversation so far, and the frames of a video that the model sees."""
     shown = ""
     if frames:
         small: list[str] = []
@@ -114,8 +114,8 @@ def talk(before: Turns, prompt: str, frames: Sequence[Image.Image]) -> str:
             little = frame.copy()
             little.thumbnail((THUMB, THUMB))
             small.append(f'<img src="{inline(little, "JPEG")}" alt="frame {len(small) + 1}">')
-        said = f"{len(frames)} frame{'s' * (len(frames) != 1)} that the model looks at"
-        shown = f'<figure class="mm-frames"><div>{"".join(small)}</div><figcaption>{said}</figcaption></figure>'
+        caption = f"{len(frames)} frame{'s' * (len(frames) != 1)} that the model sees"
+        shown = f'<figure class="mm-frames"><div>{"".join(small)}</div><figcaption>{caption}</figcaption></figure>'
     if not before:
         return shown
     lines = "".join(

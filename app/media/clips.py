@@ -1,4 +1,4 @@
-"""Videos that rows of questions and of training data show: their frames, decoded in a process of its own."""
+"""Frames of the videos in questions and training data, decoded in a separate process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mmspec.app.media.items import VIDEO, BytesSource, Item
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaLimits
 
-USUAL = "uniform:8"  # frames of a video, evenly spread
-HELP = "frames of a video in the data: N evenly spread, fps:R or keyframes (%(default)s)"
+USUAL = "uniform:8"  # frames of a video, evenly spaced
+HELP = "frames of a video in the data: N evenly spaced, fps:R or keyframes (%(default)s)"
 
 
 def policy(text: str) -> FramePolicy:
-    """The value of an option that chooses frames."""
+    """Parse the value of an option that chooses frames."""
     try:
         return FramePolicy.parse(text)
     except ValueError as error:
@@ -28,7 +28,7 @@ def policy(text: str) -> FramePolicy:
 
 
 class VideoReader:
-    """Reads one video at a time, as the captioner does, with its limits; a context manager.
+    """Reads one video at a time, with the decoder and default limits of `mmspec caption`; a context manager.
 
     The process starts with the first video.
     """
@@ -48,13 +48,13 @@ class VideoReader:
         self._open.close()
         self._open = self._decoder = None
 
-    def __call__(self, held: object, folders: Sequence[Path], where: str) -> list[Image.Image]:
+    def __call__(self, cell: object, folders: Sequence[Path], where: str) -> list[Image.Image]:
         """The frames of a cell: bytes, {bytes, path}, or the path of a file below one of these folders.
 
-        Raises MediaError: it holds something else, or its video cannot be decoded.
+        Raises MediaError: the cell holds something else, or its video cannot be decoded.
         """
-        data = media.cell(held, folders, where, MediaLimits().max_bytes)
+        data = media.cell(cell, folders, where, MediaLimits().max_bytes)
         if self._decoder is None:
-            assert self._open is not None, "a VideoReader works inside its `with` only"
+            assert self._open is not None, "use a VideoReader inside a `with` block"
             self._decoder = self._open.enter_context(Decoder(1, MediaLimits(), self.frames))
         return list(self._decoder.one(Item(where, VIDEO, BytesSource(data))).frames)

@@ -1,4 +1,4 @@
-"""A process that decodes: it reads items off a line, and answers with facts and frames, within its limits."""
+"""A decoder process: it receives items through a pipe and answers with facts and frames, within its limits."""
 
 from __future__ import annotations
 
@@ -26,46 +26,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DecodeOrder:
-    """What every worker process is told once."""
+    """The settings of every worker process."""
 
     limits: MediaLimits
     frames: FramePolicy
     max_side: int | None
 
 
-def serve(line: Connection, order: DecodeOrder) -> None:
-    """What a worker process does: read an item off the line, answer with its frames, until the line breaks."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides what ends
-    for library in ("OMP", "OPENBLAS", "MKL"):  # numpy is loaded for few pictures, and needs no threads for them
+def serve(pipe: Connection, order: DecodeOrder) -> None:
+    """The main function of a worker process: receive an item, answer with its frames, until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides when to stop
+    for library in ("OMP", "OPENBLAS", "MKL"):  # numpy is loaded for few pictures only, and needs no threads
         os.environ[f"{library}_NUM_THREADS"] = "1"
     Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, order.limits.max_pixels)  # Pillow's own limit
     _limit_memory(order.limits.memory)
     with contextlib.suppress(OSError, EOFError):  # the parent has gone
-        line.send_bytes(b"{}")
+        pipe.send_bytes(b"{}")
         while True:
-            packed = line.recv_bytes()
+            packed = pipe.recv_bytes()
             _set_alarm(order.limits.seconds + 5)
             answer, frames = _answer(packed, order)
             _set_alarm(0)
-            line.send_bytes(json.dumps(answer).encode())
+            pipe.send_bytes(json.dumps(answer).encode())
             for frame in frames:
-                line.send_bytes(frame)
+                pipe.send_bytes(frame)
 
 
 def _answer(packed: bytes, order: DecodeOrder) -> tuple[dict[str, Any], list[bytes]]:
-    """What goes back for an item: facts or an error as plain data, never as a pickle; and the frames."""
+    """The answer for an item: facts or an error as JSON data, never as a pickle; and the frames."""
     name = "item"
     try:
         item = pickle.loads(packed)
         name = label(item)
-        made = _decode(item, order)
-        facts = {name: getattr(made, name) for name in ("content", "seconds", "animated")}
-        return {**facts, "frames": [frame.size for frame in made.frames]}, [frame.tobytes() for frame in made.frames]
+        done = _decode(item, order)
+        facts = {name: getattr(done, name) for name in ("content", "seconds", "animated")}
+        return {**facts, "frames": [frame.size for frame in done.frames]}, [frame.tobytes() for frame in done.frames]
     except MediaError as error:
         refusal = error
     except MemoryError:
         refusal = media.too_much_memory(name)
-    except Exception as error:  # a source is not ours, and may raise anything at all
+    except Exception as error:  # sources use other libraries, which may raise any error
         reason = f"cannot be read ({type(error).__name__}: {error})"
         refusal = MediaError(name, reason, "check the file, the disk and the network")
     return {"error": [str(refusal.path), refusal.reason, refusal.what_to_do]}, []
@@ -85,13 +85,13 @@ def _decode(item: Item, order: DecodeOrder) -> Media:
 
 
 def label(item: Item) -> str:
-    """How messages call an item."""
+    """The name of an item in messages."""
     return str(item.source.path or item.name)
 
 
 def _limit_memory(room: int) -> None:
-    """Let this process take so many bytes more than now, on systems that can count them."""
-    with contextlib.suppress(ImportError, OSError, ValueError):  # Windows, macOS: only the limits on size and time hold
+    """Limit this process to so many bytes more than it uses now, where the system supports it."""
+    with contextlib.suppress(ImportError, OSError, ValueError):  # Windows, macOS: only size and time are limited
         import resource
 
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -101,6 +101,6 @@ def _limit_memory(room: int) -> None:
 
 
 def _set_alarm(seconds: float) -> None:
-    """Let the system end this process after a time (0: never), in case the parent is no longer there to do so."""
+    """Let the system end this process after a time (0: never), in case the parent is gone and cannot."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)

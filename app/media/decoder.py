@@ -1,4 +1,4 @@
-"""Decoding in processes of its own: a hostile file may hang, crash or swell there, and costs only itself."""
+"""Decodes items in worker processes, so that a hostile file that hangs, crashes or fills memory only fails itself."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from mmspec.media import Media, MediaError, MediaLimits, raising
 if TYPE_CHECKING:
     from mmspec.app.media.items import Item
 
-AHEAD = 4  # items in hand per worker process, whether waiting, running or finished
-HELD_BYTES = 512 * 2**20  # of finished frames nobody has taken yet; above, nothing new is begun
-START_SECONDS = 120.0  # for a process to start on a busy machine
-STARTS = 3  # processes in a row that may fail to start before all is given up
-TRIES = 2  # a crash may be the late fault of an earlier item, so an item has to crash two processes
+AHEAD = 4  # items per worker process, whether waiting, being decoded or finished
+HELD_BYTES = 512 * 2**20  # of finished frames that were not fetched; above this limit no new item is started
+START_SECONDS = 120.0  # time limit for a process to start on a busy machine
+STARTS = 3  # processes in a row that may fail to start before the decoder gives up
+TRIES = 2  # an earlier item may cause a later crash, so an item fails only after it crashed two processes
 
 
 class DecoderError(Exception):
@@ -36,22 +36,22 @@ class DecoderError(Exception):
 
 class DecodeJob(NamedTuple):
     ticket: Hashable
-    label: str  # how messages call the item
+    label: str  # the item's name in messages
     packed: bytes  # the item, pickled
 
 
 @dataclass(eq=False)
 class DecodeWorker:
-    """A process, the line to it, and the item that it is at."""
+    """A process, the pipe to it, and the item that it decodes."""
 
     order: DecodeOrder
     process: Any = None
-    line: Connection | None = None
+    pipe: Connection | None = None
     started: bool = False
     job: DecodeJob | None = None
 
     def begin(self) -> None:
-        self.line, theirs = multiprocessing.Pipe()
+        self.pipe, theirs = multiprocessing.Pipe()
         self.started = False
         self.process = multiprocessing.get_context("spawn").Process(
             target=serve, args=(theirs, self.order), name="mmspec-decoder", daemon=True
@@ -59,12 +59,12 @@ class DecodeWorker:
         try:
             self.process.start()
         finally:
-            theirs.close()  # so that the line breaks when the process ends
+            theirs.close()  # so that reading raises EOFError when the process ends
 
     def end(self, patience: float = 0) -> str:
-        """End the process, which may have `patience` seconds to do so itself; how it ended."""
-        if self.line is not None:
-            self.line.close()
+        """End the process, after up to `patience` seconds in which it may exit by itself; returns how it ended."""
+        if self.pipe is not None:
+            self.pipe.close()
         if self.process is None or self.process.pid is None:
             return ""
         self.process.join(patience)
@@ -76,31 +76,31 @@ class DecodeWorker:
         return f"signal {-code}"
 
     def answers(self, seconds: float) -> bool:
-        """Whether there is an answer within so many seconds; one that is there by then is never too late."""
-        assert self.line is not None
-        return self.line.poll(seconds) or self.line.poll(0)
+        """Whether an answer arrives within so many seconds; the second poll finds one that arrived at the deadline."""
+        assert self.pipe is not None
+        return self.pipe.poll(seconds) or self.pipe.poll(0)
 
     def ask(self, job: DecodeJob, seconds: float) -> Media | MediaError | None:
-        """The item decoded, or why not; None if that takes too long. EOFError or OSError if the process has died."""
-        assert self.line is not None
-        self.line.send_bytes(job.packed)
+        """The decoded item or its error; None if it takes too long. EOFError or OSError if the process has died."""
+        assert self.pipe is not None
+        self.pipe.send_bytes(job.packed)
         if not self.answers(seconds):
             return None
-        answer = json.loads(self.line.recv_bytes())
+        answer = json.loads(self.pipe.recv_bytes())
         sizes = answer.pop("frames", ())
-        frames = tuple(Image.frombytes("RGB", size, self.line.recv_bytes(3 * size[0] * size[1])) for size in sizes)
+        frames = tuple(Image.frombytes("RGB", size, self.pipe.recv_bytes(3 * size[0] * size[1])) for size in sizes)
         return MediaError(*answer["error"]) if "error" in answer else Media(frames, **answer)
 
 
 class Decoder:
-    """Items in, decoded media or MediaErrors out, in the order in which they are ready; a context manager.
+    """Takes items and returns decoded media or MediaErrors in the order in which they finish; a context manager.
 
-    A thread for each process keeps it busy and within its time, whatever the caller is doing meanwhile. The process
-    that makes a Decoder must not be a daemon of multiprocessing, for those may start no others.
+    A thread for each process keeps it busy and enforces its time limit, whatever the caller does meanwhile. The process
+    that creates a Decoder must not be a daemon of multiprocessing, since daemons cannot start processes.
 
     Args:
-        workers: processes.
-        max_side: frames are made to fit into max_side x max_side before they leave their process.
+        workers: number of processes.
+        max_side: frames are scaled down to fit into max_side x max_side before they leave their process.
     """
 
     def __init__(self, workers: int, limits: MediaLimits, frames: FramePolicy, max_side: int | None = None):
@@ -108,9 +108,9 @@ class Decoder:
         self._change = threading.Condition()
         self._waiting: deque[DecodeJob] = deque()
         self._done: deque[tuple[Hashable, Media | MediaError]] = deque()
-        self._inside = 0  # items submitted and not yet handed back
+        self._inside = 0  # items submitted and not yet returned
         self._held = 0  # bytes of finished frames
-        self._trouble: BaseException | None = DecoderError("a Decoder works inside its `with` only")
+        self._trouble: BaseException | None = DecoderError("use a Decoder inside a `with` block")
         self._closing = False
         self._workers = [DecodeWorker(order) for _ in range(max(1, workers))]
         self._threads = [
@@ -125,7 +125,7 @@ class Decoder:
             self._trouble = None
             for thread in self._threads:
                 thread.start()
-        except BaseException:  # Ctrl-C, too: `with` does not call __exit__ for it here
+        except BaseException:  # also Ctrl-C: `with` does not call __exit__ if __enter__ raises
             self.close()
             raise
         return self
@@ -134,7 +134,7 @@ class Decoder:
         self.close()
 
     def close(self) -> None:
-        """End the processes, whatever they are at."""
+        """End the processes, whatever they are doing."""
         with self._change:
             self._closing = True
             self._trouble = self._trouble or DecoderError("the Decoder has been closed")
@@ -148,11 +148,11 @@ class Decoder:
 
     @property
     def room(self) -> int:
-        """How many more items may be submitted before some are taken out."""
+        """How many more items may be submitted before finished ones are fetched."""
         return max(0, AHEAD * len(self._workers) - self._inside)
 
     def submit(self, ticket: Hashable, item: Item) -> None:
-        """Have an item decoded; `ready` hands it back under this ticket."""
+        """Queue an item; `ready` returns it with this ticket."""
         job = DecodeJob(ticket, label(item), pickle.dumps(item))
         with self._change:
             self._waiting.append(job)
@@ -160,7 +160,7 @@ class Decoder:
             self._change.notify_all()
 
     def ready(self, wait: float | None = 0) -> list[tuple[Hashable, Media | MediaError]]:
-        """What is finished; waits so many seconds (None: as long as it takes) for the first, if any is to come."""
+        """The finished items; waits up to `wait` seconds (None: no limit) for the first one, if any is pending."""
         with self._change:
             self._change.wait_for(lambda: self._done or not self._inside or self._trouble, wait)
             if self._trouble is not None:
@@ -173,7 +173,7 @@ class Decoder:
         return finished
 
     def one(self, item: Item) -> Media:
-        """An item decoded, where nothing else is inside. MediaError where that cannot be."""
+        """Decode one item, while no other is pending. MediaError if it cannot be decoded."""
         self.submit(item.name, item)
         ((_, outcome),) = self.ready(None)
         if isinstance(outcome, MediaError):
@@ -202,13 +202,13 @@ class Decoder:
                 self._change.notify_all()
 
     def _start(self, worker: DecodeWorker) -> None:
-        """Wait until the process has started, with a new one in the place of one that does not."""
+        """Wait until the process has started; replace it if it does not."""
         for _ in range(STARTS):
             late = not worker.answers(START_SECONDS)
             if not late:
                 with contextlib.suppress(OSError, EOFError):
-                    assert worker.line is not None
-                    worker.line.recv_bytes()
+                    assert worker.pipe is not None
+                    worker.pipe.recv_bytes()
                     worker.started = True
                     return
             how = worker.end(0 if late else 1)
@@ -216,12 +216,12 @@ class Decoder:
                 break
             worker.begin()
         what = "takes too long to start" if late else f"ends before it has started ({how})"
-        guard = "does the main program guard itself by `if __name__ == '__main__':`?"
+        guard = "is the main program guarded by `if __name__ == '__main__':`?"
         raise DecoderError(f"a decoder process {what}; {guard}")
 
     def _decode(self, worker: DecodeWorker, job: DecodeJob) -> Media | MediaError:
-        """One item, in another process if need be."""
-        if not worker.process.is_alive():  # it died while it had nothing to do, so no file is to blame
+        """Decode one item, in a new process if the first one dies."""
+        if not worker.process.is_alive():  # it died while it was idle, so no file is the cause
             self._replace(worker)
         for _ in range(TRIES):
             try:
@@ -237,7 +237,7 @@ class Decoder:
         return MediaError(job.label, f"crashes the decoder ({how})", "save it again in another format, or leave it out")
 
     def _replace(self, worker: DecodeWorker, patience: float = 0) -> str:
-        """A new process; how the last one ended."""
+        """Start a new process; returns how the last one ended."""
         how = worker.end(patience)
         if self._closing:
             raise DecoderError("the Decoder has been closed")

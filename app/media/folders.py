@@ -1,4 +1,4 @@
-"""The images and videos of a folder, and of those in it where that is asked."""
+"""The images and videos of a folder, optionally with its subfolders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmspec.media import MediaError
 
 @dataclass(frozen=True)
 class Folder:
-    """All images and videos of a folder by their extensions, hidden ones left out, in the order of their paths."""
+    """All files with an image or video extension in a folder, sorted by path; hidden files and folders are skipped."""
 
     root: Path
     recursive: bool
@@ -34,18 +34,18 @@ class Folder:
                 yield file_item(one, name_of)
 
     def skipped(self) -> list[str]:
-        """Folders in it that are not looked into, by name."""
-        return [] if self.recursive else [entry.name for entry in self._entries(self.root) if _leads_in(entry) is True]
+        """Names of subfolders that are not read."""
+        return [] if self.recursive else [entry.name for entry in self._entries(self.root) if _is_folder(entry) is True]
 
     def left_out(self) -> Counter[str]:
-        """How many files in it are no image or video by their names, by extension."""
+        """Counts, by extension, of files whose names are not those of images or videos."""
         others: Counter[str] = Counter()
         for _ in self._walk(others):
             pass
         return others
 
     def _walk(self, others: Counter[str] | None = None) -> Iterator[Path | MediaError]:
-        """Media files, and what is wrong with folders, or links to some, that cannot be looked into.
+        """Media files, and errors for folders or links that cannot be read.
 
         Files of other kinds are counted in `others` by their extensions.
         """
@@ -55,20 +55,20 @@ class Folder:
             if entry is None:
                 stack.pop()
                 continue
-            inside = _leads_in(entry)
-            if inside is True:
-                if self.recursive and not entry.is_symlink():  # a link could lead round in a circle
+            is_folder = _is_folder(entry)
+            if is_folder is True:
+                if self.recursive and not entry.is_symlink():  # a link could lead to a cycle
                     try:
                         stack.append(iter(self._entries(Path(entry.path))))
                     except MediaError as error:
                         yield error
             elif kind_of(entry.name):
                 yield Path(entry.path)
-            elif inside is False:
+            elif is_folder is False:
                 if others is not None:
                     others[os.path.splitext(entry.name)[1].lower()] += 1
             elif self.recursive:
-                yield media.explained(Path(entry.path), inside)
+                yield media.explained(Path(entry.path), is_folder)
 
     @staticmethod
     def _entries(folder: Path) -> list[os.DirEntry[str]]:
@@ -83,8 +83,8 @@ class Folder:
             ) from error
 
 
-def _leads_in(entry: os.DirEntry[str]) -> bool | OSError:
-    """Whether an entry is a folder, or a link to one; or why nobody can tell."""
+def _is_folder(entry: os.DirEntry[str]) -> bool | OSError:
+    """Whether an entry is a folder, or a link to one; or the error that prevents telling."""
     try:
         return entry.is_dir()
     except OSError as error:  # a link to itself, or through a folder that may not be entered

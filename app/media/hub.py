@@ -1,4 +1,4 @@
-"""Data sets of the `datasets` library, from the Hub or a folder, with nothing decoded."""
+"""Data sets of the `datasets` library, from the Hub or a folder; pictures in them are not decoded here."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Dataset:
             notes = part.select_columns(self.columns.notes) if self.columns.notes else None
             for row in range(len(part)):
                 if row % CHUNK == 0:
-                    said = notes[row : row + CHUNK] if notes is not None else {}
-                cells = {note: values[row % CHUNK] for note, values in said.items()}
+                    chunk = notes[row : row + CHUNK] if notes is not None else {}
+                cells = {note: values[row % CHUNK] for note, values in chunk.items()}
                 source = DatasetSource(name, pickled, row, column, folders)
-                yield Item(f"{name}/{row}", kind, source, *self.columns.said(cells))
+                yield Item(f"{name}/{row}", kind, source, *self.columns.notes_of(cells))
 
     @property
     def _name(self) -> str:
@@ -53,7 +53,7 @@ class Dataset:
 
     @cached_property
     def parts(self) -> dict[str, Any]:
-        """The splits that are wanted, with nothing decoded."""
+        """The chosen splits, with decoding turned off."""
         datasets = need("datasets", self.where)
         name, split = self._address
         try:
@@ -62,7 +62,7 @@ class Dataset:
                 split = self.split
             else:
                 loaded = datasets.load_dataset(*_name_and_config(name), split=split)
-        except Exception as error:  # no network, no such set, no such split, a damaged cache: the library says which
+        except Exception as error:  # no network, no such data set or split, a damaged cache; the message says which
             reason = f"cannot be loaded ({type(error).__name__}: {error})"
             raise MediaError(self.where, reason, "check the name (owner/name:split) and the network") from error
         parts = dict(loaded) if isinstance(loaded, dict) else {split or str(loaded.split or "train"): loaded}
@@ -80,7 +80,7 @@ class Dataset:
 
 
 def _name_and_config(address: str) -> tuple[str, str | None]:
-    """`owner/name/config` in two parts; the path of a folder, there or not, is none of these."""
+    """Split `owner/name/config` into name and config; the path of a folder, which need not exist, has no config."""
     parts = address.split("/", 2)
     folder = address.startswith(("/", ".", "~")) or Path(address).is_absolute() or Path(address).is_dir()
     return (address, None) if len(parts) < 3 or folder else ("/".join(parts[:2]), parts[2])

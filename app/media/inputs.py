@@ -1,4 +1,4 @@
-"""What a run captions: files, folders, globs, lists, tables, tars and data sets, mixed as they come, item by item."""
+"""The inputs of a run: any mix of files, folders, globs, lists, tables, tars and data sets, read item by item."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Place(Protocol):
 
     @property
     def root(self) -> Path | None:
-        """The folder that it is called after; None where there is none."""
+        """The folder that names of its items are relative to; None if there is none."""
 
     def check(self) -> None:
-        """MediaError if it cannot be used at all."""
+        """Raise MediaError if it cannot be used at all."""
 
     def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]: ...
 
@@ -54,7 +54,7 @@ class Files:
 
 
 class Inputs:
-    """Everything that a run was given; its items come one by one, with unique names and always in the same order."""
+    """All inputs of a run; its items have unique names and always come in the same order."""
 
     def __init__(self, places: Sequence[Place]):
         self.places = places
@@ -62,28 +62,28 @@ class Inputs:
         self.root: Path | None = _common(roots) if roots else None
 
     def items(self) -> Iterator[Item]:
-        """All items, a thing that was named twice only once; another one of the same name can only fail."""
+        """All items; an item that is given twice comes once, and a different item with the same name fails."""
         again: Counter[str] = Counter()
         seen: dict[bytes, bytes] = {}  # digests, because the names of a hundred million items are too long to keep
         for item in itertools.chain.from_iterable(place.items(self._name_of) for place in self.places):
-            name, thing = _digest(item.name), _digest(str(item.source))
+            name, source = _digest(item.name), _digest(str(item.source))
             if name not in seen:
-                seen[name] = thing
+                seen[name] = source
                 yield item
-            elif seen[name] != thing:
+            elif seen[name] != source:
                 again[item.name] += 1
                 yield self._renamed(item, again[item.name], seen)
 
     def skipped(self) -> list[str]:
-        """Subfolders that are not looked into, by name."""
+        """Names of subfolders that are not read."""
         return [name for place in self.places if isinstance(place, Folder) for name in place.skipped()]
 
     def left_out(self) -> Counter[str]:
-        """How many files of the folders are no image or video by their names, by extension."""
+        """Counts, by extension, of files in the folders whose names are not those of images or videos."""
         return sum((place.left_out() for place in self.places if isinstance(place, Folder | Remote)), Counter())
 
     def _name_of(self, path: Path) -> str:
-        """Path below the root; a file that a list names elsewhere goes by its whole path."""
+        """Path relative to the root; the full path for files outside of it, which a list may name."""
         whole = os.path.abspath(path)
         below = whole.removeprefix(self._above) if whole.startswith(self._above) else os.path.splitdrive(whole)[1]
         return below.replace(os.sep, "/").lstrip("/")
@@ -94,7 +94,7 @@ class Inputs:
 
     @staticmethod
     def _renamed(item: Item, times: int, seen: dict[bytes, bytes]) -> Item:
-        """What stands for an item whose name is taken: a failure that says so."""
+        """A failing item in place of one whose name is taken."""
         own = f"{item.name}#{times + 1}"
         while _digest(own) in seen:
             own += "#"
@@ -111,36 +111,36 @@ def open_inputs(
     where: Sequence[str | Path], *, recursive: bool = False, column_image: str | None = None,
     column_text: str | None = None, column_tags: str | None = None, split: str | None = None,
 ) -> Inputs:  # fmt: skip
-    """What these names stand for; MediaError if one of them stands for nothing that can be captioned."""
+    """Open the inputs with these names; MediaError if one of them has nothing to caption."""
     columns = Columns(column_image, column_text, column_tags)
     places: list[Place] = []
     several = sum(map(is_address, where)) > 1
     for name in map(str, where):
         if is_address(name) and Path(name).suffix.lower() in tables.EXTENSIONS | tars.EXTENSIONS:
-            why = "is a list, a table or a tar elsewhere, which is read here only"
+            why = "is a remote list, table or tar; these are read from local disks only"
             raise MediaError(name, why, "download it first")
         remote = is_address(name)
-        meant = [Remote(name, recursive, several)] if remote else [*_places(name, recursive, columns, split)]
-        _check(meant)
-        places += meant
+        found = [Remote(name, recursive, several)] if remote else [*_places(name, recursive, columns, split)]
+        _check(found)
+        places += found
     if not places:
         raise MediaError("", "nothing to caption", f"name {KNOWN}")
     return Inputs(places)
 
 
 def _check(places: Sequence[Place]) -> None:
-    """MediaError of the first of these shards if none can be used; a broken one among others fails alone, later."""
+    """Raise the MediaError of the first place if none can be used; a broken one among others fails later, alone."""
     troubles = []
     for place in places:
         try:
-            return place.check()  # the others are opened when it is their turn
+            return place.check()  # the others are opened later
         except MediaError as error:
             troubles.append(error)
     raise troubles[0]
 
 
 def images(where: str | Path) -> list[Path]:
-    """The images of a folder and of those in it, or the one image named; MediaError where there are none."""
+    """The images of a folder and its subfolders, or the one image named; MediaError if there are none."""
     items = open_inputs([where], recursive=True).items()
     return [item.source.path for item in items if item.kind == IMAGE and item.source.path is not None]
 
@@ -165,7 +165,7 @@ def _place(path: Path, recursive: bool, columns: Columns, split: str | None) -> 
     if suffix in tars.EXTENSIONS:
         return tars.Tar(path, columns)
     if path.name.lower().endswith(tars.PACKED):
-        raise MediaError(path, "is a compressed tar, in which nothing can be found by place", "unpack it to a .tar")
+        raise MediaError(path, "is a compressed tar, which cannot be read by byte offsets", "unpack it to a .tar")
     if suffix in tables.PARQUETS:
         return tables.Parquet(path, columns)
     if suffix in tables.EXTENSIONS:
@@ -176,7 +176,7 @@ def _place(path: Path, recursive: bool, columns: Columns, split: str | None) -> 
 
 
 def _pattern(name: str, recursive: bool, columns: Columns, split: str | None) -> Iterator[Place]:
-    """What a pattern with * ? [a-z] {0..9} {a,b} matches: media files, and tars and tables if it ends like those."""
+    """The matches of a pattern with * ? [a-z] {0..9} {a,b}: media files, and tars or tables if it ends like those."""
     ending = Path(name).suffix.lower()
     tabular = tars.EXTENSIONS | tables.EXTENSIONS
     paths: list[Path] = []
@@ -196,18 +196,18 @@ def _pattern(name: str, recursive: bool, columns: Columns, split: str | None) ->
 
 
 def _fixed_part(pattern: str) -> Path:
-    """The folder that all matches of a pattern share, whatever they are."""
+    """The folder that all possible matches of a pattern share."""
     fixed = itertools.takewhile(lambda part: not glob.has_magic(part) and "{" not in part, Path(pattern).parts[:-1])
     return Path(*fixed)
 
 
 def _common(folders: Sequence[Path]) -> Path:
-    """The deepest folder that holds all of these, as it was written if there is only one."""
+    """The deepest folder that contains all of these; a single one is returned as it was given."""
     if len(set(folders)) == 1:
         return folders[0]
     try:
         return Path(os.path.commonpath([os.path.abspath(folder) for folder in folders]))
-    except ValueError:  # on several drives of Windows
+    except ValueError:  # several drives on Windows
         return Path(os.path.abspath(folders[0]).partition(os.sep)[0] + os.sep)
 
 
@@ -216,4 +216,4 @@ def _begins_like_media(path: Path) -> bool:
         with open(path, "rb") as file:
             return sniff(file.read(HEAD)) is not None
     except OSError:
-        return True  # reading it as an item will say what is wrong
+        return True  # the error is reported when the item is read

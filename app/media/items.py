@@ -1,4 +1,4 @@
-"""One thing to caption: its name, what kind it is, and where a worker process finds its bytes."""
+"""One item to caption: its name, its kind, and the source from which a worker process reads its bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VIDEO_EXTENSIONS = {
     *(".3gp", ".avi", ".flv", ".m2ts", ".m4v", ".mkv", ".mov", ".mp4"),
     *(".mpeg", ".mpg", ".mts", ".ogv", ".webm", ".wmv"),
 }
-# (place, bytes there, kind, extension): how a file begins, whatever it is called; the first that fits counts
+# (offset, bytes there, kind, extension): how files begin, whatever their names; the first match counts
 SIGNATURES = (
     (0, b"\xff\xd8\xff", IMAGE, ".jpg"),
     (0, b"\x89PNG\r\n\x1a\n", IMAGE, ".png"),
@@ -39,22 +39,22 @@ SIGNATURES = (
     (0, b"FLV\1", VIDEO, ".flv"),
     (0, b"OggS", VIDEO, ".ogv"),
 )
-HEAD = 16  # bytes that `sniff` looks at
-ROWS = 16  # of a parquet file that a worker holds in memory at a time
+HEAD = 16  # bytes that `sniff` reads
+ROWS = 16  # rows of a parquet file that a worker holds in memory at a time
 
 
 class Source(Protocol):
-    """Where the bytes of an item are; travels to worker processes by pickle, so it holds no open file.
+    """Where the bytes of an item are; pickled for worker processes, so it holds no open file.
 
-    Its `str` says for people where that is, and two of the same `str` are the same thing.
+    Its `str` describes the place for users; sources with the same `str` are the same item.
     """
 
     @property
     def path(self) -> Path | None:
-        """The file of its own that the item has on this machine, if it has one."""
+        """The item's file on this machine, if it is a separate file."""
 
     def read(self, max_bytes: int = media.MAX_BYTES) -> bytes:
-        """All bytes; MediaError if they cannot be had, or are more than so many."""
+        """All bytes; MediaError if they cannot be read, or are more than `max_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Item:
 
 @dataclass(frozen=True)
 class FileSource:
-    """A file, and where it was named if that was in a table."""
+    """A file, and the row of the table that names it, if any."""
 
     path: Path
     named: str = ""
@@ -96,7 +96,7 @@ class BytesSource:
 
 @dataclass(frozen=True)
 class TarSource:
-    """A member of an uncompressed tar: read by place, so the tar is never walked through again."""
+    """A member of an uncompressed tar, read by its offset without another pass over the tar."""
 
     tar: Path
     member: str
@@ -123,7 +123,7 @@ class TarSource:
 
 @dataclass(frozen=True)
 class ParquetSource:
-    """A cell of a parquet file, found by row group and row in it: bytes, or {bytes, path} as `datasets` has images."""
+    """A cell of a parquet file, by row group and row in it: bytes, or {bytes, path}, the image format of `datasets`."""
 
     table: Path
     group: int
@@ -139,7 +139,7 @@ class ParquetSource:
             cell = _cursor(self.table, self.group, self.column).cell(self.row)
         except MediaError:
             raise
-        except Exception as error:  # a reader fed with a damaged file may raise anything at all
+        except Exception as error:  # a damaged file may make the reader raise any error
             _cursor.cache_clear()
             raise MediaError(str(self), f"cannot be read ({type(error).__name__}: {error})", COPY_AGAIN) from error
         return media.cell(cell, [self.table.parent], str(self), max_bytes)
@@ -147,13 +147,13 @@ class ParquetSource:
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A row of a data set of the `datasets` library, which travels as a pickle of paths, not of pictures."""
+    """A row of a data set of the `datasets` library, which is pickled as paths, without the pictures."""
 
     name: str
     dataset: bytes
     row: int
     column: str
-    folders: tuple[Path, ...] = ()  # below which a row may name files
+    folders: tuple[Path, ...] = ()  # a row may name files below these
     path: ClassVar[None] = None
 
     def __str__(self) -> str:
@@ -162,14 +162,14 @@ class DatasetSource:
     def read(self, max_bytes: int = media.MAX_BYTES) -> bytes:
         try:
             cell = _dataset(self.dataset)[self.row][self.column]
-        except Exception as error:  # whatever the library meets on a damaged disk or cache
+        except Exception as error:  # any error of the library on a damaged disk or cache
             raise MediaError(str(self), f"cannot be read ({type(error).__name__}: {error})", COPY_AGAIN) from error
         return media.cell(cell, self.folders, str(self), max_bytes)
 
 
 @dataclass(frozen=True)
 class BrokenSource:
-    """A thing that was found and cannot be opened; the run records why and goes on."""
+    """An input that cannot be opened; the run records the error and goes on."""
 
     error: MediaError
     path: ClassVar[None] = None
@@ -182,13 +182,13 @@ class BrokenSource:
 
 
 def kind_of(name: str) -> str | None:
-    """What a file of that name is, by its extension: IMAGE, VIDEO or None."""
+    """The kind of a file by its extension: IMAGE, VIDEO or None."""
     suffix = os.path.splitext(name)[1].lower()
     return IMAGE if suffix in media.EXTENSIONS else VIDEO if suffix in VIDEO_EXTENSIONS else None
 
 
 def sniff(head: bytes) -> tuple[str, str] | None:
-    """Kind and usual extension of a file that begins with these bytes."""
+    """Kind and usual extension of a file that begins with these bytes; None if unknown."""
     fitting = (entry for entry in SIGNATURES if head[entry[0] :].startswith(entry[1]))
     return next(((kind, extension) for *_, kind, extension in fitting), None)
 
@@ -196,24 +196,24 @@ def sniff(head: bytes) -> tuple[str, str] | None:
 def file_item(
     path: Path, name_of: Callable[[Path], str], existing: str | None = None, tags: tuple = (), named: str = ""
 ) -> Item:
-    """A file as an item; its beginning tells what its extension does not, and whoever reads it what is wrong."""
+    """A file as an item; its first bytes decide its kind if its extension is unknown. Errors come when it is read."""
     kind = kind_of(path.name)
     if kind is None:
         try:
             with open(path, "rb") as file:
                 kind, _ = sniff(file.read(HEAD)) or (IMAGE, "")
-        except (OSError, ValueError):  # ValueError: an impossible name out of a list
+        except (OSError, ValueError):  # ValueError: a list has an invalid path
             kind = IMAGE
     return Item(name_of(path), kind, FileSource(path, named), existing, tags)
 
 
 def broken(name: str, where: Path | str, reason: str, what_to_do: str) -> Item:
-    """An item that can only fail, for what was found and is not as it should be."""
+    """An item that fails with this error when it is read."""
     return Item(name, IMAGE, BrokenSource(MediaError(where, reason, what_to_do)))
 
 
 def need(module: str, what_for: str) -> Any:
-    """A library of the extra `caption`."""
+    """Import a library of the extra `caption`; MediaError if it is missing."""
     import importlib
 
     try:
@@ -223,14 +223,14 @@ def need(module: str, what_for: str) -> Any:
 
 
 class _ColumnReader:
-    """One column of one row group, read forward a few rows at a time, so that a large row group needs little memory."""
+    """Reads a column of one row group forward, a few rows at a time, so that a large row group needs little memory."""
 
     def __init__(self, table: Path, group: int, column: str):
         self._file = need("pyarrow.parquet", str(table)).ParquetFile(table, pre_buffer=False, buffer_size=2**16)
         self._where = {"batch_size": ROWS, "row_groups": [group], "columns": [column], "use_threads": False}
         self._batches: Iterator[Any] = iter(())
         self._batch: Any = ()
-        self._first = 2**63  # row; behind every row, so that the first question starts the reading
+        self._first = 2**63  # row; after every row, so that the first call starts the reading
 
     def cell(self, row: int) -> Any:
         if row < self._first:

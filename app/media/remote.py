@@ -1,4 +1,4 @@
-"""Files elsewhere, by their address: s3://, gs://, hf:// and whatever else fsspec opens."""
+"""Remote files by address: s3://, gs://, hf:// and whatever else fsspec opens."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from mmspec import media
 from mmspec.app.media.items import IMAGE, Item, kind_of
 from mmspec.media import MediaError
 
-ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+(::[a-z][a-z0-9+.-]+)*://")  # of more than a letter, as a drive has
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+(::[a-z][a-z0-9+.-]+)*://")  # a single letter is a drive
 DATED = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modified", "updated", "mtime", "created")
 CHECK = "check the address, your credentials and the network"
 
 
 def is_address(name: object) -> bool:
-    """Whether this names something elsewhere, such as s3://bucket/photos."""
+    """Whether this is a remote address, such as s3://bucket/photos."""
     return ADDRESS.match(str(name)) is not None
 
 
 def filesystem(address: str) -> tuple[Any, str]:
-    """What opens an address, and the path in it; MediaError if no library does, or it wants other credentials."""
+    """The file system of an address, and the path in it; MediaError if a library is missing, or it cannot connect."""
     try:
         return url_to_fs(address)  # type: ignore[no-any-return]
     except ImportError as error:
         raise MediaError(address, f"needs another library ({error})", "install it with pip") from error
-    except Exception as error:  # each of the libraries has errors of its own
+    except Exception as error:  # each library has its own errors
         raise unreachable(address, error) from error
 
 
 def unreachable(address: str, error: Exception) -> MediaError:
-    """What is said of an address that cannot be used."""
+    """The error for an address that cannot be used."""
     return MediaError(address, f"cannot be reached ({type(error).__name__}: {error})", CHECK)
 
 
 @dataclass(frozen=True)
 class RemoteSource:
-    """One such file; `stamp` changes when the file does."""
+    """One remote file; `stamp` changes when the file does."""
 
     address: str
     size: int | None = None
@@ -70,10 +70,10 @@ class RemoteSource:
 
 @dataclass(frozen=True)
 class Remote:
-    """The images and videos of a folder elsewhere, in the order of their paths; or one file, or those of a pattern.
+    """The images and videos of a remote folder or pattern, in the order of their paths; or one remote file.
 
     Args:
-        whole: items are called by the whole path, not by that below the folder; for several folders at once.
+        whole: name items by their full path instead of the path in the folder, for several folders at once.
     """
 
     address: str
@@ -99,12 +99,12 @@ class Remote:
             yield Item(name, kind_of(path) or IMAGE, source)
 
     def left_out(self) -> Counter[str]:
-        """How many files there are no image or video by their names, by extension."""
+        """Counts, by extension, of files whose names are not those of images or videos."""
         return self._others if self._files else Counter()
 
     @cached_property
     def _above(self) -> str:
-        """The folder that its items are called after."""
+        """The folder that names of its items are relative to."""
         _, path = filesystem(self.address)
         fixed = re.split(r"[*\[]", path)[0]
         return f"{path.rstrip('/')}/" if fixed == path and path not in self._files else f"{fixed.rpartition('/')[0]}/"

@@ -1,4 +1,4 @@
-"""Tables that name or hold images and videos: lists of paths, JSONL, CSV and parquet."""
+"""Tables with paths or bytes of images and videos: lists of paths, JSONL, CSV and parquet."""
 
 from __future__ import annotations
 
@@ -20,57 +20,57 @@ if TYPE_CHECKING:  # an extra
 
 LISTS, LINES, SHEETS, PARQUETS = {".txt", ".lst"}, {".jsonl", ".ndjson"}, {".csv", ".tsv"}, {".parquet"}
 EXTENSIONS = LISTS | LINES | SHEETS | PARQUETS
-USUAL = (  # columns that are tried, in this order, when none is named
+USUAL = (  # columns that are tried, in this order, if none is named
     *("image", "video", "file_name", "path", "image_path", "video_path", "filepath", "filename", "file", "img"),
     *("jpg", "png", "mp4", "picture"),
 )
 FORM = dict.fromkeys(LINES, "write one JSON object with a path a line")
 NAME_IT = "name the column of paths or bytes with --column-image"
 CHUNK = 4096  # rows of small columns read at once
-LONGEST = 2**24  # bytes of a line
+LONGEST = 2**24  # maximum bytes of a line
 
 Namer = Callable[[Path], str]
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a table has its images or videos (None: the usual names are tried), their captions and their tags."""
+    """The columns of a table with images or videos (None: try the usual names), captions, and tags."""
 
     image: str | None = None
     text: str | None = None
     tags: str | None = None
 
-    def choose(self, there: Iterable[str], where: Path | str, media_columns: Iterable[str] = ()) -> str:
-        """The column of images or videos in a table that has the columns `there`."""
-        there = list(there)
+    def choose(self, names: Iterable[str], where: Path | str, media_columns: Iterable[str] = ()) -> str:
+        """The column of images or videos in a table whose columns have these names."""
+        names = list(names)
         for wanted in filter(None, (self.image, self.text, self.tags)):
-            if wanted not in there:
+            if wanted not in names:
                 raise MediaError(
-                    where, f"has no column {wanted!r}; it has {', '.join(map(repr, there))}", "name another"
+                    where, f"has no column {wanted!r}; it has {', '.join(map(repr, names))}", "name another"
                 )
-        usual = (self.image,) if self.image else (*media_columns, *(name for name in USUAL if name in there))
+        usual = (self.image,) if self.image else (*media_columns, *(name for name in USUAL if name in names))
         if not usual:
-            raise MediaError(where, f"has none of the usual columns; it has {', '.join(map(repr, there))}", NAME_IT)
+            raise MediaError(where, f"has none of the usual columns; it has {', '.join(map(repr, names))}", NAME_IT)
         return usual[0]
 
     @property
     def notes(self) -> list[str]:
         return list(dict.fromkeys(filter(None, (self.text, self.tags))))
 
-    def said(self, row: Mapping[str, object]) -> tuple[str | None, tuple[str, ...]]:
+    def notes_of(self, row: Mapping[str, object]) -> tuple[str | None, tuple[str, ...]]:
         return text_of(row.get(self.text) if self.text else None), tags_of(row.get(self.tags) if self.tags else None)
 
 
 @dataclass
 class Strays:
-    """The rows of a table that name files outside of its folder: one failure for all of them, at the end."""
+    """Collects the rows of a table that name files outside of its folder; all of them are one failure, at the end."""
 
-    table: str  # the name of its items
+    table: str  # the name of the failing item
     first: OutsideError | None = None
     count: int = 0
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def collecting(self) -> Iterator[None]:
         try:
             yield
         except OutsideError as error:
@@ -84,7 +84,7 @@ class Strays:
 
 @dataclass(frozen=True)
 class Table:
-    """A file whose rows name or hold images and videos."""
+    """A file whose rows have paths or bytes of images and videos."""
 
     path: Path
     columns: Columns
@@ -94,13 +94,13 @@ class Table:
         return self.path.parent
 
     def _named(
-        self, cell: object, own: str, where: str, name_of: Namer, said: tuple[str | None, tuple[str, ...]]
+        self, cell: object, own: str, where: str, name_of: Namer, notes: tuple[str | None, tuple[str, ...]]
     ) -> Item:
-        """The file that a cell names, below the table's folder; a list is the user's own and may name any."""
+        """The file that a cell names, below the table's folder; a list may name any file, since the user wrote it."""
         try:
             if self.path.suffix.lower() in LISTS:
-                return file_item(self.root / media.path_of(cell, where), name_of, *said, named=where)
-            return file_item(media.below(self.root, cell, where), name_of, *said, named=where)
+                return file_item(self.root / media.path_of(cell, where), name_of, *notes, named=where)
+            return file_item(media.below(self.root, cell, where), name_of, *notes, named=where)
         except OutsideError:
             raise
         except MediaError as error:
@@ -109,7 +109,7 @@ class Table:
 
 @dataclass(frozen=True)
 class TableRows(Table):
-    """A text file whose lines name files: a list of paths, JSONL or CSV. Relative paths start at its own folder."""
+    """A text file whose lines name files: a list of paths, JSONL or CSV. Paths are relative to the file's folder."""
 
     def check(self) -> None:
         try:
@@ -126,7 +126,7 @@ class TableRows(Table):
         try:
             strays = Strays(name)
             for number, row in enumerate(self._rows()):
-                with strays.kept():
+                with strays.collecting():
                     yield self._item(row, f"{name}/{number}", f"{self.path}: row {number + 1}", name_of)
             yield from strays.items()
         except (OSError, ValueError, csv.Error) as error:
@@ -141,12 +141,12 @@ class TableRows(Table):
         except MediaError as error:
             return broken(name, where, error.reason, error.what_to_do)
         path = cell.get("path") if isinstance(cell, dict) else cell
-        return self._named(path, name, where, name_of, self.columns.said(row))
+        return self._named(path, name, where, name_of, self.columns.notes_of(row))
 
     def _rows(self) -> Iterator[dict | str]:
-        """A row as a dictionary, or what is wrong with it: each line is read by itself, so it costs no other.
+        """Each row as a dictionary, or a message that says what is wrong with it; a broken line affects no other.
 
-        Bytes that are no UTF-8 stay what they are in paths, for files may be called so.
+        Bytes that are not UTF-8 are preserved in paths, since file names may contain them.
         """
         suffix = self.path.suffix.lower()
         with open(self.path, "rb") as file:
@@ -172,8 +172,8 @@ class TableRows(Table):
             while True:
                 try:
                     row: dict | str | None = next(rows, None)
-                except csv.Error as error:  # the reader goes on behind the line
-                    row = f"is no row of a table ({error}); is a quote left open?"
+                except csv.Error as error:  # the reader goes on after the line
+                    row = f"is not a row of a table ({error}); is a quote left open?"
                 if row is None:
                     return
                 yield row
@@ -184,7 +184,7 @@ class TableRows(Table):
 
 @dataclass(frozen=True)
 class Parquet(Table):
-    """A parquet file with a column of paths, of bytes, or of {bytes, path}; pictures in it are left to the workers."""
+    """A parquet file with a column of paths, of bytes, or of {bytes, path}; only the workers read the bytes."""
 
     def check(self) -> None:
         self._column(self._open().schema_arrow)
@@ -198,17 +198,17 @@ class Parquet(Table):
             for group in range(file.num_row_groups):
                 small = self.columns.notes + [column] * (holds == "paths")
                 for row, cells in enumerate(_small_columns(file, group, small)):
-                    own, said = f"{name}/{number}", self.columns.said(cells)
+                    own, notes = f"{name}/{number}", self.columns.notes_of(cells)
                     if holds == "bytes":
-                        yield Item(own, kind, ParquetSource(self.path, group, row, column), *said)
+                        yield Item(own, kind, ParquetSource(self.path, group, row, column), *notes)
                     else:
-                        with strays.kept():
-                            yield self._named(cells[column], own, f"{self.path}: row {number + 1}", name_of, said)
+                        with strays.collecting():
+                            yield self._named(cells[column], own, f"{self.path}: row {number + 1}", name_of, notes)
                     number += 1
             yield from strays.items()
         except MediaError as error:
             yield broken(name, self.path, error.reason, error.what_to_do)
-        except Exception as error:  # a reader fed with a damaged file may raise anything at all
+        except Exception as error:  # a damaged file may make the reader raise any error
             yield broken(name, self.path, f"is damaged ({type(error).__name__}: {error})", COPY_AGAIN)
 
     def _open(self) -> ParquetFile:
@@ -219,13 +219,13 @@ class Parquet(Table):
             raise MediaError(self.path, f"is not a parquet file ({error})", COPY_AGAIN) from error
 
     def _column(self, schema: Schema) -> tuple[str, str, str]:
-        """The column, what it holds ("paths" or "bytes"), and of which kind that is."""
+        """The column of media, whether it holds "paths" or "bytes", and their kind (IMAGE or VIDEO)."""
         types = need("pyarrow", str(self.path)).types
         notes: Any = json_object((schema.metadata or {}).get(b"huggingface", b"{}"))
         for part in ("info", "features"):
             notes = notes.get(part) if isinstance(notes, dict) else None
         features = notes if isinstance(notes, dict) else {}
-        kinds = {name: held.get("_type") for name, held in features.items() if isinstance(held, dict)}
+        kinds = {name: entry.get("_type") for name, entry in features.items() if isinstance(entry, dict)}
         typed = {n: kind for n, kind in kinds.items() if kind in ("Image", "Video") and n in schema.names}
         column = self.columns.choose(schema.names, self.path, typed)
         kind = VIDEO if typed.get(column) == "Video" else kind_by_name(column)
@@ -242,26 +242,26 @@ class Parquet(Table):
 
 
 def kind_by_name(column: str) -> str:
-    """What bytes in a column of that name are: IMAGE or VIDEO."""
+    """The kind of the bytes in a column with this name: IMAGE or VIDEO."""
     low = column.lower()
     return VIDEO if "video" in low or "clip" in low or kind_of(f"x.{low}") == VIDEO else IMAGE
 
 
 def tags_of(cell: object) -> tuple[str, ...]:
-    """Tags in a cell: a list of them, or a text with commas."""
+    """The tags in a cell, which is a list or a text with commas."""
     given = cell.split(",") if isinstance(cell, str) else cell if isinstance(cell, list | tuple) else ()
     return tuple(filter(None, map(text_of, given)))
 
 
 def text_of(cell: object) -> str | None:
-    """A caption or a tag in a cell; None for what is empty, or no text."""
+    """The caption or tag in a cell; None if it is empty, or neither text nor a number."""
     if isinstance(cell, bool) or not isinstance(cell, str | int | float):
         return None
     return str(cell).encode("utf-8", "replace").decode().strip() or None
 
 
 def json_object(line: bytes | str) -> dict | str:
-    """The object of JSON in a line, or what is wrong with it."""
+    """The JSON object in a line, or a message that says what is wrong with it."""
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -272,7 +272,7 @@ def json_object(line: bytes | str) -> dict | str:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:
-    """The lines that are not blank, without the mark of UTF-8; None for one that is too long to be held."""
+    """The lines that are not blank, without a byte order mark; None for one that is too long."""
     first = True
     while line := file.readline(LONGEST):
         whole = line.endswith(b"\n") or len(line) < LONGEST

@@ -1,4 +1,4 @@
-"""Webdataset tars: files of the same key are one sample; found by place, so that workers read only what they need."""
+"""Webdataset tars: files with the same key are one sample; workers read a member by its byte offset."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mmspec.media import MediaError
 
 EXTENSIONS = {".tar"}
 PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
-LONGEST = 2**20  # bytes of a .txt or .json in a tar; a longer one is no caption
-Member = tuple[str, str, tarfile.TarInfo]  # key and extension beside it
-SAMPLE = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)")  # key and extension, as webdataset splits them
+LONGEST = 2**20  # bytes of a .txt or .json in a tar; longer ones are ignored
+Member = tuple[str, str, tarfile.TarInfo]  # key, extension and the tar's entry
+SAMPLE = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)")  # key and extension, split as webdataset does
 
 
 @dataclass(frozen=True)
 class Tar(Table):
-    """The samples of one tar; a `.txt` beside an image is its caption, a `.json` may hold its caption and tags."""
+    """The samples of one tar; the `.txt` of a sample is its caption, the `.json` may hold caption and tags."""
 
     def check(self) -> None:
         try:
@@ -51,10 +51,10 @@ class Tar(Table):
         if not shown:
             return
         texts = {extension: _text(tar, info) for _, extension, info in sample if extension in ("txt", "json")}
-        held = json_object(texts.get("json", ""))
-        facts = held if isinstance(held, dict) else {}  # the picture beside it is not to blame
-        said = facts.get(self.columns.text) if self.columns.text else facts.get("caption", facts.get("text"))
-        existing = text_of(texts["txt"] if "txt" in texts and not self.columns.text else said)
+        parsed = json_object(texts.get("json", ""))
+        facts = parsed if isinstance(parsed, dict) else {}  # invalid JSON does not make its picture fail
+        caption = facts.get(self.columns.text) if self.columns.text else facts.get("caption", facts.get("text"))
+        existing = text_of(texts["txt"] if "txt" in texts and not self.columns.text else caption)
         tags = tags_of(facts.get(self.columns.tags or "tags"))
         for extension, info in shown:
             source = TarSource(self.path, info.name, info.offset_data, info.size)
@@ -67,7 +67,7 @@ class Tar(Table):
 
 def _members(tar: tarfile.TarFile) -> Iterator[Member]:
     for info in tar:
-        tar.members = []  # type: ignore[attr-defined]  # it remembers every member, which would be a lot
+        tar.members = []  # type: ignore[attr-defined]  # else it keeps every member in memory
         parts = SAMPLE.fullmatch(info.name)
         if info.isreg() and not info.issparse() and parts:
             safe = "/".join(part for part in parts[1].split("/") if part not in ("", ".", ".."))
@@ -77,5 +77,5 @@ def _members(tar: tarfile.TarFile) -> Iterator[Member]:
 def _text(tar: tarfile.TarFile, info: tarfile.TarInfo) -> str:
     if info.size > LONGEST:
         return ""
-    tar.fileobj.seek(info.offset_data)  # type: ignore[union-attr]  # not extractfile: the walk goes on by offsets
+    tar.fileobj.seek(info.offset_data)  # type: ignore[union-attr]  # not extractfile: iteration goes on by offsets
     return tar.fileobj.read(info.size).decode("utf-8", "replace")  # type: ignore[union-attr]

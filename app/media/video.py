@@ -1,4 +1,4 @@
-"""Frames of a video, or of an animated picture taken as one: chosen by a policy, upright, in RGB."""
+"""Decodes frames of a video, or of an animated picture treated as one: chosen by a policy, upright, in RGB."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from PIL import Image
 from mmspec import media
 from mmspec.media import COPY_AGAIN, MediaError, MediaLimits
 
-if TYPE_CHECKING:  # a run of images only never loads FFmpeg
+if TYPE_CHECKING:  # a run with images only never loads FFmpeg
     from av.container import InputContainer
     from av.packet import Packet as AnyPacket
     from av.video.frame import VideoFrame
     from av.video.stream import VideoStream
 
-# Containers FFmpeg may try. Playlists (HLS, DASH, concat) are left out on purpose: they name other files and addresses.
+# Containers that FFmpeg may open. Playlists (HLS, DASH, concat) are excluded, since they name other files and URLs.
 CONTAINERS = "mov,matroska,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,mp3,wav,flac,aac"
 FULL_HD = 1920 * 1080
-STILL_DELAY = 0.1  # seconds, of an animation's frame whose delay is missing or too short; what browsers take
+STILL_DELAY = 0.1  # seconds for an animation's frame whose delay is missing or too short, as in browsers
 T = TypeVar("T")
 MAX_FRAMES, MAX_RATE = 32, 1000  # frames of one video, and of one second of it
 CONVERT = "convert it to MP4 (ffmpeg -i IN OUT.mp4)"
-STRANGERS = {
+NOT_VIDEOS = {
     b"#EXTM3U": "is a playlist, not a video",
     b"ffconcat": "is a list of videos, not a video",
-    b"<": "is a web page or another text, not a video",
+    b"<": "is a web page or other text, not a video",
     b"%PDF": "is a PDF document, not a video",
 }
 
@@ -43,7 +43,7 @@ class FramePolicy:
 
     @classmethod
     def parse(cls, text: str, max_frames: int = MAX_FRAMES) -> FramePolicy:
-        """Policy out of "8" or "uniform:8", "fps:2" or "keyframes"; ValueError for anything else."""
+        """Parse "8" or "uniform:8", "fps:2" or "keyframes"; ValueError for anything else."""
         kind, _, number = f"uniform:{text}".partition(":") if text.isdecimal() else text.partition(":")
         try:
             rate = float(number) if number else 0.0 if kind == "keyframes" else -1.0
@@ -52,23 +52,23 @@ class FramePolicy:
         fits = {"uniform": rate >= 1 and rate.is_integer(), "fps": 0 < rate <= MAX_RATE, "keyframes": not number}
         if not fits.get(kind) or max_frames < 1:
             raise ValueError(
-                f"unknown frame policy {text!r} (at most {max_frames} frames); choose N (frames, evenly spread; "
+                f"unknown frame policy {text!r} (at most {max_frames} frames); choose N (frames, evenly spaced; "
                 "or uniform:N), fps:R (R frames a second) or keyframes, and at least 1 frame"
             )
         return cls(kind, rate, max_frames)
 
     @property
     def most(self) -> int:
-        """Frames of one video at most."""
+        """Maximum number of frames of one video."""
         return min(int(self.rate), self.max_frames) if self.kind == "uniform" else self.max_frames
 
     @property
     def named(self) -> str:
-        """As `parse` reads it, cut to what is looked at."""
+        """The policy as text that `parse` reads; for "uniform" with the limit applied."""
         return {"uniform": f"uniform:{self.most}", "fps": f"fps:{self.rate:g}"}.get(self.kind, self.kind)
 
     def choose(self, times: Sequence[float], keys: Sequence[bool]) -> list[int]:
-        """Places of the frames to take, given the time (s) of every frame and whether it is a key frame."""
+        """Indices of the frames to take, given the time (s) of every frame and whether it is a key frame."""
         if self.kind == "fps":
             chosen: Sequence[int] = _ticks(times, self.rate)
         elif self.kind == "keyframes":
@@ -79,24 +79,24 @@ class FramePolicy:
 
 
 class Packet(NamedTuple):
-    """What the container says of one frame, before anything is decoded."""
+    """What the container says about one frame, before anything is decoded."""
 
     pts: int
     key: bool
-    run: int  # how many key frames came before it in the file, with itself: a run decodes without what precedes it
+    run: int  # number of key frames up to and including this packet; a run can be decoded without earlier ones
 
 
 def decode(
     data: bytes, path: Path | str, policy: FramePolicy, limits: MediaLimits, max_side: int | None = None
 ) -> tuple[tuple[Image.Image, ...], float]:
-    """The chosen frames and the length in seconds; fewer frames where the video has fewer, or where its tail is broken.
+    """The chosen frames and the length in seconds; fewer frames if the video has fewer, or if its end is damaged.
 
-    An animated GIF, WebP, PNG or AVIF is a video here, and a still picture one of a single frame.
+    An animated GIF, WebP, PNG or AVIF is treated as a video, and a still picture as a video of one frame.
     """
     try:
         with Image.open(io.BytesIO(data), formats=media.FORMATS):
             is_picture = True
-    except Exception:  # hostile bytes; whatever is wrong with them, FFmpeg or `media.opened` will say it
+    except Exception:  # hostile bytes; FFmpeg or `media.opened` reports what is wrong
         is_picture = data.startswith((b"GIF8", b"\x89PNG"))
     return (_animation if is_picture else _film)(data, path, policy, limits, max_side)
 
@@ -104,7 +104,7 @@ def decode(
 def _film(
     data: bytes, path: Path | str, policy: FramePolicy, limits: MediaLimits, max_side: int | None
 ) -> tuple[tuple[Image.Image, ...], float]:
-    """Two walks through the file: the first reads all times and decodes nothing, the second decodes what is needed."""
+    """Two passes over the file: the first reads all times and decodes nothing, the second decodes what is needed."""
     with _opened(data, path, limits) as (container, stream):
         packets = list(_packets(container, stream))
         shown = sorted(packets)
@@ -132,10 +132,10 @@ def _film(
 
 @contextlib.contextmanager
 def _opened(data: bytes, path: Path | str, limits: MediaLimits) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """A container and its video stream, with nothing decoded; whatever FFmpeg raises inside becomes a MediaError."""
+    """Open a container and its video stream; all errors of FFmpeg inside the block become MediaErrors."""
     import av
 
-    rules = {"format_whitelist": CONTAINERS, "protocol_whitelist": "none"}  # it may open nothing but these bytes
+    rules = {"format_whitelist": CONTAINERS, "protocol_whitelist": "none"}  # it may read only these bytes
     try:
         with av.open(io.BytesIO(data), "r", container_options=rules, metadata_errors="replace") as container:
             stream = next((one for one in container.streams.video if not _is_cover(one)), None)
@@ -144,21 +144,21 @@ def _opened(data: bytes, path: Path | str, limits: MediaLimits) -> Iterator[tupl
                 raise MediaError(path, reason, "leave it out")
             codec = stream.codec_context
             if codec is None:
-                raise MediaError(path, "holds video of a kind that cannot be decoded here", CONVERT)
+                raise MediaError(path, "has a video codec that cannot be decoded here", CONVERT)
             if not stream.width or not stream.height:
-                raise MediaError(path, "is damaged: nothing in it tells the size of its frames", COPY_AGAIN)
+                raise MediaError(path, "is damaged: the size of its frames is missing", COPY_AGAIN)
             media.check_size((stream.width, stream.height), path, limits.max_pixels, limits.max_aspect)
             codec.thread_count = 1  # the processes run in parallel; threads would only cost memory
-            # Frames may declare another size than the header; and what is broken shall be missed, not painted over.
+            # Frames may declare another size than the header; and damaged frames shall be dropped, not concealed.
             codec.options = {"max_pixels": str(limits.max_pixels), "err_detect": "explode"}
             yield container, stream
     except MediaError:
         raise
-    except MemoryError as error:  # FFmpeg's own is one too
+    except MemoryError as error:  # av.error.MemoryError is a subclass
         raise media.too_much_memory(path) from error
-    except Exception as error:  # a demuxer fed with hostile bytes may raise anything at all
+    except Exception as error:  # hostile bytes may make the demuxer raise any error
         head = data[:512].lstrip()
-        known = next((reason for mark, reason in STRANGERS.items() if head.startswith(mark)), None)
+        known = next((reason for mark, reason in NOT_VIDEOS.items() if head.startswith(mark)), None)
         reason = (
             known
             or f"is damaged, cut off or no video ({type(error).__name__}: {getattr(error, 'strerror', None) or error})"
@@ -167,7 +167,7 @@ def _opened(data: bytes, path: Path | str, limits: MediaLimits) -> Iterator[tupl
 
 
 def _packets(container: InputContainer, stream: VideoStream) -> Iterator[Packet]:
-    """All frames that the file holds, in its own order, up to where it breaks off."""
+    """All frames of the file in file order, up to the first place that cannot be read."""
     run = 0
     for packet in _until_broken(container.demux(stream)):
         pts = packet.dts if packet.pts is None else packet.pts
@@ -177,14 +177,14 @@ def _packets(container: InputContainer, stream: VideoStream) -> Iterator[Packet]
 
 
 def _runs(packets: list[Packet], wanted: list[Packet]) -> set[int]:
-    """The runs to decode: those of these frames, and the one before where a frame is shown before its key frame."""
+    """The runs to decode: those of these frames, and the previous run if a frame is shown before its key frame."""
     starts = {packet.run: packet.pts for packet in packets if packet.key}
     before = {packet.run - 1 for packet in wanted if packet.pts < starts.get(packet.run, packet.pts)}
     return before | {packet.run for packet in wanted}
 
 
 def _frames(container: InputContainer, stream: VideoStream, runs: set[int]) -> Iterator[VideoFrame]:
-    """The decoded frames of these runs, each run in the order in which it is shown."""
+    """The decoded frames of these runs, each run in display order."""
     run, begun = 0, False
     for packet in _until_broken(container.demux(stream)):
         run += packet.is_keyframe
@@ -200,7 +200,7 @@ def _frames(container: InputContainer, stream: VideoStream, runs: set[int]) -> I
 
 
 def _decoded(stream: VideoStream, packet: AnyPacket | None) -> list[VideoFrame]:
-    """What a packet gives (None: what the decoder still holds back); a broken one gives nothing."""
+    """The frames from a packet (None: those still in the decoder); a broken packet gives none."""
     import av
 
     try:
@@ -224,16 +224,16 @@ def _until_broken(packets: Iterator[AnyPacket]) -> Iterator[AnyPacket]:
 
 
 def _picture(frame: VideoFrame, max_side: int | None) -> Image.Image:
-    """The frame in RGB, upright as its metadata says, made smaller as asked."""
+    """The frame in RGB, rotated as its metadata says, scaled down to `max_side`."""
     size = (frame.width, frame.height)
     width, height = size if max_side is None else media.fitting(size, max_side)
     picture = frame.to_image(width=width, height=height).convert("RGB")
-    turn = round(frame.rotation / 90) % 4  # quarters, against the clock
+    turn = round(frame.rotation / 90) % 4  # quarter turns, counterclockwise
     return picture.transpose(Image.Transpose(turn + 1)) if turn else picture
 
 
 def _is_cover(stream: VideoStream) -> bool:
-    """Whether this is the picture on the sleeve of a piece of music."""
+    """Whether this is the cover picture of an audio file."""
     from av.stream import Disposition
 
     return bool(stream.disposition & Disposition.attached_pic)
@@ -255,14 +255,14 @@ def _animation(
 
 
 def _stills(image: Image.Image, places: Sequence[int]) -> Iterator[int]:
-    """Turn the image to one of its frames after the other, up to where the file breaks off."""
+    """Seek the image to these frames in turn, up to the first that cannot be read."""
     for place in places:
         try:
             image.seek(place)
             image.load()
         except MemoryError:
             raise
-        except Exception:  # of hostile bytes; the frames before are whole
+        except Exception:  # hostile bytes; the earlier frames are valid
             return
         yield place
 
@@ -275,14 +275,14 @@ def _check_length(seconds: float, size: tuple[int, int], path: Path | str, limit
 
 
 def _enough(pictures: list[Image.Image], count: int, path: Path | str) -> tuple[Image.Image, ...]:
-    """The pictures, unless more than half of those asked for are lost."""
+    """The pictures; MediaError if more than half of the requested ones are missing."""
     if not pictures or 2 * len(pictures) < count:
         raise MediaError(path, f"is damaged: {len(pictures)} of {count} frames can be decoded", COPY_AGAIN)
     return tuple(pictures)
 
 
 def _ticks(times: Sequence[float], rate: float) -> list[int]:
-    """The first frame in each 1 / rate seconds that holds any."""
+    """The first frame of each interval of 1 / rate seconds that has one."""
     chosen: list[int] = []
     last = -1
     for place, time in enumerate(times):
@@ -294,6 +294,6 @@ def _ticks(times: Sequence[float], rate: float) -> list[int]:
 
 
 def centres(places: Sequence[T], most: int) -> list[T]:
-    """At most so many of them, evenly spread: the centres of equal bins."""
+    """At most `most` of the places, evenly spaced: the centres of equal bins."""
     count = len(places)
     return list(places) if count <= most else [places[(2 * bin + 1) * count // (2 * most)] for bin in range(most)]

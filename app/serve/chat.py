@@ -1,4 +1,4 @@
-"""A request of OpenAI's chat protocol: its fields, the pictures that it shows, its answer's text, and errors."""
+"""Requests of OpenAI's chat protocol: parsing, pictures, the text of answers, and errors."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from mmspec.app.media.items import IMAGE, BytesSource, Item
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import Media, MediaError, MediaLimits, read
 
-SECONDS = 20.0  # that fetching, and decoding, a picture may take
-COLD = 1e-5  # a temperature under which an answer is greedy: logits over it might be infinite
-KINDS = {429: "rate_limit_error", 500: "server_error"}  # of errors; all others are the request's
-NEUTRAL: dict[str, tuple[object, ...]] = {  # what is not offered: the values under which it changes nothing
+SECONDS = 20.0  # time limit to fetch a picture, and to decode it
+COLD = 1e-5  # temperatures up to this are greedy, since logits divided by them could be infinite
+KINDS = {429: "rate_limit_error", 500: "server_error"}  # types of errors by status; others are invalid requests
+NEUTRAL: dict[str, tuple[object, ...]] = {  # unsupported fields → values that have no effect
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},), "tools": ([],), "functions": ([],),
     "presence_penalty": (0,), "frequency_penalty": (0,), "tool_choice": ("none", "auto"), "audio": (),
 }  # fmt: skip
 
 
 class ChatError(Exception):
-    """A request that is not answered: the status, and the body in OpenAI's format."""
+    """A request is refused; has the status and the body in OpenAI's format."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         kind = KINDS.get(status, "invalid_request_error")
@@ -65,7 +65,7 @@ class _Format(BaseModel):
 
 
 class ChatRequest(BaseModel, extra="allow"):
-    """The fields that are taken; those of NEUTRAL are refused, and others have no effect."""
+    """The supported fields; fields in NEUTRAL are refused unless they have no effect, and others are ignored."""
 
     messages: list[_Message] = Field(min_length=1)
     model: str | None = None
@@ -82,7 +82,7 @@ class ChatRequest(BaseModel, extra="allow"):
 
     @classmethod
     def parse(cls, body: bytes) -> ChatRequest:
-        """ChatError where it is none, or asks for what is not offered."""
+        """Parse a request; ChatError if it is invalid or uses unsupported features."""
         try:
             request = cls.model_validate_json(body)
         except ValidationError as error:
@@ -91,11 +91,11 @@ class ChatRequest(BaseModel, extra="allow"):
             raise ChatError(400, f"{place or 'the body'}: {first['msg']}", place) from error
         for name, value in (request.model_extra or {}).items():
             if value is not None and value not in NEUTRAL.get(name, (value,)):
-                raise ChatError(400, f"{name} is not offered here; leave it out", name, "unsupported_parameter")
+                raise ChatError(400, f"{name} is not supported; leave it out", name, "unsupported_parameter")
         if request.response_format.type == "json_schema" and request.response_format.json_schema is None:
-            raise ChatError(400, "response_format: a json_schema is asked for and none is given", "response_format")
+            raise ChatError(400, "response_format: type is json_schema, but the schema is missing", "response_format")
         if request.messages[-1].role == "assistant":
-            raise ChatError(400, "the last message has to be the user's; got the assistant's", "messages")
+            raise ChatError(400, "the last message must be the user's; got the assistant's", "messages")
         return request
 
     @property
@@ -103,13 +103,13 @@ class ChatRequest(BaseModel, extra="allow"):
         return [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if stop]
 
     @property
-    def kept_to(self) -> dict[str, Any] | None:
+    def answer_schema(self) -> dict[str, Any] | None:
         schema = self.response_format.json_schema
         anything = {"type": "object"} if self.response_format.type == "json_object" else None
         return anything if schema is None else schema.value
 
     def settings(self, temperature: float, most: int) -> dict[str, Any]:
-        """For `generate`; the arguments stand in for what the request leaves open."""
+        """The settings for `generate`; the arguments are defaults for what the request does not set."""
         warmth = temperature if self.temperature is None else self.temperature
         warmth = warmth if warmth > COLD else 0
         drawn = {"temperature": warmth, "top_p": self.top_p, "top_k": self.top_k} if warmth else {}
@@ -117,8 +117,8 @@ class ChatRequest(BaseModel, extra="allow"):
         return {"max_new_tokens": most, "do_sample": bool(warmth), **drawn}
 
     def chat(self, picture: Any) -> Iterator[dict[str, Any]]:
-        """The turns as chat templates take them; `picture(url, before)` is what an address shows, after the pictures
-        before it, to which it is added."""
+        """The turns in the format of chat templates; `picture(url, before)` loads a picture and adds it to `before`,
+        the earlier pictures of the request."""
         before: list[Image.Image] = []
         for message in self.messages:
             shown = [
@@ -131,13 +131,13 @@ class ChatRequest(BaseModel, extra="allow"):
 
 
 class Pictures:
-    """Pictures by their addresses, decoded in processes of their own; a context manager.
+    """Loads pictures by their URLs and decodes them in worker processes; a context manager.
 
     Args:
-        limits: of a picture.
-        folder: below which `file://` addresses are read; None: nowhere.
-        http: whether addresses on the network are fetched, wherever this machine can reach.
-        decoders: processes.
+        limits: limits for each picture.
+        folder: `file://` URLs are read only below this folder; None: not at all.
+        http: whether http(s) URLs are fetched, from any host that this machine can reach.
+        decoders: number of processes.
     """
 
     def __init__(self, limits: MediaLimits, folder: Path | None, http: bool, decoders: int) -> None:
@@ -155,7 +155,7 @@ class Pictures:
             decoder.close()
 
     def load(self, url: str, before: list[Image.Image]) -> Image.Image:
-        """ChatError with the reason where it cannot be shown, or where a request shows too many pixels in all."""
+        """Load a picture. ChatError if that fails, or if the request's pictures have too many pixels in total."""
         try:
             shown = self._decoded(self._bytes(url))
         except MediaError as error:
@@ -187,17 +187,17 @@ class Pictures:
                     return b"".join(self._pieces(answer))
             except (OSError, ValueError) as error:
                 raise MediaError("picture", f"cannot be fetched ({error})", "send it as a data URL") from error
-        reason = f"has an address that this server does not open ({url[:60]!r})"
+        reason = f"has a URL that this server does not open ({url[:60]!r})"
         raise MediaError("picture", reason, "send it as a data URL, or see --allow-http and --allow-files")
 
     def _pieces(self, answer: Any) -> Iterator[bytes]:
-        """An answer from the network, up to one byte too many; OSError where it comes too slowly."""
+        """Read a response up to one byte over the limit; OSError if it comes too slowly."""
         end, room = time.monotonic() + SECONDS, self._limits.max_bytes + 1
         while room and (data := answer.read1(min(room, 2**16))):
             yield data
             room -= len(data)
             if time.monotonic() > end:
-                raise TimeoutError(f"not here after {SECONDS:g} s")
+                raise TimeoutError(f"not complete after {SECONDS:g} s")
 
 
 class AnswerText:
@@ -208,9 +208,9 @@ class AnswerText:
         self._text, self._begin, self._end, self._sent = "", 0, 0, 0
 
     def read(self, tokens: list[int], last: bool) -> str:
-        """The text that is new and certain: not the bytes of half a character, nor what may begin a stop string.
+        """The new text, without an incomplete character or what may be the beginning of a stop string.
 
-        An answer that is written once more from its beginning brings nothing new until it is as long as it was.
+        If an answer is generated again from its beginning, there is no new text until it is as long as before.
         """
         if len(tokens) <= self._end and not last:
             return ""

@@ -1,4 +1,4 @@
-"""`mmspec serve`: a model behind OpenAI's chat protocol; all clients share the rounds of one batch."""
+"""`mmspec serve`: serves a model with OpenAI's chat protocol; requests are batched continuously."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.app import embedded, enabling
-from mmspec.app.options import check_port, count, door, from_zero, is_local, where
+from mmspec.app.options import check_port, count, from_zero, is_local, port, where
 from mmspec.media import MAX_PIXELS, MediaLimits
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Answer OpenAI's chat protocol at /v1, with pictures, streaming and many clients at once."
+    parser.description = "Serve OpenAI's chat protocol at /v1, with pictures, streaming and many clients at once."
     add = parser.add_argument
     add("model", nargs="?", default=embedded.MODEL, help="name on the Hugging Face Hub, or a folder (%(default)s)")
     add("--drafter", help="name, folder or hub name; default: what the model ships with")
     add("--host", default="127.0.0.1", help="address to listen on; any but this machine's needs --key (%(default)s)")
-    add("--port", type=door, default=8000, help="(%(default)s)")
-    add("--key", help="that clients name as their API key; or set MMSPEC_API_KEY, which `ps` does not show")
-    add("--batch-size", type=count, metavar="N", help="answers written at once (default: what fits)")
-    add("--queue", type=count, default=256, metavar="N", help="requests that may wait beside them (%(default)s)")
-    add("--max-new-tokens", type=count, default=512, metavar="N", help="where a request names none (%(default)s)")
-    add("--temperature", type=from_zero, default=0.0, metavar="T", help="where a request names none (%(default)s)")
-    add("--max-bytes", type=count, default=32 * 2**20, metavar="N", help="of a request, and a picture (%(default)s)")
-    add("--max-pixels", type=count, default=MAX_PIXELS, metavar="N", help="of a request's pictures (%(default)s)")
-    add("--decoders", type=count, default=2, metavar="N", help="processes that decode pictures (%(default)s)")
-    add("--allow-files", type=Path, metavar="FOLDER", help="read pictures by file:// addresses below it")
-    add("--allow-http", action="store_true", help="fetch pictures from any address that this machine can reach")
+    add("--port", type=port, default=8000, help="(%(default)s)")
+    add("--key", help="API key that clients must send; or set MMSPEC_API_KEY, which `ps` does not show")
+    add("--batch-size", type=count, metavar="N", help="maximum batch size (default: what fits)")
+    add("--queue", type=count, default=256, metavar="N", help="requests that may wait besides (%(default)s)")
+    add("--max-new-tokens", type=count, default=512, metavar="N", help="default for requests (%(default)s)")
+    add("--temperature", type=from_zero, default=0.0, metavar="T", help="default for requests (%(default)s)")
+    add("--max-bytes", type=count, default=32 * 2**20, metavar="N", help="limit of a request or picture (%(default)s)")
+    add("--max-pixels", type=count, default=MAX_PIXELS, metavar="N", help="limit of a request's pictures (%(default)s)")
+    add("--decoders", type=count, default=2, metavar="N", help="decoder processes (%(default)s)")
+    add("--allow-files", type=Path, metavar="FOLDER", help="read pictures by file:// URLs below it")
+    add("--allow-http", action="store_true", help="fetch pictures from any URL that this machine can reach")
     enabling.add(parser)
     where(parser)
 
@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
         if not (key or is_local(args.host)):
             raise OSError(f"--host {args.host} lets others on the network in: add --key KEY, or set MMSPEC_API_KEY")
         if args.allow_files and not args.allow_files.is_dir():
-            raise OSError(f"--allow-files {args.allow_files} is no folder")
-        check_port(args.host, args.port, "choose another --port")  # before the model is loaded, which takes a while
+            raise OSError(f"--allow-files {args.allow_files} is not a folder")
+        check_port(args.host, args.port, "choose another --port")  # check before the slow loading of the model
         drafter = args.drafter or embedded.drafter(args.model)
         options = enabling.given(args.enable, drafter)
         _serve(args, key, drafter, options)
@@ -67,10 +67,10 @@ def _serve(args: argparse.Namespace, key: str | None, drafter: str, options: dic
     limits = MediaLimits(args.max_pixels, args.max_bytes, chat.SECONDS, max_area=area_for(AUTO, engine)[0])
     batches = engine.batcher(args.batch_size or engine.suggest_rows())
     with (
-        worker.ModelThread(batches) as at_work,
+        worker.ModelThread(batches) as thread,
         chat.Pictures(limits, args.allow_files, args.allow_http, args.decoders) as pictures,
     ):
         shown = (args.model, args.max_new_tokens, args.temperature, args.queue, args.max_bytes, key)
-        app = http.build(http.Service(engine, at_work, pictures, *shown))
+        app = http.build(http.Service(engine, thread, pictures, *shown))
         print(f"{args.model} is at http://{args.host}:{args.port}/v1 (Ctrl-C ends it)", flush=True)
         uvicorn.run(app, host=args.host, port=args.port, log_level="warning")

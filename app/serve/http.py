@@ -1,4 +1,4 @@
-"""The addresses of the server: /v1/models, /v1/chat/completions and /health, in OpenAI's formats."""
+"""The server's endpoints: /v1/models, /v1/chat/completions and /health, in OpenAI's formats."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from mmspec.pipelines.serving.batcher import answer_length
 
 ADDRESSES = ("POST /v1/chat/completions", "GET /v1/models", "GET /v1/models/NAME", "GET /health")
 T = TypeVar("T")
-UPLOAD = 60.0  # seconds that a request may take to come
-Piece = tuple[str, str | None, dict[str, Any]]  # text; of the last one, why it ends, and what is told of the whole
+UPLOAD = 60.0  # seconds within which a request's body must arrive
+Piece = tuple[str, str | None, dict[str, Any]]  # text; for the last piece also the finish reason and usage
 
 
 @dataclass
 class Service:
-    """What the addresses share.
+    """The state that the endpoints share.
 
     Attributes:
-        name: of the model, as clients call it.
-        most: new tokens of an answer whose request does not say how many.
-        temperature: the same.
-        queue: how many requests may wait beside those that are answered.
-        max_bytes: of a request.
-        key: that clients have to name; None: nobody is asked.
-        open: requests under way.
+        name: the model's name for clients.
+        most: default of a request's maximum number of new tokens.
+        temperature: default of a request's temperature.
+        queue: how many requests may wait besides those in the batch.
+        max_bytes: maximum size of a request.
+        key: the API key that clients must send; None: no key is needed.
+        open: number of open requests.
     """
 
     engine: Engine
@@ -55,11 +55,11 @@ class Service:
     open: int = 0
 
     async def body(self, request: Request) -> bytes:
-        """ChatError where the key is wrong, there is no room for another request, or the body is too large."""
+        """Read a request's body. ChatError if the key is wrong, the queue is full, or the body is too large or late."""
         self.enter(request)
         if self.open >= self.worker.batches.rows + self.queue:
             raise ChatError(
-                429, f"{self.open} requests are open, as many as may be; try again later", None, "queue_full"
+                429, f"{self.open} requests are open, which is the limit; try again later", None, "queue_full"
             )
         data = bytearray()
         self.open += 1
@@ -71,7 +71,7 @@ class Service:
                         why = f"a request may have {self.max_bytes} bytes (--max-bytes); send smaller pictures"
                         raise ChatError(413, why)
         except TimeoutError as error:
-            raise ChatError(408, f"the request is not here after {UPLOAD:g} s; send smaller pictures") from error
+            raise ChatError(408, f"the request has not arrived after {UPLOAD:g} s; send smaller pictures") from error
         except ClientDisconnect as error:
             raise ChatError(499, "the client has left") from error
         finally:
@@ -79,19 +79,19 @@ class Service:
         return bytes(data)
 
     def enter(self, request: Request) -> None:
-        """ChatError 401 for a client without the key."""
+        """Check the API key; ChatError 401 if it is wrong."""
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if self.key is not None and not secrets.compare_digest(given.encode(), self.key.encode()):
-            raise ChatError(401, "a key is asked for: Authorization: Bearer KEY", None, "invalid_api_key")
+            raise ChatError(401, "an API key is required: Authorization: Bearer KEY", None, "invalid_api_key")
 
     def model(self, name: str) -> dict[str, object]:
-        """What is told of the model; ChatError 404 for one that is not here."""
+        """The description of the model; ChatError 404 for another name."""
         if name != self.name:
             raise ChatError(404, f"no model {name!r} here; this is {self.name!r}", "model", "model_not_found")
         return {"id": self.name, "object": "model", "created": 0, "owned_by": "mmspec"}
 
     async def answer(self, body: ChatRequest) -> AsyncIterator[Piece]:
-        """The pieces of an answer; an empty one first, once the prompt is prepared."""
+        """Yield the pieces of an answer; the first one is empty and comes once the prompt is prepared."""
         began = time.perf_counter()
         self.open += 1
         try:
@@ -123,18 +123,18 @@ class Service:
             self.open -= 1
 
     async def _prepared(self, body: ChatRequest) -> tuple[Any, dict[str, Any]]:
-        """What the model reads, and the settings of `generate`."""
+        """The model inputs, and the settings of `generate`."""
         chat = await asyncio.to_thread(lambda: [*body.chat(self.pictures.load)])
         try:
             job = self.engine.threads.submit(lambda processor: inputs_of(processor, [chat]))
             inputs = (await asyncio.wrap_future(job)).to(self.engine.model.dtype)
-        except Exception as error:  # a chat that the template refuses, a picture too small for the processor
+        except Exception as error:  # the template refuses the chat, or a picture is too small for the processor
             raise ChatError(400, f"the model cannot read this chat ({first_line(error)})", "messages") from error
         length, context = inputs["input_ids"].shape[1], self.engine.model.config.get_text_config()
         settings = body.settings(self.temperature, self.most)
-        if body.kept_to is not None:
+        if body.answer_schema is not None:
             try:
-                grammar = await asyncio.to_thread(json_grammar, self.engine.processor, body.kept_to)
+                grammar = await asyncio.to_thread(json_grammar, self.engine.processor, body.answer_schema)
             except (ImportError, ValueError) as error:
                 raise ChatError(400, f"response_format: {error}", "response_format") from error
             settings["logits_processor"] = [grammar]
@@ -182,7 +182,7 @@ def build(service: Service) -> FastAPI:
         pieces = service.answer(body)
         frame = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": service.name}
         if body.stream:
-            await _while_connected(request, anext(pieces))  # so that a wrong request has a status of its own
+            await _while_connected(request, anext(pieces))  # so that errors are sent with their status
             return StreamingResponse(_events(body, pieces, frame), media_type="text/event-stream")
 
         async def whole() -> list[Piece]:
@@ -197,7 +197,7 @@ def build(service: Service) -> FastAPI:
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The work's result; it is given up where the client leaves, which is all that can still be received."""
+    """The result of the work; it is cancelled if the client disconnects, the only message that can still arrive."""
     job, gone = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait({job, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -210,7 +210,7 @@ async def _while_connected(request: Request, work: Awaitable[T]) -> T:
 
 
 async def _events(body: ChatRequest, pieces: AsyncIterator[Piece], frame: dict[str, object]) -> AsyncIterator[str]:
-    """An answer as server-sent events; what goes wrong now is an event, too."""
+    """An answer as server-sent events; errors become events, too."""
     frame = frame | {"object": "chat.completion.chunk"}
     delta: dict[str, object] = {"role": "assistant", "content": ""}
     try:
@@ -221,7 +221,7 @@ async def _events(body: ChatRequest, pieces: AsyncIterator[Piece], frame: dict[s
             if usage and (body.stream_options or {}).get("include_usage"):
                 yield _event(frame | {"choices": [], "usage": usage})
             delta = {}
-    except Exception as error:  # the status has been sent
+    except Exception as error:  # the status was sent already
         yield _event({"error": ChatError(500, first_line(error)).body})
     yield "data: [DONE]\n\n"
 

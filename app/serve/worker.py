@@ -1,4 +1,4 @@
-"""The thread that has the model: it lets prompts join the batch, runs rounds, and tells each prompt what it has."""
+"""The model's thread: adds requests to the batch, runs rounds, and sends each request its tokens so far."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mmspec.pipelines.host.kinds import BatchFeature
 from mmspec.pipelines.serving.batcher import Batcher
 from mmspec.statistics import Stats
 
-Progress = tuple[list[int], Stats, bool, Exception | None]  # tokens so far, their rounds, whether that is all, why not
-Tell = Callable[[Progress], object]
+Progress = tuple[list[int], Stats, bool, Exception | None]  # tokens so far, stats of their rounds, done, error
+Send = Callable[[Progress], object]
 
 
 class ModelThread:
-    """Answers prompts from a Batcher, in a thread of its own; a context manager."""
+    """Runs a Batcher in a separate thread; a context manager."""
 
     def __init__(self, batches: Batcher) -> None:
         self.batches = batches
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._open: set[Tell] = set()
+        self._open: set[Send] = set()
         self._thread = threading.Thread(target=self._work, name="mmspec-worker", daemon=True)
 
     def __enter__(self) -> ModelThread:
@@ -36,16 +36,16 @@ class ModelThread:
         self._thread.join()
 
     async def answer(self, inputs: BatchFeature, seed: int, settings: dict[str, Any]) -> AsyncIterator[Progress]:
-        """What a prompt has, after each round; closing the iterator frees its row. Raises what the model raised."""
+        """Yield a request's progress after each round; closing the iterator frees its row. Raises its errors."""
         loop, updates = asyncio.get_running_loop(), asyncio.Queue[Progress]()
 
-        def tell(progress: Progress) -> None:
+        def send(progress: Progress) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(updates.put_nowait, progress)
 
         def begin() -> None:
-            self._open.add(tell)
-            self.batches.add(tell, inputs, seed, **settings)
+            self._open.add(send)
+            self.batches.add(send, inputs, seed, **settings)
 
         self._jobs.put(begin)
         try:
@@ -57,11 +57,11 @@ class ModelThread:
                     raise error
                 yield progress
         finally:
-            self._jobs.put(lambda: self._leave(tell))
+            self._jobs.put(lambda: self._leave(send))
 
-    def _leave(self, tell: Tell) -> None:
-        self._open.discard(tell)
-        self.batches.cancel(tell)
+    def _leave(self, send: Send) -> None:
+        self._open.discard(send)
+        self.batches.cancel(send)
 
     def _work(self) -> None:
         while True:
@@ -72,10 +72,10 @@ class ModelThread:
             try:
                 with settled(self.batches.free > 0):
                     finished = self.batches.step()
-            except Exception as error:  # not of one prompt, for the batcher sees to these
-                for tell in [*self._open]:
-                    self._leave(tell)
-                    tell(([], Stats(), True, error))
+            except Exception as error:  # of the whole batch, since the batcher handles errors of single prompts
+                for send in [*self._open]:
+                    self._leave(send)
+                    send(([], Stats(), True, error))
                 continue
             updates = [(end.ticket, (end.tokens, end.stats, True, end.error)) for end in finished]
             updates += [(ticket, (tokens, stats, False, None)) for ticket, tokens, stats in self.batches.written()]

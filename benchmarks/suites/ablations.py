@@ -69,7 +69,7 @@ def variants(whole: VlmMethod) -> Iterator[VlmMethod]:
             continue
         yield replace(
             whole, name=f"{whole.name}, {variant.name}", drafter=drafter, options={**whole.options, **variant.options},
-            of=whole.name, told=" ".join(f"{k}={v}" for k, v in {**variant.config, **variant.options}.items()),
+            of=whole.name, switch=" ".join(f"{k}={v}" for k, v in {**variant.config, **variant.options}.items()),
         )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -89,7 +90,7 @@ def _gains(node: fx.Node, of: tuple[fx.Node, Views], weights: dict[fx.Node, Tens
     return few and large and few_rows.available(matrix.dtype)
 
 
-def _rows(node: Argument) -> Hashable:
+def _rows(node: Argument) -> Any:
     """A key that is equal for the same rows, since each `nn.Linear` makes its own view of its input."""
     if isinstance(node, fx.Node) and node.target is torch.ops.aten.view.default:
         return node.args[0], str(node.args[1])

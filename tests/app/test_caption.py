@@ -290,7 +290,7 @@ def test_what_shapes_the_answer_recomputes_it_and_nothing_else_does(caption):
 
 def test_what_is_captioned_anew_is_said(caption, capsys: pytest.CaptureFixture):
     assert caption("--prompt", "w5") == OK and caption("--prompt", "w6") == OK
-    assert "4 of them anew, since the prompt or a setting is another" in capsys.readouterr().out
+    assert "4 of them again, since the prompt or a setting has changed" in capsys.readouterr().out
     assert caption("--prompt", "w6", "--no-resume") == OK and len(journal()) == 12
 
 
@@ -343,8 +343,8 @@ def test_a_log_has_lines_of_progress(quiet, caption, monkeypatch: pytest.MonkeyP
 def test_subfolders_that_are_not_looked_into_are_named(caption, photos: Path, capsys: pytest.CaptureFixture):
     paint(photos / "sub" / "e.png")
     assert caption() == OK
-    assert "NOT looked into: 1 subfolder(s) (sub); --recursive captions what is in them" in capsys.readouterr().out
-    assert caption("--recursive") == OK and "NOT looked" not in capsys.readouterr().out
+    assert "skipped 1 subfolder(s) (sub); --recursive reads them too" in capsys.readouterr().out
+    assert caption("--recursive") == OK and "subfolder" not in capsys.readouterr().out
 
 
 def test_the_estimate_is_measured_on_a_warm_batch_of_the_runs_size(caption, photos: Path, capsys):
@@ -367,7 +367,7 @@ def test_pictures_are_made_as_small_as_suits_the_model(caption, photos: Path, mo
         path.unlink()
     Image.new("RGB", (4000, 3000)).save(photos / "large.png")
     assert caption() == OK
-    assert "pictures of more than 1.0 million pixels (1280 visual tokens) are made smaller; --max-pixels-per" in (
+    assert "pictures of more than 1.0 million pixels (1280 visual tokens) are scaled down; --max-pixels-per" in (
         capsys.readouterr().err
     )
     assert caption("--max-pixels-per-image", "none") == OK and caption("--max-pixels-per-image", "12000") == OK
@@ -444,7 +444,7 @@ def test_on_existing(mode: str, text: str, caption, photos: Path):
 def test_a_metadata_file_of_somebody_else_is_kept(caption, photos: Path, capsys: pytest.CaptureFixture):
     (photos / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "by hand"}')
     assert caption("--out", "beside") == FATAL
-    assert "metadata.jsonl in photos would be replaced, but no run made it" in capsys.readouterr().err
+    assert "metadata.jsonl in photos would be replaced, but no run wrote it" in capsys.readouterr().err
     assert captions(photos) == {"a.png": "by hand"} and not journal(photos)
     assert caption("--out", "beside", "--on-existing", "overwrite") == OK and len(captions(photos)) == 4
 
@@ -475,7 +475,7 @@ def test_a_device_that_is_lost_does_not_fail_the_rest(caption, photos: Path, cap
     for number in range(6):
         paint(photos / f"z{number}.png")
     assert caption("--model", "lost", "--report", "report.json") == FATAL
-    assert "the device works no more" in capsys.readouterr().err
+    assert "the device no longer works" in capsys.readouterr().err
     counts = json.loads(Path("report.json").read_text())["counts"]
     assert counts["captioned"] == 3 and counts["failed"] == 1 and counts["not_reached"] == 6
     assert caption("--model", "lost", "--retry-failed") == FATAL and len(captions()) == 6  # a fresh device goes on
@@ -485,7 +485,7 @@ def test_interrupting_loses_nothing(caption, monkeypatch: pytest.MonkeyPatch, ca
     with monkeypatch.context() as patch:
         failing(patch, lambda number: KeyboardInterrupt() if number == 3 else None)
         assert caption() == INTERRUPTED
-    assert "2 captions are in captions; the same command again goes on" in capsys.readouterr().out
+    assert "2 captions are in captions; run the same command again to resume" in capsys.readouterr().out
     first = captions()
     assert len(first) == 2
     assert caption() == OK
@@ -589,7 +589,7 @@ def test_the_report_as_a_page(truly, photos: Path, capsys: pytest.CaptureFixture
     with Image.open(io.BytesIO(base64.b64decode(text.split("base64,")[1].split('"')[0]))) as picture:
         assert picture.size == (40, 30)
     Path("other.html").write_text("<!doctype html>")
-    assert truly("--report", "other.html") == FATAL and "no run made" in capsys.readouterr().err
+    assert truly("--report", "other.html") == FATAL and "no run wrote" in capsys.readouterr().err
 
 
 def test_captions_are_scored(truly, photos: Path, capsys: pytest.CaptureFixture):
@@ -821,14 +821,14 @@ def test_what_is_left_out_or_called_by_its_whole_path_is_said(caption, photos: P
         (photos / name).write_text("x")
     assert caption() == OK
     said = capsys.readouterr().out
-    assert "left out: 3 file(s) that are no images or videos by their names (2 .pdf, 1 .txt)" in said
+    assert "skipped 3 file(s) whose names are not those of images or videos (2 .pdf, 1 .txt)" in said
     folder = Path("lists")
     folder.mkdir()
     (folder / "list.txt").write_text("../photos/a.png\n")
     assert caption("--out", "out", folder="lists/list.txt") == OK
     name = str((photos / "a.png").resolve())[1:]
-    assert f"files outside of lists are called by their whole path, such as {name}" in capsys.readouterr().out
-    assert "whole path" not in capsys.readouterr().out and list(captions("out")) == [name]
+    assert f"files outside of lists are named by their full path, such as {name}" in capsys.readouterr().out
+    assert "full path" not in capsys.readouterr().out and list(captions("out")) == [name]
 
 
 def test_config(caption, photos: Path, capsys: pytest.CaptureFixture):
@@ -898,12 +898,12 @@ def test_fatal_errors_say_what_to_do(caption, truly, photos: Path, capsys: pytes
         ("--temperature -1", "'-1' is not a number from 0 on"),
         ("--shard 4/4", "'4/4' is not I/N"),
         ("--format xls", "unknown 'xls'"),
-        ("--report a.json --report b.html", "--report is said twice, a.json and b.html; name one"),
+        ("--report a.json --report b.html", "--report is given twice, a.json and b.html; name one"),
         ("--report out.pdf", "give one like report.json or report.html"),
         ("--frames fps:2000", "unknown frame policy"),
         ("--devices ,", "',' names no device"),
         ("--max-bytes 2X", "'2X' is not a size"),
-        ("--max-memory 0", "'0' is no size"),
+        ("--max-memory 0", "'0' is not a size"),
         ("--extension .png", "'.png' is the extension of pictures"),
         ("--report photos/a.png", "'photos/a.png' is the name of a picture or video"),
         ("--prompt {nam}", "unknown variable {nam}"),

@@ -43,7 +43,7 @@ def test_methods_run_in_turn_on_each_request_and_a_failing_one_is_a_result():
     assert ran[:4] == [("stock", 1), ("eagle", 1), ("eagle", 2), ("stock", 2)]
     assert sorted(ran) == sorted((name, turn) for name in ("stock", "eagle") for turn in (1, 2, 3, 4))
     assert turns == [{name: (name, turn) for name in ("stock", "eagle")} for turn in (1, 2, 3, 4)]
-    assert comparison.made == {name: [(name, turn) for turn in (1, 2, 3, 4)] for name in ("stock", "eagle")}
+    assert comparison.results == {name: [(name, turn) for turn in (1, 2, 3, 4)] for name in ("stock", "eagle")}
 
 
 def test_where_the_base_fails_there_is_nothing_to_compare():

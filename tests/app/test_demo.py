@@ -315,7 +315,7 @@ def test_stop_and_the_time_limit_end_both_answers(duo: Duo, picture: str) -> Non
     next(run)
     run.close()  # as when the browser went away
     assert threads() <= before
-    slow = Duo(Engine(tiny_llava.model(), tiny_llava.processor(), "ngram", 32), duo.eyes, time_limit=0.0)
+    slow = Duo(Engine(tiny_llava.model(), tiny_llava.processor(), "ngram", 32), duo.decoder, time_limit=0.0)
     turn = last(slow.run(about(picture, PROMPT), threading.Event()))
     assert turn.plain.state == turn.fast.state == TIMED_OUT
 
@@ -484,10 +484,10 @@ def test_a_picture_fills_its_grid_and_the_counts_add_up(easel: Easel, method: st
     pair = last(easel.run(Wish("a small circle", method, window=4, seed=5), threading.Event()))
     for drawn in (pair.plain, pair.fast):
         assert drawn.state == DONE and drawn.count == len(drawn.at) == 64 and drawn.image is not None
-        assert len(drawn.calls) == len(drawn.begins) == drawn.made.forwards and 0 < drawn.first < drawn.seconds
+        assert len(drawn.calls) == len(drawn.begins) == drawn.result.forwards and 0 < drawn.first < drawn.seconds
         assert drawn.at == sorted(drawn.at) and max(drawn.at) <= drawn.seconds
-    assert pair.plain.made.stats.accepted == 0 and len(pair.plain.calls) == 64
-    accepted = pair.fast.made.stats.accepted
+    assert pair.plain.result.stats.accepted == 0 and len(pair.plain.calls) == 64
+    accepted = pair.fast.result.stats.accepted
     assert accepted > 0 and accepted + len(pair.fast.calls) in (64, 65)  # the last may end in a draft
     assert easel.subject.pipe._plan(True).reproducible  # plain again
     html = image_view.stage(pair, marked=True)
@@ -500,17 +500,17 @@ def test_a_lossy_picture_tells_its_distortion(easel: Easel) -> None:
     wish = Wish("a small circle", "jacobi, maximal coupling", window=4, rule="scaled", boldness=5, seed=2)
     pair = last(easel.run(wish, threading.Event()))
     kind, words = image_view.acceptance(pair)
-    [spent] = pair.fast.made.spent
+    [spent] = pair.fast.result.spent
     assert spent > 0 and kind == "lossy" and f"{spent:.2f}" in words and pair.rule in image_view.headline(pair)
     limited = last(easel.run(Wish(**{**vars(wish), "budget": 0.25}), threading.Event()))
-    assert 0 < limited.fast.made.spent[0] <= 0.25 + 1e-9 and "budget of 0.25" in image_view.headline(limited)
+    assert 0 < limited.fast.result.spent[0] <= 0.25 + 1e-9 and "budget of 0.25" in image_view.headline(limited)
 
 
 WRONG = {
     "prompt": ({"prompt": " "}, "prompt is empty"),
     "method": ({"method": "magic"}, "choose from jacobi, seed-exact"),
     "window": ({"window": 1000}, "between 2 and 64"),
-    "bent": ({"rule": "scaled"}, "plain decoding's own picture"),
+    "bent": ({"rule": "scaled"}, "the very picture of plain decoding"),
     "heat": ({"temperature": float("nan")}, "between 0 and 2"),
 }
 
@@ -584,7 +584,7 @@ def test_runs_are_shown_one_at_a_time(bench: records.ResultFolder) -> None:
     assert list(bench.runs) == ["a.json", "vlm.json"] and bench.first("scenes") == "vlm.json" == bench.first(
         "another model"
     )
-    assert bench.trouble == ["b.json: it holds no records of mmspec bench"]
+    assert bench.trouble == ["b.json: it has no records of mmspec bench"]
     assert records.measures(bench.runs["a.json"]["records"]) == ["compression", "spent"]
     one, four = bench.conditions("vlm.json")
     assert (one, four) == ("batch 1, temperature 0", "batch 4, temperature 0")
@@ -630,11 +630,11 @@ def test_another_host_needs_a_password() -> None:
     for host in ("127.0.0.1", "localhost", "::1", "127.3.2.1"):
         assert guard.credentials(host, None) is None
     for host in ("0.0.0.0", "::", "192.168.1.5", "example.org"):
-        with pytest.raises(guard.DoorError, match="--auth USER:PASSWORD"):
+        with pytest.raises(guard.AccessError, match="--auth USER:PASSWORD"):
             guard.credentials(host, None)
         assert guard.credentials(host, "ann:pass:word") == ("ann", "pass:word")
     for wrong in ("ann", "ann:", ":pass", ""):
-        with pytest.raises(guard.DoorError, match="USER:PASSWORD"):
+        with pytest.raises(guard.AccessError, match="USER:PASSWORD"):
             guard.credentials("127.0.0.1", wrong)
 
 

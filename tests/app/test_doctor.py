@@ -22,11 +22,11 @@ def test_all_is_well_here(found: list[Finding]):
     told = {one.about: one for one in found}
     assert [str(one) for one in found if one.mark == BAD] == []
     assert set(doctor.PACKAGES) | {"mmspec", "python", "contract", "device", "compiler"} <= set(told)
-    assert told["contract"].said == f"{len(contract.judged())} rows hold"
-    assert told["device"].said.startswith("cpu: ")
+    assert told["contract"].text == f"{len(contract.judged())} rows hold"
+    assert told["device"].text.startswith("cpu: ")
     for model in (embedded.MODEL, embedded.HYBRID):
-        assert told[model].mark == GOOD and told[model].said.startswith("8 tokens, ")
-        assert "identical to stock generate" in told[model].said
+        assert told[model].mark == GOOD and told[model].text.startswith("8 tokens, ")
+        assert "identical to stock generate" in told[model].text
 
 
 def test_it_names_no_folders(found: list[Finding]):
@@ -65,7 +65,7 @@ def test_a_broken_row_is_told(quick: None, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(contract, "broken", lambda: [row, some])
     code, said = report(capsys)
     assert code == 1 and f"{BAD}  contract       {row.what}: there is no such thing. {row.why}" in said
-    assert f"{NOTE}  contract       {some.what}: it is gone" in said and "to be mended: 1, marked NO" in said
+    assert f"{NOTE}  contract       {some.what}: it is gone" in said and "to be fixed: 1, marked NO" in said
     assert (
         f'2 of {len(contract.judged())} rows are broken; pip install "transformers{contract.TESTED["transformers"]}"'
         in said
@@ -97,10 +97,10 @@ def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
     finding, *_ = doctor._compiler()
-    assert finding.mark == NOTE and "no C++ compiler, which compile=True needs" in finding.said
+    assert finding.mark == NOTE and "no C++ compiler, which compile=True needs" in finding.text
 
 
 def test_a_model_that_nothing_drafts_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(embedded, "drafter", lambda model: embedded.STOCK)
     (finding,) = doctor._tokens(embedded.HYBRID, "cpu")
-    assert finding.mark == BAD and finding.said.startswith("not accelerated: ")
+    assert finding.mark == BAD and finding.text.startswith("not accelerated: ")

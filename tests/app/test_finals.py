@@ -122,7 +122,7 @@ def test_a_report_replaces_nothing_but_what_a_run_made(caption, photos: Path, ca
     Path("folder.json").mkdir()
     for name in ("list.jsonl", "other.json", "folder.json"):
         assert caption("--report", name) == FATAL and not journal()
-        assert f"--report {name} would replace a file that no run made" in capsys.readouterr().err
+        assert f"--report {name} would replace a file that no run wrote" in capsys.readouterr().err
     assert "a.png" in Path("list.jsonl").read_text() and Path("other.json").read_text() == '{"counts": 1}'
     before = (photos / "a.png").read_bytes()
     with pytest.raises(SystemExit) as stopped:  # as the shell makes of photos/*.png

@@ -115,11 +115,11 @@ def test_videos_are_shown_by_frames_and_what_cannot_be_shown_is_refused(adapter:
     (found,) = adapter.generate_until(shown(type="video", url=str(tmp_path / "clip.mp4")))
     one, two = (each.token_counts.input_tokens for each in adapter.generate_until(requests(GREEDY, GREEDY)))
     assert found.token_counts.input_tokens == one + 3 * (two - one)
-    with pytest.raises(ValueError, match="this task shows a part of a video"):
+    with pytest.raises(ValueError, match="this task has a part of a video"):
         adapter.generate_until(shown(type="video", url=str(tmp_path / "clip.mp4"), start_time=1.0))
-    with pytest.raises(ValueError, match="this task shows audio"):
+    with pytest.raises(ValueError, match="this task has audio"):
         adapter.generate_until(shown(type="audio", url="a.wav"))
-    with pytest.raises(NotImplementedError, match="nothing is drafted"):
+    with pytest.raises(NotImplementedError, match="no use for drafts"):
         adapter.loglikelihood([])
 
 

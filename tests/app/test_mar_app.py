@@ -51,7 +51,7 @@ def test_classes_by_name_and_number(folder, tmp_path, capsys):
     told = capsys.readouterr().out
     assert "4 pictures in" in told and "head evaluations" in told
     assert run(folder, "1", "--drafter", "none", "--compare", "-o", tmp_path / "one.png") == 0
-    assert capsys.readouterr().out.count("16.0 passes a batch") == 2
+    assert capsys.readouterr().out.count("16.0 passes per batch") == 2
     draft = ["--drafter", folder / "draft", "--window", 3, "--grid", "-o", tmp_path / "grid.png"]
     assert run(folder, "red circle", "4", *draft) == 0
     with Image.open(tmp_path / "grid.png") as sheet:
@@ -64,13 +64,13 @@ def test_what_is_drawn_instead_of_the_published_sampler_is_told(tmp_path, capsys
     pipe.save_pretrained(tmp_path / "model")
     tiny.transformer(2).save_pretrained(tmp_path / "draft")
     bent = ["--rule", "cspd", "--drafter", tmp_path / "draft"]
-    singly, noise = "one token an iteration, not 16 in 4", "noise at the last denoising step"
+    singly, noise = "one token per iteration, not 16 in 4", "noise at the last denoising step"
     for words, notes, out in (
-        (["--drafter", "none"], [], "4.0 passes a batch"),
+        (["--drafter", "none"], [], "4.0 passes per batch"),
         ([], [singly, noise], "head evaluations"),
-        (bent, [], "not lossless: cspd(width=42) bends the distribution"),
-        (bent, [], "; 1.0 passes a batch"),
-        ([*bent, "--enable", "prefill=0.5"], [], "; 4.0 passes a batch"),  # ⌊0.5 · 4⌋ + 1 of 4, then a block
+        (bent, [], "not lossless: cspd(width=42) changes the distribution"),
+        (bent, [], "; 1.0 passes per batch"),
+        ([*bent, "--enable", "prefill=0.5"], [], "; 4.0 passes per batch"),  # ⌊0.5 · 4⌋ + 1 of 4, then a block
     ):
         assert run(tmp_path / "model", "1", *words, "-o", tmp_path / "one.png") == 0
         said = capsys.readouterr()
@@ -84,8 +84,8 @@ def test_what_is_drawn_instead_of_the_published_sampler_is_told(tmp_path, capsys
 @pytest.mark.parametrize(("words", "why"), [
     (["teapot"], "by name or by number from 0 to 4; 'teapot' is none. Choose from red circle, blue star"),
     (["5"], "'5' is none"),
-    (["1", "--top-k", 0], "--top-k is for models that draw ids"),
-    (["1", "--reproducible"], "reproducible is for models that draw ids; this one is a MAR, which takes window"),
+    (["1", "--top-k", 0], "--top-k is for models that draw token ids"),
+    (["1", "--reproducible"], "reproducible is for models that draw token ids; this one is a MAR, which takes window"),
     (["1", "--enable", "depth=3"], "depth is for models"),
     (["1", "--window", 0], "ahead must be a whole number ≥ 1"),
     (["1", "--drafter", "none", "--window", 4], "need a drafter"),
@@ -105,16 +105,16 @@ def test_two_pictures_side_by_side(studio, mode):
     *_, two = studio.run(Wish("blue star", mode, 3, prefill=0.2, seed=5, guidance=1.5), threading.Event())
     assert two.over and two.plain.state == two.fast.state == DONE and two.speed_up > 0
     assert len(two.plain.calls) == 16 == two.fast.count and all(two.fast.at) and two.fast.image is not None
-    assert len(two.fast.calls) <= image_view.forwards(two.fast) == two.fast.made.work["passes"] < 17
-    assert two.plain.made.stats == {} and two.fast.made.stats["tested"] > 0
+    assert len(two.fast.calls) <= image_view.forwards(two.fast) == two.fast.result.work["passes"] < 17
+    assert two.plain.result.stats == {} and two.fast.result.stats["tested"] > 0
     assert image_view.stage(two, marked=False).count("16 of 16 tokens drawn") == 2
-    assert f"{two.fast.made.work['rows']:,}" in image_view.figures(two)
+    assert f"{two.fast.result.work['rows']:,}" in image_view.figures(two)
     measured = {"cspd-3": {"n": 128, "fd_all": 7.3, "noise": 9.8, "fd_real": 20.4}}
     said = image_view.headline(two, measured)
     assert ("lossless" in said) == ("keeps the distribution" in said) == (mode != CSPD)
     assert ("mm-lossy" in said) == ("Fréchet distance 7.3 to plain drawing" in said) == (mode == CSPD)
-    assert "No record" in image_view.headline(two, {}) or mode != CSPD
-    assert f"16 → {two.fast.made.work['passes']}" in said or mode == CSPD
+    assert "no record" in image_view.headline(two, {}) or mode != CSPD
+    assert f"16 → {two.fast.result.work['passes']}" in said or mode == CSPD
     assert ("mm-gain" in said) == (two.speed_up >= 1)
     assert two.fewer[0] == 4 and "Plain drawing in 4 forwards" in said  # what such models are drawn with otherwise
 

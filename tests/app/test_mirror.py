@@ -109,7 +109,7 @@ def test_both_ends_elsewhere_and_another_machine_goes_on(caption, photos: Path, 
     source, out = f"file://{photos}", away("one")
     words = ("--out", out, "--format", "txt,metadata,parquet,webdataset")
     assert caption(*words, "--limit", "2", folder=source) == OK
-    assert len(captions("out")) == 2 and f"all of it is in {out}" in capsys.readouterr().out
+    assert len(captions("out")) == 2 and f"all files are in {out}" in capsys.readouterr().out
     away("two")
     assert caption(*words, folder=source) == SOME_FAILED
     assert "2 done before" in capsys.readouterr().out
@@ -158,7 +158,7 @@ def test_files_of_others_are_kept_there(caption, photos: Path, away, capsys, tmp
     for name in ("webdataset/00000.tar", "captions.parquet"):
         Path("out", name).write_text("by hand")
         assert caption("--out", away("two"), "--format", "webdataset,parquet") == FATAL
-        assert Path("out", name).read_text() == "by hand" and "no run made it" in capsys.readouterr().err
+        assert Path("out", name).read_text() == "by hand" and "no run wrote it" in capsys.readouterr().err
         assert caption("--out", away("two"), "--format", "txt") == OK and Path("out", name).read_text() == "by hand"
         Path("out", name).unlink()
 

@@ -34,8 +34,8 @@ def test_variables_are_filled_in_everywhere():
         ("{tags[0]}", "unknown variable"),
         ("{name!r}", r"unknown variable \{name!r\}"),
         ("{name:>9999999999}", "unknown variable"),
-        ("{name", "a brace too many"),
-        ("name}", "a brace too many"),
+        ("{name", "an unmatched brace"),
+        ("name}", "an unmatched brace"),
     ],
 )
 def test_what_is_no_variable_is_refused(where: str, text: str, says: str):

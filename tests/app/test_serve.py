@@ -273,7 +273,7 @@ def test_a_slow_address_is_given_up_and_keeps_no_decoder(monkeypatch: pytest.Mon
 
         thread = threading.Thread(target=drip)
         thread.start()
-        with pytest.raises(chat.ChatError, match="not here after"):
+        with pytest.raises(chat.ChatError, match="not complete after"):
             pictures.load(f"http://127.0.0.1:{there.getsockname()[1]}/a.png", [])
         thread.join()
 
@@ -299,7 +299,7 @@ BAD = {
     "another file": (asking("file:///etc/passwd"), {}, 400, "does not open"),
     "way out": (asking((zoo.samples() / ".." / "__init__.py").as_uri()), {}, 400, "does not open"),
     "no data": (asking("data:image/png;base64,"), {}, 400, "empty"),
-    "no schema": (asking(large()), {"response_format": {"type": "json_schema"}}, 400, "none is given"),
+    "no schema": (asking(large()), {"response_format": {"type": "json_schema"}}, 400, "schema is missing"),
     "a wrong schema": (
         asking(url(SAMPLES[0].read_bytes())),
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "thing"}}}},
@@ -307,11 +307,11 @@ BAD = {
         "response_format: the JSON schema is not supported",
     ),
     "tools": (asking(large()), {"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools is not"),
-    "several": (asking(large()), {"n": 2}, 400, "n is not offered"),
+    "several": (asking(large()), {"n": 2}, 400, "n is not supported"),
     "temperature": (asking(large()), {"temperature": -1}, 400, "temperature: Input should be greater"),
     "nobody": ([], {}, 400, "messages: List should have at least 1 item"),
     "robot": ([{"role": "robot", "content": "?"}], {}, 400, "messages.0.role"),
-    "answered": ([{"role": "assistant", "content": "?"}], {}, 400, "has to be the user's"),
+    "answered": ([{"role": "assistant", "content": "?"}], {}, 400, "must be the user's"),
     "long": ([{"role": "user", "content": "word " * 9000}], {}, 400, "too many for this model"),
 }
 
@@ -336,7 +336,7 @@ def test_models_keys_and_strange_addresses(client: openai.OpenAI, base: str, ser
     assert httpx.post(f"{base}/v1/chat/completions", content="{").json()["error"]["message"].startswith("the body")
     service.key = "secret"
     try:
-        with pytest.raises(openai.AuthenticationError, match="a key is asked for"):
+        with pytest.raises(openai.AuthenticationError, match="an API key is required"):
             client.models.list()
         assert list(client.with_options(api_key="secret").models.list())
     finally:

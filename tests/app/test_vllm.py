@@ -97,7 +97,7 @@ def test_an_engine_that_dies_ends_the_run_and_the_next_goes_on(caption, vllm, mo
     with monkeypatch.context() as patch:
         patch.setattr(fake_vllm.LLMEngine, "dies_after", 3)
         assert caption() == FATAL
-    assert "vLLM has ended; the same command goes on" in capsys.readouterr().err
+    assert "vLLM has died; run the command again" in capsys.readouterr().err
     assert caption() == OK and not Path("captions/failed.jsonl").exists()
 
 

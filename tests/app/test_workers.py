@@ -70,19 +70,19 @@ def test_a_killed_worker_loses_nothing(few: Path, tmp_path: Path, capsys: pytest
         told.append(result.name)
         if len(told) == 10:
             lines = {path.stem: path.read_bytes().count(b"\n") for path in (tmp_path / "out").glob(f"{STATE}/*.jsonl")}
-            victim = max(crew.hands, key=lambda hand: lines.get(hand.slot, 0))
+            victim = max(crew.workers, key=lambda worker: lines.get(worker.slot, 0))
             victims.append(victim.slot)
             os.kill(victim.process.pid, signal.SIGKILL)
 
     try:
         crew.run(tasks, report)
-        assert len(crew.hands) == 2  # it was started again
+        assert len(crew.workers) == 2  # it was started again
     finally:
         crew.stop()
     names = sorted(path.name for path in few.iterdir())
     assert sorted(told) == names and everything(tmp_path / "out") == names
     assert all(recorded(tmp_path / "out").values())  # both had a part
-    assert f"{victims[0]} on cpu has ended (SIGKILL); it is started again" in capsys.readouterr().err
+    assert f"{victims[0]} on cpu has ended (SIGKILL); it is restarted" in capsys.readouterr().err
     assert {"worker-0", "worker-1"} - {*victims} <= {summary["worker"] for summary in crew.summaries}
 
 
@@ -94,7 +94,7 @@ def test_an_item_that_kills_its_workers_ends_as_a_failure(workers: int, few: Pat
     crew, told = Crew(job, ["cpu"] * workers, ""), {}
     try:
         crew.run(tasks, lambda result: told.update({result.name: result.error}))
-        assert len(crew.hands) == workers
+        assert len(crew.workers) == workers
     finally:
         crew.stop()
     assert {name: error for name, error in told.items() if error} == {poison: "KilledWorkerError"}
@@ -134,10 +134,10 @@ def test_one_device_that_fails_does_not_end_the_run(trouble: str, few: Path, tmp
     failed = [json.loads(line) for line in failures.read_text().splitlines()] if failures.exists() else []
     assert sorted(done + [line["file_name"] for line in failed]) == sorted(path.name for path in few.iterdir())
     if trouble == "unloadable":
-        assert code == OK and not failed and "no memory on cpu:1; the others go on" in said
+        assert code == OK and not failed and "no memory on cpu:1; the other workers go on" in said
     else:  # the item on which it showed is named, all others are captioned
         assert {line["error"] for line in failed} == {"AcceleratorError"} and len(done) > ITEMS / 2
-        assert "the device works no more" in said and "it is started again" in said
+        assert "the device no longer works" in said and "it is restarted" in said
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_run(few: Path, tmp_path: Path, capsys: pytest.CaptureFixture):

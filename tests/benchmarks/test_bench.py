@@ -170,7 +170,7 @@ def test_reads_pictures_inside_parquet(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "count", "told"),
     [
-        ('{"image": "0.png", "question": "w?"}', 3, "holds 1 questions; 3 are to be measured"),
+        ('{"image": "0.png", "question": "w?"}', 3, "has 1 questions; 3 are needed to measure"),
         ('{"question": "w?"}', 1, "no picture: its fields are question"),
         ('{"image": "0.png", "answer": "w"}', 1, "no prompt"),
         ('{"image": "0.png", "video": "a.mp4", "question": "w?"}', 1, "question 1: 'video' holds a video, and only"),

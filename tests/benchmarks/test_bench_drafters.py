@@ -130,7 +130,7 @@ def test_every_suite_names_drafters_alike(suite: str, option: str, drafters: dic
     assert next(iter(found)) == "ngram" and not named.read(parser.parse_args([suite, "--model", "elsewhere"]))
     with pytest.raises(
         BenchError,
-        match=r"--drafters: there is no folder or file 'absent'.*; by name there are here .*ngram, suffix, recycle",
+        match=r"--drafters: there is no folder or file 'absent'.*; available by name: .*ngram, suffix, recycle",
     ):
         named.read(parser.parse_args([suite, option, "absent"]))
 

@@ -284,7 +284,7 @@ def test_a_failing_method_is_a_result(classes: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--images", 0], "nothing is asked for"),
+        (["--images", 0], "nothing to do"),
         (["--methods", "jacoby"], "no method matches 'jacoby'; choose from ar,"),
         (["--images", 0, "--quality-images", 3], "--quality-images must be more than 3"),
         (["--images", 0, "--quality-images", 5, "--backbone", "resnet5000"], "no pretrained timm backbone"),

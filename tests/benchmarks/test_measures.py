@@ -197,10 +197,10 @@ def test_what_is_missing_is_said(
     (tmp_path / "other.json").write_text("[]")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     for words, told in (
-        ([], "nothing is asked for; give --clip or --inception"),
+        ([], "nothing to do; give --clip or --inception"),
         (["--clip", clip], "name the file with --prompts"),
         (["--clip", clip, "--prompts", tmp_path / "one.txt"], "holds 2 pictures"),
-        (["--clip", clip, "--prompts", tmp_path / "other.json"], "is no file of COCO captions"),
+        (["--clip", clip, "--prompts", tmp_path / "other.json"], "is not a file of COCO captions"),
         (["--clip", "nowhere", "--prompts", tmp_path / "one.txt"], "--clip nowhere: there is no folder 'nowhere'"),
         (["--clip", tmp_path, "--prompts", tmp_path / "one.txt"], f"--clip {tmp_path}: "),
         (["--reference", some], "add --inception"),
@@ -224,7 +224,7 @@ def test_what_is_no_inception_is_said(tiny_inception: None, tmp_path: Path) -> N
     np.savez(tmp_path / "strange.npz", arr_0=np.zeros(3))
     with pytest.raises(bench.BenchError, match="are of 3 features; Inception has 6"):
         inception.reference(tmp_path / "short.npz")
-    with pytest.raises(bench.BenchError, match="holds no statistics, arrays `mu` and `sigma`"):
+    with pytest.raises(bench.BenchError, match="has no statistics, arrays `mu` and `sigma`"):
         inception.reference(tmp_path / "strange.npz")
     with pytest.raises(bench.BenchError, match="at least 2 pictures"):
         inception.read(drawn(1, 0))

@@ -107,11 +107,11 @@ def test_mvbench_is_read_from_a_copy_with_its_videos(
     for task in ("action_count", "episodic_reasoning", "object_shuffle"):
         row = {"video": f"{task}.mp4", "question": "what?", "candidates": ["a ball", "none"], "answer": "none"}
         (tmp_path / "json" / f"{task}.json").write_text(json.dumps([row] * 2))
-    with pytest.raises(BenchError, match=f"no videos in perception/videos; fetch it: {mvbench.COMMAND}"):
+    with pytest.raises(BenchError, match=f"no videos in perception/videos; download it: {mvbench.COMMAND}"):
         read_questions(tmp_path, 2, 0)
     (tmp_path / "perception" / "videos").mkdir(parents=True)
     film = clips.write_clip(tmp_path / "perception" / "videos" / "action_count.mp4", 6)
-    with pytest.raises(BenchError, match=r"has no perception/videos/object_shuffle\.mp4; fetch it"):
+    with pytest.raises(BenchError, match=r"has no perception/videos/object_shuffle\.mp4; download it"):
         read_questions(tmp_path, 2, 0)
     shutil.copy(film, film.with_name("object_shuffle.mp4"))
     cached = list[dict[str, Any]]()
@@ -124,11 +124,11 @@ def test_mvbench_is_read_from_a_copy_with_its_videos(
             "Question:what?\nOption:\n(A) a ball\n(B) none\nOnly give the best option.\n"
         }
         assert all(q.clip and len(q.images) == 3 for q in measured)
-        assert "left out, for their videos are not in" in capsys.readouterr().err
+        assert "left out, since their videos are not in" in capsys.readouterr().err
     assert cached == [{"repo_type": "dataset", "revision": "video", "local_files_only": True}]
 
 
 def test_mvbench_is_not_fetched_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(BenchError, match="mvbench is not on this machine; fetch it: hf download OpenGVLab/MVBench"):
+    with pytest.raises(BenchError, match="mvbench is not on this machine; download it: hf download OpenGVLab/MVBench"):
         read_questions(Path("mvbench"), 1, 0)

@@ -224,7 +224,7 @@ def test_chance_is_compared_where_the_draws_are_the_same(visitor: shoot.Visitor)
     visitor.wait_idle()
     visitor.page.get_by_label("Same draws").uncheck()
     visitor.press("run")
-    assert "Drawn at random" in visitor.wait_for("#mm-caption-summary .mm-chance")
+    assert "Sampled" in visitor.wait_for("#mm-caption-summary .mm-chance")
 
 
 def test_a_picture_is_drawn_twice_and_its_grid_fills(visitor: shoot.Visitor) -> None:

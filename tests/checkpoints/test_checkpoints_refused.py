@@ -213,7 +213,7 @@ def test_a_file_that_declares_more_than_it_holds(tmp_path):
     put(tmp_path, config, t)
     (tmp_path / "model.safetensors").unlink()
     torch.save({**t, "fc.weight": torch.zeros(1).expand(H, 2**40)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"larger ones than itself: \['fc.weight'\]"):
+    with pytest.raises(ValueError, match=r"larger than the file: \['fc.weight'\]"):
         load(tmp_path)
 
 
@@ -221,7 +221,7 @@ def test_a_file_that_declares_more_than_it_holds(tmp_path):
 def test_odd_names_of_layouts_methods_and_shards(tmp_path, odd):
     save.save_drafter(ours(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    for key, told in (("layout", "mmspec.layout in config.json is"), ("method", "names the method")):
+    for key, told in (("layout", "mmspec.layout in config.json must be"), ("method", "names the method")):
         changed = {**config, "mmspec": {**config["mmspec"], key: odd}}
         (tmp_path / "config.json").write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=told):

@@ -233,7 +233,7 @@ def test_an_answer_that_is_there_is_never_too_late(decoder: Decoder, monkeypatch
             late.extend([found] * (seconds > 0))
             return found and seconds == 0
 
-    monkeypatch.setattr(worker, "line", Deaf(worker.line))
+    monkeypatch.setattr(worker, "pipe", Deaf(worker.pipe))
     assert isinstance(run(decoder, {0: GOOD})[0], Media) and late == [True]
 
 
@@ -247,7 +247,7 @@ def test_processes_that_cannot_start_end_the_run_with_a_reason(monkeypatch: pyte
 
 def test_outside_of_its_with_it_says_so():
     decoder = Decoder(1, MediaLimits(), FramePolicy())
-    with pytest.raises(DecoderError, match="inside its `with`"):
+    with pytest.raises(DecoderError, match="inside a `with`"):
         decoder.ready()
     decoder.close()
 

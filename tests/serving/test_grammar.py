@@ -180,7 +180,7 @@ def test_captions_are_json_and_a_cut_one_fails(tmp_path: Path, capsys: pytest.Ca
         return [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
 
     assert main([*words, "--max-new-tokens", "9"]) == 3
-    assert "no whole JSON in 9 tokens; raise --max-new-tokens" in (out / "failed.jsonl").read_text()
+    assert "no complete JSON in 9 tokens; raise --max-new-tokens" in (out / "failed.jsonl").read_text()
     assert main(words) == 0
     assert [valid(record["text"]) for record in recorded()] == [True] * 3
     assert recorded()[0]["text"] == texts(stock())[0]
@@ -197,8 +197,8 @@ def test_captions_are_json_and_a_cut_one_fails(tmp_path: Path, capsys: pytest.Ca
         ("[1]", [], "holds a list; give an object"),
         ("{", [], "cannot be read as JSON"),
         ('{"type": "thing"}', [], "is not supported"),
-        ("{}", ["--start-with", "A"], "--json-schema and --start-with do not go together"),
-        ("{}", ["--engine", "quick_engine:load"], "--json-schema and --engine do not go together"),
+        ("{}", ["--start-with", "A"], "--json-schema and --start-with cannot be combined"),
+        ("{}", ["--engine", "quick_engine:load"], "--json-schema and --engine cannot be combined"),
     ],
 )
 def test_what_the_command_refuses(

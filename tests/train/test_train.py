@@ -346,7 +346,7 @@ def test_pictures_are_turned_as_they_were_taken(tmp_path: Path) -> None:
         (["--set", "muon"], "--set: muon is true or false, such as False; got 'muon'"),
         (["--set", "speed=2"], "--set: there is no 'speed'; choose from anchors, batch, betas"),
         (["--limit", "3"], "3 samples are too few: this recipe holds 64 out to measure τ,"),
-        (["--limit", "12"], "give more, or hold fewer out, as with --set held_out=4"),
+        (["--limit", "12"], "give more, or hold fewer out: --set held_out=4"),
         (["--data", "nowhere"], "unknown data source 'nowhere'"),
     ],
 )
