@@ -86,10 +86,10 @@ def lesson(rng: np.random.Generator) -> tuple[scenes.Scene, language.Exchange]:
 def loss_of(model: LlavaForConditionalGeneration, processor: LlavaProcessor, rng: np.random.Generator) -> Tensor:
     """Mean cross-entropy of the answers to a batch of prompts."""
     shown = [lesson(rng) for _ in range(BATCH)]
-    asked = [processor.apply_chat_template(
-        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": said.prompt}]}],
-        add_generation_prompt=True,
-    ) for _, said in shown]  # fmt: skip
+    chats: Any = [
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": said.prompt}]}] for _, said in shown
+    ]
+    asked = [processor.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
     whole = [before + said.answer + "<|im_end|>" for before, (_, said) in zip(asked, shown, strict=True)]
     inputs: Any = processor(
         images=[scenes.render(scene) for scene, _ in shown], text=whole, padding=True, padding_side="right",
