@@ -8,7 +8,7 @@ from typing import Any
 
 __version__ = "0.2.0"
 
-# In a checkout, mmspec.pipelines, mmspec.kernels and mmspec.app lie beside this folder; in a wheel they lie inside it.
+# In a checkout, mmspec.pipelines, mmspec.kernels and mmspec.app are next to this folder; in a wheel they are inside it.
 _root = pathlib.Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "kernels").is_dir():
     __path__.append(str(_root))
@@ -36,7 +36,7 @@ __all__ = ["__version__", *_FACE]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the few public functions when they are first used (PEP 562), so that `import mmspec` stays light."""
+    """Import the public names when they are first used (PEP 562), so that `import mmspec` is fast."""
     if name not in _FACE:
         raise AttributeError(f"module 'mmspec' has no attribute '{name}'; it offers {', '.join(__all__)}")
     try:

@@ -66,7 +66,7 @@ def sdpa(
         causal: without a mask, T = n tokens each see themselves and those before.
 
     Returns:
-        [B, heads, n, E], which lies in memory as [B, n, heads, E].
+        [B, heads, n, E], with the memory layout [B, n, heads, E].
     """
     grouped = q.shape[1] != k.shape[1]
     if grouped and not _served(q, mask):

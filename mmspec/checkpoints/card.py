@@ -18,7 +18,7 @@ tags:
 
 # {method} drafter for {target}
 
-Drafts tokens for {target}{revision}; the target decides, so what is generated is what the target alone would generate.
+Drafts tokens for {target}{revision}; the target decides, so the output is what the target alone would generate.
 
 ```python
 import mmspec
@@ -38,8 +38,8 @@ _TREE = """| depth | width | size |
 | {c.depth} | {c.width} | {c.size} |
 
 These are the recommended depth (longest drafted path), width (branches per node) and size (nodes sent to the target at
-once), used where `enable` is told nothing else."""
-_WINDOW = "It recommends a window of {c.window} positions, used where `enable` is told nothing else."
+once): the defaults of `enable`."""
+_WINDOW = "It recommends a window of {c.window} positions, the default of `enable`."
 
 
 def card(name: str, method: str, c: TrainedConfig | HeadsConfig) -> str:

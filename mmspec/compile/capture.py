@@ -196,7 +196,7 @@ def _traced(function: Function, inputs: Sequence[Tensor], own: Iterable[Tensor])
 
 
 def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[Function, int]:
-    """A function that runs the pieces in order and calls its last argument for attentions; the number of distinct ones.
+    """The pieces as one function, whose last argument computes attentions; and the number of distinct pieces.
 
     `place` maps a piece and its compiled function to the function to run, such as a CUDA graph. It is not called for
     the last of several pieces: its outputs (logits) are large, and a graph would keep them allocated.
