@@ -39,9 +39,9 @@ def enable(model_or_pipe: object, drafter: Any = None, **options: Any) -> Handle
             generate images), "mtp" (the heads in the model's own files), "model" with `draft=` a smaller model or its
             folder, a drafter's name on the hub, a folder, a Drafter, or a draft model. None: the drafter in the model's
             folder, else the MTP heads among its tensors, else "suffix"; the log says which was chosen, and why.
-        options: fields of SpecConfig (rule, budget, reproducible, auto, compile, prefix_cache, on_unsupported), and the
-            drafter's own options, where None means its recommendation: TreeOptions (a trained drafter: depth, width,
-            size, tree, draws, adaptive, draft_vocab, prune), BlockOptions ("block": also confidence),
+        options: fields of SpecConfig (rule, budget, reproducible, auto, lookup, compile, prefix_cache, on_unsupported),
+            and the drafter's own options, where None means its recommendation: TreeOptions (a trained drafter: depth,
+            width, size, tree, draws, adaptive, draft_vocab, prune), BlockOptions ("block": also confidence),
             ChainOptions ("ngram", "recycle": depth, width, size), SuffixOptions ("suffix": also memory) or
             WindowOptions ("jacobi", "heads": window, init, coupling, proactive). A `rule` other than "exact" changes
             the distribution, within `budget`; for models that generate both text and images, only that of images.

@@ -238,7 +238,7 @@ def _call(model: GenerativeModel, given: Options, prompt: Prompt) -> Call:
     answers = max(1, len(prompt.ids) // len(ids))  # for each prompt; `generate` requires sampling for several
     call: Call = model.generate(
         input_ids=_clamped(model, ids.to(model.device)), **inputs, num_return_sequences=answers, max_new_tokens=1,
-        do_sample=answers > 1, custom_generate=as_call,
+        do_sample=answers > 1, custom_generate=as_call, num_beams=1, stop_strings=None, cache_implementation=None,
     )  # fmt: skip
     return call
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mmspec.config import Options
@@ -54,11 +54,12 @@ def patch_for(model: GenerativeModel, patch: Patch, request: DraftRequest) -> Pa
         target = patch.family.describe(model)
         try:
             ready, given = choose.chosen(request.drafter, request.given, target, model)
+            config = replace(patch.config, lookup=False)  # which `enable` was given for its own drafter
+            proposer = drafting.proposer(model, ready, config, target, patch.family.captures_drafts)
         except (ValueError, OSError) as error:
             patch.decline(Obstacle(str(error)))
             return patch
-        proposer = drafting.proposer(model, ready, patch.config, target, patch.family.captures_drafts)
-        special = Patch(patch.family, ready, patch.config, patch.rule, proposer, given, target)
+        special = Patch(patch.family, ready, config, patch.rule, proposer, given, target)
         special.stats, special.source = patch.stats, request.drafter
         patch.by_request[request.key] = special
     return special

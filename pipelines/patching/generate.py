@@ -256,7 +256,7 @@ class _Collected:
         early = self.rounds < 2 and not (last or self.call.begun or release.tested())  # `or_stock` may still fall back
         if self.call.streamer is None or early:
             return
-        ready = min((row.generated for row in self.rows if not row.done), default=self.length())
+        ready = min([self.length(), *(row.generated for row in self.rows if not row.done)])
         self.call.begun = True
         for index in range(self.streamed, ready):
             self.call.streamer.put(torch.tensor(self._column(index)))

@@ -58,11 +58,12 @@ class Patch:
             yield
 
     def fitted_proposer(self, model: object) -> Proposer:
-        """The proposer for a call; the drafter is fitted again first if the model was moved or cast."""
+        """The proposer for a call; the drafter is fitted again first if the model was moved, cast or resized."""
         now = self.family.describe(model)
         with self._lock:
-            if self.target is not None and devices.moved(self.target, now):
-                now = replace(self.target, device=now.device, dtype=now.dtype)
+            old = self.target
+            if old is not None and (devices.moved(old, now) or now.vocab != old.vocab):
+                now = replace(old, device=now.device, dtype=now.dtype, vocab=now.vocab)
                 self.drafter, self.target = self.drafter.fit(now, self.given), now
                 self.proposer = drafting.proposer(model, self.drafter, self.config, now, self.family.captures_drafts)
                 self.fitted = {}
@@ -124,6 +125,8 @@ def put_on(model: object, patch: Patch | None) -> Patch | None:
             swap(model, patch.family.mixin, _mmspec_patch=patch, _mmspec_taps=taps)
         if tapped is not None:
             tapped.__exit__()
+        if before is not None and before is not patch and before.prefixes is not None:
+            before.prefixes.clear()
         handle = None if before is None else before.handle()
         if handle is not None and handle is not (patch and patch.handle()):
             handle.let_go()

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -92,8 +93,8 @@ class Batcher:
         Raises:
             ValueError: `rows` below 1, or several answers to a prompt.
         """
-        if rows < 1:
-            raise ValueError(f"rows must be at least 1; got {rows}")
+        if not isinstance(rows, int) or rows < 1:
+            raise ValueError(f"rows must be a whole number of at least 1; got {rows!r}")
         self.model, self.rows, self.stats, self.scored = families.unwrap(model), rows, Stats(), scored
         self.generation = generation
         self._one_answer()
@@ -130,8 +131,7 @@ class Batcher:
         Raises:
             ValueError: not exactly one prompt, or several answers to it.
         """
-        if len(inputs["input_ids"]) != 1:
-            raise ValueError(f"add takes one prompt at a time; got {len(inputs['input_ids'])}")
+        require_one_row(inputs, "add")
         prompt = QueuedPrompt(ticket, dict(inputs), seed, settings)
         self._one_answer(prompt)
         self._waiting.insert(0 if ahead else len(self._waiting), prompt)
@@ -178,10 +178,11 @@ class Batcher:
         if running and (first.apart or running[0].apart):
             return []
         group = [first]
-        if together and first.shape is not None:
-            group = [one for one in self._waiting if one is first or alike(one.shape, first.shape)][:room]
+        if together and (shape := first.shape) is not None:
+            group = list(islice((one for one in self._waiting if one is first or alike(one.shape, shape)), room))
             group = group[: max(1, TOGETHER // max(one.length for one in group))]
-        self._waiting = [one for one in self._waiting if one not in group]
+        chosen = {id(one) for one in group}
+        self._waiting = [one for one in self._waiting if id(one) not in chosen]
         for one in group:
             one.begun = one.begun or time.perf_counter()
         return group
@@ -307,11 +308,29 @@ def answer_length(row: list[int], eos: int | list[int] | Tensor | None) -> int:
     return next((place + 1 for place, token in enumerate(row) if token in ends), len(row))
 
 
+def require_one_row(inputs: Any, name: str) -> None:
+    """Check that these are the inputs of one prompt, as a processor returns them.
+
+    Raises:
+        ValueError: they are not; `name` is the function in the message.
+    """
+    ids = inputs.get("input_ids") if hasattr(inputs, "get") else None
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != 1:
+        got = list(ids.shape) if isinstance(ids, Tensor) else type(inputs if ids is None else ids).__name__
+        raise ValueError(
+            f"{name} takes the inputs of one prompt, as a processor returns them, with a tensor input_ids [1, T]; "
+            f"got {got}"
+        )
+
+
 def _padded(prompts: list[dict[str, Any]], fill: int) -> dict[str, Any]:
     """Collate prompts of the same shape into one left-padded batch."""
     if len(prompts) == 1:
         return prompts[0]
-    longest = max(prompt["input_ids"].shape[1] for prompt in prompts)
+    lengths = [prompt["input_ids"].shape[1] for prompt in prompts]
+    longest = max(lengths)
+    if min(lengths) < longest:  # transformers infers a mask only if the padding token is not an end of sequence
+        prompts = [{"attention_mask": torch.ones_like(prompt["input_ids"]), **prompt} for prompt in prompts]
 
     def one(name: str) -> Tensor:
         parts = [prompt[name] for prompt in prompts]

@@ -18,6 +18,7 @@ from mmspec.pipelines.host.assisted import setting
 from mmspec.pipelines.host.call import calling
 from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.streaming import StepStreamer, Stopped
+from mmspec.pipelines.serving.batcher import require_one_row
 from mmspec.types import Round
 
 
@@ -59,9 +60,7 @@ def stream(
         ValueError: more than one row, several answers to it, or a streamer.
         Exception: any error that `generate` raises.
     """
-    rows = len(inputs["input_ids"])
-    if rows != 1:
-        raise ValueError(f"stream takes one row; got {rows}. Call it once for each, or use model.generate")
+    require_one_row(inputs, "stream")
     if settings.get("streamer") is not None:
         raise ValueError("stream uses its own streamer; leave streamer out, and iterate over the steps")
     model = families.unwrap(model_or_pipe)

@@ -53,3 +53,14 @@ def test_several_answers_about_several_pictures() -> None:
     with mmspec.enable(model, copy.deepcopy(model)) as handle:
         assert torch.equal(tiny_vlms.generate(model, inputs, **asked), stock)
     assert handle.stats.accepted > 0.9 * handle.stats.drafted
+
+
+@pytest.mark.parametrize("setting", [{"num_beams": 2}, {"stop_strings": ["a"]}, {"cache_implementation": "offloaded"}])
+def test_its_own_generation_config_does_not_decide_how_it_drafts(setting: dict[str, Any]) -> None:
+    model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "image first")
+    small = copy.deepcopy(model)
+    small.generation_config.update(**setting)
+    wanted = tiny_vlms.generate(model, inputs)
+    with mmspec.enable(model, small) as handle:
+        assert torch.equal(tiny_vlms.generate(model, inputs), wanted)
+        assert handle.stats.tokens_per_target_call > 2

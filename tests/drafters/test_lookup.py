@@ -220,3 +220,11 @@ def test_it_goes_beside_drafters_that_learned(drafter: str) -> None:
         mmspec.enable(tiny_vlms.model("llava"), drafter, lookup=True)
     with pytest.raises(ValueError, match="lookup must be True or False"):
         mmspec.enable(tiny_vlms.model("llava"), drafter, lookup="yes")
+
+
+def test_stocks_own_prompt_lookup_runs_beside_it() -> None:
+    model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "image first")
+    wanted = tiny_vlms.generate(model, inputs)
+    with mmspec.enable(model, eagle(model), lookup=True) as handle:
+        assert torch.equal(tiny_vlms.generate(model, inputs, prompt_lookup_num_tokens=3), wanted)
+        assert handle.stats.rounds > 0

@@ -471,6 +471,22 @@ def test_streamers_get_the_same_columns(llava: Any, drafter: str, kind: str) -> 
     assert mine.put_ == theirs.put_ and mine.ended == theirs.ended == 1
 
 
+def test_streamers_get_no_column_after_the_common_end(llava: Any) -> None:
+    """Without an end-of-sequence token all rows go on until the last one has met a stop string."""
+    tokenizer, inputs = letters(), prompt("ragged")
+    full = tiny_vlms.generate(llava, inputs)
+    strings = [
+        tokenizer.decode(row[at : at + 2])
+        for row, at in zip(full[:, inputs["input_ids"].shape[1] :], (3, 5, 2, 4), strict=True)
+    ]
+    options: Any = {"stop_strings": strings, "tokenizer": tokenizer}
+    mine, theirs = Columns(), Columns()
+    stock = tiny_vlms.generate(llava, inputs, streamer=theirs, **options)
+    with mmspec.enable(llava, drafter=DRAFTERS["always right"](llava, Oracle.of(inputs["input_ids"], full))):
+        fast = tiny_vlms.generate(llava, inputs, streamer=mine, **options)
+    assert torch.equal(stock, fast) and stock.shape[1] < full.shape[1] and mine.put_ == theirs.put_
+
+
 def test_text_streamer_prints_the_answer(llava: Any, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer, printed = letters(), []
     for enabled in (False, True):

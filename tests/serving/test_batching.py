@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -456,12 +457,13 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="not enabled"):
         ContinuousBatcher(model, None, 2)
     with mmspec.enable(model):
-        with pytest.raises(ValueError, match="rows must be at least 1; got 0"):
+        with pytest.raises(ValueError, match="rows must be a whole number of at least 1; got 0"):
             ContinuousBatcher(model, None, 0)
         with pytest.raises(ValueError, match="one answer here; got num_return_sequences=2"):
             ContinuousBatcher(model, None, 2, num_return_sequences=2)
-        with pytest.raises(ValueError, match="one prompt at a time; got 4"):
-            ContinuousBatcher(model, None, 2).add(0, tiny_vlms.prompt("llava", "ragged"))
+        for odd in (tiny_vlms.prompt("llava", "ragged"), {"input_ids": [[5, 6]]}, {}, torch.ones(1, 3), None):
+            with pytest.raises(ValueError, match=r"add takes the inputs of one prompt, .* input_ids \[1, T\]; got"):
+                ContinuousBatcher(model, None, 2).add(0, odd)
         with pytest.raises(ValueError, match="one answer here; got num_return_sequences=3"):
             ContinuousBatcher(model, None, 2).add(0, tiny_vlms.prompt("llava", "text only"), num_return_sequences=3)
     with mmspec.enable(model, reproducible=True), pytest.raises(ValueError, match="each row has its own seed"):
@@ -694,3 +696,23 @@ def test_a_cancelled_prompt_frees_its_row(kind: type[Batcher]) -> None:
             flow.cancel(ticket)
         assert kind is StaticBatcher or flow._session.cache is None  # its keys are not kept until the next prompt
         assert flow.step() == [] and not flow.busy
+
+
+@pytest.mark.parametrize("kind", [ContinuousBatcher, StaticBatcher])
+@pytest.mark.parametrize("pad", [None, 2])
+def test_prompts_without_a_mask_are_padded_with_one(kind: type[Batcher], pad: int | None) -> None:
+    """transformers infers a mask only from a padding token that is not an end-of-sequence token."""
+    model = copy.deepcopy(tiny_vlms.text())
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = pad, 2
+    asked = [torch.randint(5, 90, (1, 5 + 3 * i)) for i in range(4)]
+    wanted = {
+        i: alone(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}) for i, ids in enumerate(asked)
+    }
+    with mmspec.enable(model, "plain"):
+        batcher = kind(model, None, 2, **settings())
+        for i, ids in enumerate(asked):
+            batcher.add(i, {"input_ids": ids})
+        found = {}
+        while batcher.busy:
+            found |= {one.ticket: one.tokens for one in batcher.step()}
+    assert found == wanted

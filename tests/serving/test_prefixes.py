@@ -204,7 +204,9 @@ def test_nothing_is_kept_once_it_is_off() -> None:
     handle = mmspec.enable(model, "plain", prefix_cache="64MB")
     tiny_vlms.generate(model, first, **SAID)
     store, alive = weakref.ref(type(model)._mmspec_patch.prefixes), weakref.ref(model)
+    assert store().bytes > 0
     mmspec.disable(model)
+    assert store().bytes == 0, "whoever still has the handle keeps none of it"
     del handle
     gc.collect()
     assert store() is None
