@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mmspec.app.embedded import resolve
 from mmspec.app.options import count
 
 OK, FAILED = 0, 1
@@ -80,7 +81,11 @@ def _drafter(args: argparse.Namespace) -> str:
             f"`mmspec convert {args.src} FOLDER`"
         )
     drafter = load_drafter(
-        args.src, target=args.target, revision=args.revision, allow_pickle=args.allow_pickle, layout=args.source
+        resolve(args.src),
+        target=args.target,
+        revision=args.revision,
+        allow_pickle=args.allow_pickle,
+        layout=args.source,
     )
     _refuse_existing(args.dst, (WEIGHTS, CONFIG), args.overwrite)
     save_drafter(drafter, args.dst, args.layout)

@@ -173,14 +173,14 @@ def value_of(text: str) -> object:
 def _check(words: Mapping[str, object], kinds: Iterable[object]) -> None:
     """EnableError for values that no option of that name allows."""
     from mmspec.config import SpecConfig, option_names
+    from mmspec.registry import check_rule
 
     try:
         SpecConfig.split(words)
+        if isinstance(rule := words.get("rule"), str):
+            check_rule(rule)
     except ValueError as error:
         raise EnableError(f"--enable: {error}") from error
-    for flag in ("reproducible", "auto", "lookup"):
-        if not isinstance(words.get(flag, False), bool):
-            raise EnableError(f"--enable {flag}= is true or false; got {words[flag]!r}")
     for name, value in words.items():
         troubles = [_trouble(kind, name, value) for kind in kinds if name in option_names(kind)]
         if value is not None and troubles and all(troubles):

@@ -168,10 +168,10 @@ class ImageSubject:
 
         Raises EngineError: the pipeline refuses the prompts or its settings.
         """
-        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         condition = {"class_labels" if self.classes else "prompt": list(conditions)}
         began = time.perf_counter()
         try:
+            generators = [torch.Generator().manual_seed(seed) for seed in seeds]
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="prompts are only lower-cased")
                 out = self.pipe(**condition, generator=generators, **{**self.settings, **settings})

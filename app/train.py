@@ -75,7 +75,8 @@ def _recipe(args: argparse.Namespace) -> Recipe:
         raise ValueError("'heads' is for models that draw; give a pipeline's folder and prompts:FILE or pictures:N")
     recipe = RECIPES[args.recipe or (f"{args.method}-image" if pictures else args.method)]
     recipe = recipe.without_texts() if args.text == "none" else recipe
-    return recipe.with_(**_values("--set", args.set, {f.name: getattr(recipe, f.name) for f in fields(recipe)}))
+    usual = {f.name: getattr(recipe, f.name) for f in fields(recipe) if f.name != "stages"}
+    return recipe.with_(**_values("--set", args.set, usual))
 
 
 def _values(option: str, items: list[str], now: dict[str, Any]) -> dict[str, Any]:

@@ -145,10 +145,20 @@ def resolve_rule(
     return rule if rule.lossless else limited
 
 
-def _built(spec: str, tables: dict[str, Tensor | None]) -> Rule:
-    name, given = _parsed(spec)
+def check_rule(spec: str) -> None:
+    """Check the form and the name of a rule, before there is a model with a codebook.
+
+    Raises:
+        ValueError: an unknown rule, or text that has another form.
+    """
+    name, _ = _parsed(spec)
     if name not in RULES:
         raise ValueError(f"unknown rule {name!r}; choose from {', '.join(RULES)}")
+
+
+def _built(spec: str, tables: dict[str, Tensor | None]) -> Rule:
+    check_rule(spec)
+    name, given = _parsed(spec)
     allowed = dict(inspect.signature(RULES[name]).parameters)
     coded = {table: allowed.pop(table) for table in tables if table in allowed}
     missing = [key for key, p in allowed.items() if p.default is p.empty and key not in given]

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -76,9 +77,15 @@ def run(args: argparse.Namespace) -> int:
             refuse(args, "a plot shows speed-ups over plain decoding, which this suite does not measure", plot=None)
         if args.plot:
             report.check_plot(args.plot)
+        for path in filter(None, (args.json, args.markdown, args.plot)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path.parent):  # an error now, not after the measurement
+                pass
         for _ in suite.measure(args, outcome):
             _save(args.json, outcome)
-    except (BenchError, EnableError, EngineError, MediaError, report.ReportError) as error:
+    except (BenchError, EnableError, EngineError, MediaError, report.ReportError, OSError) as error:
+        if isinstance(error, OSError) and outcome.records:
+            print(report.table(outcome.records, args.wide))
         print(f"{args.prog}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

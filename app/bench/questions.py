@@ -100,17 +100,30 @@ def _rows(path: Path) -> Sequence[Mapping[str, Any]]:
             f"no questions in {str(path)!r}; give a folder, a file ending in {', '.join(LISTS)}, "
             f"hf:owner/name[:split], or one of {', '.join(PROTOCOLS)}"
         )
+    try:
+        return _listed(path)
+    except (OSError, ValueError) as error:  # pyarrow's are among these
+        raise BenchError(f"{path} cannot be read as a list of questions: {error}") from error
+
+
+def _listed(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file. ValueError: it is no list of objects."""
     if path.suffix == ".parquet":
         try:
             import pyarrow.parquet
         except ImportError as error:
             raise BenchError("a parquet list needs pyarrow: pip install pyarrow, or convert it to .jsonl") from error
-        return pyarrow.parquet.read_table(path).to_pylist()
+        return pyarrow.parquet.read_table(path).to_pylist()  # type: ignore[no-any-return]
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".jsonl":
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
-    data = json.loads(text)
-    return data if isinstance(data, list) else next(value for value in data.values() if isinstance(value, list))
+        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    else:
+        data = json.loads(text)
+        lists = [value for value in data.values() if isinstance(value, list)] if isinstance(data, dict) else [data]
+        rows = lists[0] if lists else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("it must have an object for each question")
+    return rows
 
 
 def _question(

@@ -149,7 +149,7 @@ class Run:
         if not todo.pending:
             self._finish()
             self._report(RunTally(0, shown=False))
-            print(f"nothing to do; the captions are in {outputs.folder}")
+            print(f"nothing to do; the captions are in {options.out if is_address(options.out) else outputs.folder}")
             return SOME_FAILED if failed_before else OK
         self._write_settings()
         tally = RunTally(len(todo.pending), options.quiet, options.max_errors)

@@ -20,6 +20,7 @@ from mmspec.app.media.remote import filesystem, unreachable
 EVERY = 300.0  # seconds between two uploads
 LOGS = (".jsonl", ".log")  # files in STATE that only grow
 UPLOADED = (*LOGS, ".yaml")  # files of STATE that are uploaded; locks and partial files are not
+ELSEWHERE = ""  # the stamp of a remote tar that is not on this disk
 
 
 class Mirror:
@@ -58,7 +59,10 @@ class Mirror:
                 self._synced[name] = stamp(path)
         self.tars = [name for name in sizes if SHARD.fullmatch(name)]
         ours = noted(self.folder / STATE / LOG)
-        self._synced |= {name: "" for name in self.tars if name in ours}
+        for name in filter(ours.__contains__, self.tars):
+            path = self.folder / name
+            same = path.is_file() and path.stat().st_size == sizes[name]
+            self._synced[name] = stamp(path) if same else ELSEWHERE
 
     def fetch_logs(self) -> dict[str, int]:
         """Download what others have added to the journals; returns the sizes of all remote files by name.
@@ -97,7 +101,9 @@ class Mirror:
                         folders.add(folder)
                     self.fs.put_file(str(here[name]), place)
                     self._synced[name] = now
-            for name in [name for name in self._synced if name not in here and not _log(name)]:
+            written = any(map(SHARD.fullmatch, here))  # all tars are written together, so that others are outdated
+            gone = [name for name in self._synced if name not in here and not _log(name)]
+            for name in gone if written else [name for name in gone if self._synced[name] != ELSEWHERE]:
                 self.fs.rm_file(f"{self.root}/{name}")
                 del self._synced[name]
         except Exception as error:  # each library has its own errors

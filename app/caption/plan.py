@@ -44,6 +44,7 @@ class Plan:
     failed_before: int = 0
     again: int = 0  # pending items that have a caption by mmspec, with another prompt or other settings
     restored: int = 0
+    resumed: bool = True
     unwritable: list[str] = field(default_factory=list)
 
     def frames(self, policy: FramePolicy) -> int:
@@ -53,7 +54,7 @@ class Plan:
     def __str__(self) -> str:
         parts = {
             "to caption": len(self.pending),
-            "of them again, since the prompt or a setting has changed": self.again,
+            f"of them again, since {'the prompt or a setting has changed' if self.resumed else '--no-resume is set'}": self.again,
             "done before": self.done,
             "kept (they have a caption that mmspec did not write; see --on-existing)": self.kept,
             "failed before (--retry-failed retries them)": self.failed_before,
@@ -73,7 +74,7 @@ class Planner:
 
     def plan(self, inputs: Inputs) -> Plan:
         """Sort all items of this run's shard. OutputError if the output folder belongs to another data set."""
-        todo, mine, sidecars = Plan(), [], Sidecars(self.options.extension)
+        todo, mine, sidecars = Plan(resumed=self.options.resume), [], Sidecars(self.options.extension)
         for item in inputs.items():
             sidecars.add(item.name)
             if self._of_this_shard(item.name):

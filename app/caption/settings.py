@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from mmspec.app import embedded, enabling
-from mmspec.app.caption.journal import key
+from mmspec.app.caption.journal import digest, key
 from mmspec.app.caption.options import AUTO, BESIDE, ENGINE, RARE, VLLM, Options
 from mmspec.app.media import video
 from mmspec.app.options import did_you_mean
@@ -22,7 +22,7 @@ WHOLE = "--help-all"
 FILE = "run.yaml"  # beside the captions
 HEAD = b"# Repeat this run by: mmspec caption --config FILE\n"
 CONFIG = "config"  # the one flag that a config file cannot hold
-ONCE = (CONFIG, "retry_failed")  # flags that apply to one run and are not written to run.yaml
+ONCE = (CONFIG, "retry_failed", "resume", "limit")  # flags that apply to one run and are not written to run.yaml
 KEPT = "1GB"  # default prefix_cache where a picture has several prompts
 SHAPING = ("model", "drafter", "max_new_tokens", "temperature", "dtype", "engine", "max_pixels_per_image")
 
@@ -135,7 +135,7 @@ def schema(options: Options) -> dict[str, object] | None:
     if options.json_schema is None:
         return None
     try:
-        parsed = json.loads(options.json_schema.read_text(encoding="utf-8"))
+        parsed = json.loads(options.json_schema.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise SettingsError(f"--json-schema {options.json_schema} cannot be read as JSON ({error})") from error
     if not isinstance(parsed, dict):
@@ -167,7 +167,7 @@ def shaping(options: Options) -> dict[str, object]:
     drawn = sorted(word for word in options.enable if word.partition("=")[0] in enabling.DRAWN)
     seed = options.seed if options.temperature > 0 else None
     wanted = schema(options)
-    grammar = {} if wanted is None else {"json_schema": key("", **wanted)}
+    grammar = {} if wanted is None else {"json_schema": digest(json.dumps(["", wanted], sort_keys=True).encode())}
     return {name: getattr(options, name) for name in SHAPING} | {"enable": " ".join(drawn), "seed": seed} | grammar
 
 

@@ -40,10 +40,12 @@ class Columns:
     text: str | None = None
     tags: str | None = None
 
-    def choose(self, names: Iterable[str], where: Path | str, media_columns: Iterable[str] = ()) -> str:
-        """The column of images or videos in a table whose columns have these names."""
+    def choose(
+        self, names: Iterable[str], where: Path | str, media_columns: Iterable[str] = (), notes: bool = True
+    ) -> str:
+        """The column of images or videos in a table whose columns have these names; one row may lack its `notes`."""
         names = list(names)
-        for wanted in filter(None, (self.image, self.text, self.tags)):
+        for wanted in filter(None, (self.image, *((self.text, self.tags) if notes else ()))):
             if wanted not in names:
                 raise MediaError(
                     where, f"has no column {wanted!r}; it has {', '.join(map(repr, names))}", "name another"
@@ -137,7 +139,7 @@ class TableRows(Table):
         if isinstance(row, str):
             return broken(name, where, row, FORM.get(self.path.suffix.lower(), "write one path, or one row, a line"))
         try:
-            cell = row[self.columns.choose(row, where)]
+            cell = row[self.columns.choose(row, where, notes=False)]
         except MediaError as error:
             return broken(name, where, error.reason, error.what_to_do)
         path = cell.get("path") if isinstance(cell, dict) else cell

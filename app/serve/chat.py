@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator
+from http.client import HTTPException
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
 from urllib.request import url2pathname, urlopen
 
 from PIL import Image
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from mmspec.app.media.decoder import Decoder
 from mmspec.app.media.items import IMAGE, BytesSource, Item
@@ -79,6 +80,12 @@ class ChatRequest(BaseModel, extra="allow"):
     response_format: _Format = _Format(type="text")
     stream: bool = False
     stream_options: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        """Clients send null for what they leave out."""
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
     @classmethod
     def parse(cls, body: bytes) -> ChatRequest:
@@ -185,7 +192,7 @@ class Pictures:
             try:
                 with urlopen(url, timeout=SECONDS) as answer:
                     return b"".join(self._pieces(answer))
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, HTTPException) as error:
                 raise MediaError("picture", f"cannot be fetched ({error})", "send it as a data URL") from error
         reason = f"has a URL that this server does not open ({url[:60]!r})"
         raise MediaError("picture", reason, "send it as a data URL, or see --allow-http and --allow-files")

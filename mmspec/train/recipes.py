@@ -77,6 +77,11 @@ class Recipe:
         unknown = sorted({name for stage in self.stages for name in stage.changes} - names)
         if unknown:
             raise ValueError(f"a stage changes {unknown[0]!r}, which recipes do not have; choose from {sorted(names)}")
+        for name in ("steps", "batch", "held_out"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if len(self.gate_heat) != 2:
+            raise ValueError(f"gate_heat must be two temperatures; got {self.gate_heat!r}")
         if self.clip_by not in ("norm", "value"):
             raise ValueError(f"clip_by is 'norm' or 'value'; got {self.clip_by!r}")
         if self.gate_learns not in ("after", "along"):
