@@ -52,9 +52,10 @@ class Plan:
         return policy.most if any(task.item.kind == VIDEO for task in self.pending) else 1
 
     def __str__(self) -> str:
+        why = "the prompt or a setting has changed" if self.resumed else "--no-resume is set"
         parts = {
             "to caption": len(self.pending),
-            f"of them again, since {'the prompt or a setting has changed' if self.resumed else '--no-resume is set'}": self.again,
+            f"of them again, since {why}": self.again,
             "done before": self.done,
             "kept (they have a caption that mmspec did not write; see --on-existing)": self.kept,
             "failed before (--retry-failed retries them)": self.failed_before,
