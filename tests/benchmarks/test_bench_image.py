@@ -274,10 +274,10 @@ def test_records_outlive_a_stop_and_are_not_measured_twice(
 
 
 def test_a_failing_method_is_a_result(classes: Path, tmp_path: Path) -> None:
-    words = [*QUICK, "*+grouped", "*+pooled", "--budget", 0.1]  # grouped cannot be cut short
+    words = [*QUICK, "*+grouped", "*+pooled", "--budget", 0.1]  # grouped cannot be limited by a budget
     assert run("--model", classes, *words, "--json", tmp_path / "out.json") == 0
     records = {r["method"]: r for r in json.loads((tmp_path / "out.json").read_text())["records"]}
-    assert records["jacobi+grouped"]["n"] == 0 and "cannot be cut short" in records["jacobi+grouped"]["note"]
+    assert records["jacobi+grouped"]["n"] == 0 and "cannot be limited by a budget" in records["jacobi+grouped"]["note"]
     assert records["jacobi+pooled"]["n"] == 1 and records["jacobi+pooled"]["spent_max"] <= 0.1
 
 
