@@ -161,7 +161,7 @@ class Options:
     drafter: str = _flag("NAME", None, "name, folder, 'ngram' (no weights) or 'none' (plain decoding); default: "
         "one that fits the model")
     enable: list[str] = _flag("NAME=VALUE", [], **{k: v for k, v in enabling.FLAG.items() if k != "metavar"})
-    compile: bool | None = _switch(None, "compile the model; default: if the run is long enough to gain from it")
+    compile: bool | None = _switch(None, "compile the model; default: if the run is long enough")
     max_new_tokens: int = _flag("N", 128, "maximum length of a caption, in tokens", type=count)
     temperature: float = _flag("T", 0.0, "sampling temperature; 0 is greedy decoding", type=from_zero)
     max_pixels_per_image: int | str = _flag("N", AUTO, "larger pictures are scaled down; auto: as suits the model, "
@@ -192,7 +192,7 @@ class Options:
     on_existing: str = _flag(None, "skip", "what to do with captions and final files not written by mmspec: keep or "
         "overwrite them, or append to the captions", choices=ON_EXISTING)
 
-    config: Path | None = _flag("FILE", None, "YAML file of flags, such as the run.yaml of an earlier run", type=Path,
+    config: Path | None = _flag("FILE", None, "YAML file of flags, such as an earlier run's run.yaml", type=Path,
         section="the run")
     resume: bool = _switch(True, "skip items that are finished")
     retry_failed: bool = _switch(False, "retry items that failed before")
