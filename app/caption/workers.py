@@ -88,8 +88,8 @@ def serve(job: Job, place: str, slot: str, pipe: Connection) -> None:
                         if tasks is None:
                             break
                         worker.give(tasks)
-                    elif pipe.poll():  # the parent stops the run, or is gone: EOFError
-                        pipe.recv()
+                    elif pipe.poll() and pipe.recv() is None:  # the parent stops the run, or is gone: EOFError
+                        break
                     if not worker.busy:  # another worker may still die, and its items come here
                         time.sleep(POLL)
                     results = worker.step()

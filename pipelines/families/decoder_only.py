@@ -131,7 +131,7 @@ class DecoderOnly(Family[GenerativeModel]):
     def note(self, model: GenerativeModel) -> str | None:
         host = HostModel.of(model)
         reader, name = host.draft_attention, host.attention
-        if reader is None:
+        if reader is None or name in renamed.TREES:
             return None
         flash = "" if name == renamed.FLEX else ", and chains of one row"
         return (

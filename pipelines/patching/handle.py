@@ -62,7 +62,8 @@ class Patch:
         now = self.family.describe(model)
         with self._lock:
             old = self.target
-            if old is not None and (devices.moved(old, now) or now.vocab != old.vocab):
+            resized = old is not None and getattr(self.drafter, "shares", False) and now.vocab != old.vocab
+            if old is not None and (resized or devices.moved(old, now)):
                 now = replace(old, device=now.device, dtype=now.dtype, vocab=now.vocab)
                 self.drafter, self.target = self.drafter.fit(now, self.given), now
                 self.proposer = drafting.proposer(model, self.drafter, self.config, now, self.family.captures_drafts)

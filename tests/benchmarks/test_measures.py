@@ -199,7 +199,7 @@ def test_what_is_missing_is_said(
     for words, told in (
         ([], "nothing to do; give --clip or --inception"),
         (["--clip", clip], "name the file with --prompts"),
-        (["--clip", clip, "--prompts", tmp_path / "one.txt"], "holds 2 pictures"),
+        (["--clip", clip, "--prompts", tmp_path / "one.txt"], "has 2 pictures"),
         (["--clip", clip, "--prompts", tmp_path / "other.json"], "is not a file of COCO captions"),
         (["--clip", "nowhere", "--prompts", tmp_path / "one.txt"], "--clip nowhere: there is no folder 'nowhere'"),
         (["--clip", tmp_path, "--prompts", tmp_path / "one.txt"], f"--clip {tmp_path}: "),

@@ -271,12 +271,12 @@ OTHER = below(lambda tokens: (tokens + 1) % tiny_vlms.VOCAB)
 @pytest.mark.parametrize(
     "options, which, change, why",
     [
-        (CHAIN, 1, lambda parents: parents * 0, "no tree"),
-        (TREE, 1, lambda parents: parents + 100, "no tree"),
-        (TREE, 2, lambda depth: depth + 1, "no tree"),
-        (TREE, 3, lambda ancestors: ~ancestors, "no tree"),
-        (CHAIN, 0, lambda tokens: (tokens + 1) % tiny_vlms.VOCAB, "no tree"),
-        (TREE, 0, below(lambda tokens: tokens + tiny_vlms.VOCAB), "no tree"),
+        (CHAIN, 1, lambda parents: parents * 0, "not be a tree"),
+        (TREE, 1, lambda parents: parents + 100, "not be a tree"),
+        (TREE, 2, lambda depth: depth + 1, "not be a tree"),
+        (TREE, 3, lambda ancestors: ~ancestors, "not be a tree"),
+        (CHAIN, 0, lambda tokens: (tokens + 1) % tiny_vlms.VOCAB, "not be a tree"),
+        (TREE, 0, below(lambda tokens: tokens + tiny_vlms.VOCAB), "not be a tree"),
         (TREE, 0, OTHER, None),
         (CHAIN | {"draws": True}, 0, OTHER, "not be drawn"),
         (CHAIN | {"draws": True}, 4, lambda distribution: distribution.flip(-1), "not be drawn"),

@@ -202,7 +202,7 @@ def test_what_a_forward_reads_is_captured_anew(change: Callable[[Model], Undo], 
 def test_what_changes_with_every_call_is_captured_no_more(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_cache, "_DROPS", 2)
     made = PiecewiseFunction.made
-    with mmspec.enable(model, Plain(), compile=True), pytest.warns(UserWarning, match="changes from call to call"):
+    with mmspec.enable(model, Plain(), compile=True), pytest.warns(UserWarning, match="change from call to call"):
         for call in range(4):
             layer(model).self_attn.scaling = 0.25 + call
             fast = answer(model)

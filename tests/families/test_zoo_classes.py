@@ -185,7 +185,7 @@ def test_a_cache_that_keys_alone_would_not_fill_is_left_to_stock(case: str) -> N
             told = zoo.generate(model, inputs, return_dict_in_generate=True)
         assert torch.equal(told.sequences, full) and getattr(told, CACHE) is None
         own = transformers.DynamicCache(config=model.config.get_text_config())
-        with pytest.raises(mmspec.UnsupportedError, match="its layers keep more"):
+        with pytest.raises(mmspec.UnsupportedError, match="these layers keep more"):
             zoo.generate(model, inputs, **{CACHE: own})
 
 

@@ -883,7 +883,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unknown drafter": ({"drafter": "vispc"}, ValueError, "unknown drafter 'vispc'; choose from .*ngram"),
     "a drafter that needs weights": ({"drafter": "eagle"}, ValueError, "needs weights"),
     "something that is no drafter": ({"drafter": 3}, ValueError, "int has no features, nodes, fit, start, propose"),
-    "a drafter's class": ({"drafter": Scripted}, ValueError, r"pass a drafter made of it, as Scripted\(\)"),
+    "a drafter's class": ({"drafter": Scripted}, ValueError, r"pass an instance of it, as Scripted\(\)"),
 }
 
 

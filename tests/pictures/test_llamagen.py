@@ -541,7 +541,7 @@ def test_bad_calls_say_what_is_wrong(kind, arguments, message):
 def test_parts_that_do_not_belong_together_are_refused():
     with pytest.raises(ValueError, match="draws from 64 tokens, but this VQ tokenizer has 32 codes"):
         mmspec.LlamaGenPipeline(tiny.transformer("class"), tiny.vq(codes=32))
-    with pytest.raises(ValueError, match="width 16, but this text encoder gives 24"):
+    with pytest.raises(ValueError, match="width 16, but this text encoder has 24"):
         mmspec.LlamaGenPipeline(tiny.transformer(), tiny.vq(), tiny.text_encoder(d_model=24), tiny.tokenizer())
     with pytest.raises(ValueError, match="unknown default 'cfg'"):
         mmspec.LlamaGenPipeline(tiny.transformer(), tiny.vq(), defaults={"cfg": 3})

@@ -352,11 +352,11 @@ def test_compiled_steps_draw_the_same(monkeypatch):
         want, got = (pipe(labels, generator=tiny.seeded(*labels), compile=c, **more) for c in (False, True))
         torch.testing.assert_close(got.tokens, want.tokens, atol=5e-3, rtol=1e-3)
         assert got.work == want.work
-    held = mar_compiled.of(pipe.transformer.diffloss)._held
+    held = mar_compiled.of(pipe.transformer.diffloss)._captures
     assert all(held.values()) and {key[0][0][0] for key in held} > {1, 4}
     with torch.no_grad():
         pipe.transformer.diffloss.net.input_proj.weight = torch.nn.Parameter(torch.randn(20, C))
-    assert not mar_compiled.of(pipe.transformer.diffloss)._held  # other weights, nothing kept
+    assert not mar_compiled.of(pipe.transformer.diffloss)._captures  # other weights, nothing kept
 
 
 @pytest.mark.full
@@ -364,7 +364,7 @@ def test_a_compiler_draws_the_same():
     pipe = tiny.pipeline()
     want, got = (pipe([1], generator=tiny.seeded(3), output_type="latent", compile=c).tokens for c in (False, True))
     torch.testing.assert_close(got, want, atol=5e-3, rtol=1e-3)
-    assert all(mar_compiled.of(pipe.transformer.diffloss)._held.values())
+    assert all(mar_compiled.of(pipe.transformer.diffloss)._captures.values())
 
 
 @pytest.mark.parametrize("broken", ["no compiler", "wrong"])

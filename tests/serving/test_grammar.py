@@ -93,7 +93,7 @@ def test_json_is_that_of_stock_and_forced_tokens_save_rounds(drafter: str, monke
         with mmspec.enable(model, drafter=own, **options.get(drafter, {})) as handle:
             assert torch.equal(generate(prompts()), stock())
             rounds.append(handle.stats.rounds)
-        monkeypatch.setattr(forced, "beside", lambda drafter, rows: drafter)
+        monkeypatch.setattr(forced, "with_forced", lambda drafter, rows: drafter)
     assert rounds[0] < 0.8 * rounds[1]
     assert all(map(valid, texts(stock())))
 
