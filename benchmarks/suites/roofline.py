@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.app.devices import wait
+from mmspec.functional import linear
 from mmspec.pipelines.host.decoder import decoder, head
 
 _SIDE, _TURNS = 1024, 20  # of the square matrices whose product is timed; how often each product is
@@ -47,7 +48,7 @@ class Roofline:
 
 @torch.inference_mode()
 def measured(model: Any) -> Roofline:
-    """Of the text layers of a model and its head, by torch's own products, the best of several."""
+    """Of the text layers of a model and its head, by the products of our forwards, the best of several."""
     weights = [m.weight for m in decoder(model).modules() if isinstance(m, nn.Linear)]
     last = head(model)
     matrices = [*weights, *([] if last is None else [last.weight])]
@@ -57,7 +58,7 @@ def measured(model: Any) -> Roofline:
 
     def read() -> None:
         for weight in matrices:
-            nn.functional.linear(vectors[weight.shape[1]], weight)
+            linear(vectors[weight.shape[1]], weight)
 
     held = sum(w.numel() * w.element_size() for w in matrices)
     return Roofline(held, 2 * count, held / _best(read, square), 2 * _SIDE**3 / _best(lambda: square @ square, square))

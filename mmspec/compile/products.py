@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.fx.node import Argument
-from torch.nn import Parameter
 
 from mmspec.functional import ENTRIES
 from mmspec.kernels import few_rows
@@ -100,7 +99,7 @@ def _rows(node: Argument) -> Any:
 def _views(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> dict[Argument, tuple[fx.Node, Views]]:
     """The placeholder and the views of each node that is a weight on a CPU, or a view of one."""
     found: dict[Argument, tuple[fx.Node, Views]] = {
-        node: (node, ()) for node, weight in weights.items() if isinstance(weight, Parameter) and weight.is_cpu
+        node: (node, ()) for node, weight in weights.items() if weight.is_cpu
     }
     for node in graph.nodes:
         if node.op == "call_function" and getattr(node.target, "overloadpacket", None) in _VIEWS:
