@@ -115,6 +115,7 @@ def _listed(path: Path) -> list[dict[str, Any]]:
             raise BenchError("a parquet list needs pyarrow: pip install pyarrow, or convert it to .jsonl") from error
         return pyarrow.parquet.read_table(path).to_pylist()  # type: ignore[no-any-return]
     text = path.read_text(encoding="utf-8")
+    rows: Any
     if path.suffix == ".jsonl":
         rows = [json.loads(line) for line in text.splitlines() if line.strip()]
     else:
