@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -47,7 +46,6 @@ TEMPLATE = (
     "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SAVED_EVERY = 300.0  # seconds
 
 
 def build() -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
@@ -119,12 +117,8 @@ def train(model: LlavaForConditionalGeneration, processor: LlavaProcessor, out: 
     decoder = list(model.model.language_model.parameters())
     groups = [{"params": projector, "name": "projector"}, {"params": decoder, "name": "decoder"}]
     tool = torch.optim.AdamW(groups, weight_decay=0.0, betas=(0.9, 0.95), fused=True)
-    step, spent, file = 0, 0.0, out / "training.pt"
-    if file.exists():
-        held = torch.load(file, weights_only=True)
-        model.load_state_dict(held["model"])
-        tool.load_state_dict(held["tool"])
-        step, spent = held["step"], held["seconds"]
+    file = out / "training.pt"
+    step, spent = fit.resume(file, model, [tool])
     began = saved = time.monotonic()
     model.train()
     while step < STEPS:
@@ -141,10 +135,8 @@ def train(model: LlavaForConditionalGeneration, processor: LlavaProcessor, out: 
         now = time.monotonic()
         if step % 10 == 0:
             print(f"step {step}/{STEPS}, loss {loss.item():.3f}, {(spent + now - began) / 60:.0f} min", flush=True)
-        if now - saved > SAVED_EVERY or step == STEPS:
-            state = {"model": model.state_dict(), "tool": tool.state_dict(), "step": step}
-            torch.save(state | {"seconds": spent + now - began}, file.with_suffix(".partial"))
-            os.replace(file.with_suffix(".partial"), file)
+        if now - saved > fit.CHECKPOINT_SECONDS or step == STEPS:
+            fit.save(file, model, [tool], step, spent + now - began)
             saved = now
     return spent + time.monotonic() - began
 

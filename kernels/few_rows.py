@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspec.kernels.dispatch import VARIABLE
+
 ROWS = 64  # upper limit; torch's products of more rows are as fast
 ALONE = 1 << 16  # multiplications up to which a second thread costs more than it saves
-VARIABLE = "MMSPEC_KERNELS"  # "reference" keeps torch's products
 SOURCE = Path(__file__).with_name("few_rows.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp")
 _NEAR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # allowed relative difference from torch's product

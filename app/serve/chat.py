@@ -97,7 +97,7 @@ class ChatRequest(BaseModel, extra="allow"):
             place = ".".join(map(str, first["loc"])) or None
             raise ChatError(400, f"{place or 'the body'}: {first['msg']}", place) from error
         for name, value in (request.model_extra or {}).items():
-            if value is not None and value not in NEUTRAL.get(name, (value,)):
+            if value not in NEUTRAL.get(name, (value,)):
                 raise ChatError(400, f"{name} is not supported; leave it out", name, "unsupported_parameter")
         if request.response_format.type == "json_schema" and request.response_format.json_schema is None:
             raise ChatError(400, "response_format: type is json_schema, but the schema is missing", "response_format")

@@ -59,7 +59,7 @@ def fit(
     """
     tools = optimizers(module, plan)
     weights = [p for p in module.parameters() if p.requires_grad]
-    first, spent = _resume(checkpoint, module, tools)
+    first, spent = resume(checkpoint, module, tools)
     begun = saved = told = time.monotonic()
     tokens, last = 0, min(plan.steps, stop or plan.steps)
     for step in range(first, last):
@@ -83,7 +83,7 @@ def fit(
             told = now
         watch(step + 1)
         if now - saved > CHECKPOINT_SECONDS or step + 1 == last:
-            _save(checkpoint, module, tools, step + 1, spent + time.monotonic() - begun)
+            save(checkpoint, module, tools, step + 1, spent + time.monotonic() - begun)
             saved = time.monotonic()
 
 
@@ -92,7 +92,7 @@ def seconds(checkpoint: Path) -> float:
     return torch.load(checkpoint, weights_only=True)["seconds"] if checkpoint.exists() else 0.0
 
 
-def _save(path: Path, module: nn.Module, tools: list[torch.optim.Optimizer], step: int, spent: float) -> None:
+def save(path: Path, module: nn.Module, tools: list[torch.optim.Optimizer], step: int, spent: float) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     state = {"module": module.state_dict(), "tools": [tool.state_dict() for tool in tools]}
@@ -100,7 +100,7 @@ def _save(path: Path, module: nn.Module, tools: list[torch.optim.Optimizer], ste
     os.replace(partial, path)
 
 
-def _resume(path: Path, module: nn.Module, tools: list[torch.optim.Optimizer]) -> tuple[int, float]:
+def resume(path: Path, module: nn.Module, tools: list[torch.optim.Optimizer]) -> tuple[int, float]:
     if not path.exists():
         return 0, 0.0
     state = torch.load(path, weights_only=True)

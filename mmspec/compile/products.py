@@ -16,7 +16,6 @@ from mmspec.kernels import few_rows
 
 _MM, _ADDMM, _T = torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.t.default
 _VIEWS = {getattr(torch.ops.aten, name) for name in ("t", "transpose", "permute", "slice", "detach")}
-Views = tuple[tuple[OpOverload, tuple[int, ...]], ...]  # view operations that turn a weight into a matrix
 
 _OPERATIONS = torch.library.Library("mmspec", "FRAGMENT")  # the decorator for custom operations is slower to call
 _OPERATIONS.define("few_rows(Tensor x, Tensor weight) -> Tensor")
@@ -30,40 +29,35 @@ torch.library.register_fake(
 _ONE, _SEVERAL = torch.ops.mmspec.few_rows.default, torch.ops.mmspec.few_rows_of.default
 
 
-def replace(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> bool:
-    """Replace products of up to `few_rows.ROWS` rows with large enough weights by `few_rows`; returns if there are any.
+def replace(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> None:
+    """Replace products of up to `few_rows.ROWS` rows with large enough weights by `few_rows`.
 
     Args:
         weights: by their placeholders.
     """
-    views = _views(graph, weights)
+    matrices = _matrices(graph, weights)
     groups: list[list[fx.Node]] = []
     open_groups: dict[Hashable, list[fx.Node]] = {}  # by the rows; closed at each write, which may change the rows
     for node in graph.nodes:
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             open_groups = {}
-        if node.op != "call_function" or node.target not in (_MM, _ADDMM) or node.args[-1] not in views or node.kwargs:
-            continue
-        if _gains(node, views[node.args[-1]], weights):
+        if node.target in (_MM, _ADDMM) and node.args[-1] in matrices and not node.kwargs and _gains(node):
             key = _rows(node.args[-2])
             if key not in open_groups:
                 groups.append(open_groups.setdefault(key, []))
             open_groups[key].append(node)
     for group in groups:
-        _put(graph, group, [views[node.args[-1]] for node in group])
+        _put(graph, group)
     graph.eliminate_dead_code()
-    return bool(groups)
 
 
-def _put(graph: fx.Graph, group: list[fx.Node], matrices: list[tuple[fx.Node, Views]]) -> None:
+def _put(graph: fx.Graph, group: list[fx.Node]) -> None:
     """Replace these products of the same rows by one operation at the place of the first."""
     first = group[0]
+    for node in group[1:]:
+        _move_before(first, node.args[-1])
     with graph.inserting_before(first):
-        weights = []
-        for node, views in matrices:
-            for view, args in (*views, (_T, ())):
-                node = graph.call_function(view, (node, *args))
-            weights.append(node)
+        weights = [graph.call_function(_T, (node.args[-1],)) for node in group]
         if len(group) == 1:
             parts = [graph.call_function(_ONE, (first.args[-2], weights[0]))]
         else:
@@ -79,14 +73,11 @@ def _put(graph: fx.Graph, group: list[fx.Node], matrices: list[tuple[fx.Node, Vi
         graph.erase_node(node)
 
 
-def _gains(node: fx.Node, of: tuple[fx.Node, Views], weights: dict[fx.Node, Tensor]) -> bool:
-    matrix, (_, views) = weights[of[0]], of
-    for view, args in views:
-        matrix = view(matrix, *args)
-    rows = node.args[-2]
-    few = isinstance(rows, fx.Node) and 0 < rows.meta["val"].shape[0] <= few_rows.ROWS
+def _gains(node: fx.Node) -> bool:
+    factors: Any = node.args[-2:]
+    rows, matrix = (each.meta["val"] for each in factors)
     large = matrix.numel() >= ENTRIES and matrix.T.is_contiguous()
-    return few and large and few_rows.available(matrix.dtype)
+    return 0 < len(rows) <= few_rows.ROWS and large and few_rows.available(matrix.dtype)
 
 
 def _rows(node: Argument) -> Any:
@@ -96,15 +87,18 @@ def _rows(node: Argument) -> Any:
     return node
 
 
-def _views(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> dict[Argument, tuple[fx.Node, Views]]:
-    """The placeholder and the views of each node that is a weight on a CPU, or a view of one."""
-    found: dict[Argument, tuple[fx.Node, Views]] = {
-        node: (node, ()) for node, weight in weights.items() if weight.is_cpu
-    }
+def _matrices(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> set[Argument]:
+    """The weights on a CPU, and the views of these."""
+    found: set[Argument] = {node for node, weight in weights.items() if weight.is_cpu}
     for node in graph.nodes:
-        if node.op == "call_function" and getattr(node.target, "overloadpacket", None) in _VIEWS:
-            above, *args = node.args
-            if above in found and not node.kwargs:
-                place, views = found[above]
-                found[node] = place, (*views, (node.target, tuple(args)))
+        view = node.op == "call_function" and getattr(node.target, "overloadpacket", None) in _VIEWS
+        if view and node.args[0] in found and not node.kwargs:
+            found.add(node)
     return found
+
+
+def _move_before(first: fx.Node, matrix: Any) -> None:
+    """Move a view of a weight, with those that lead to it, before this node, if they are behind it."""
+    if matrix > first:
+        first.prepend(matrix)
+        _move_before(matrix, matrix.args[0])
