@@ -6,6 +6,11 @@
 
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
+#include <vector>
+
+#include <torch/csrc/stable/c/shim.h>
+#include <torch/headeronly/version.h>
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
@@ -17,6 +22,7 @@ constexpr int LANES = 8, COLUMNS = 2, MOST = 4;  // 8 of 16
 #else
 constexpr int LANES = 4, COLUMNS = 2, MOST = 4;
 #endif
+constexpr int64_t ALONE = 1 << 16;  // multiplications up to which a second thread costs more than it saves
 
 extern "C" int omp_get_thread_num();
 extern "C" int omp_get_num_threads();
@@ -34,6 +40,13 @@ static inline float number(bfloat16 value) {
     float wide;
     memcpy(&wide, &bits, 4);
     return wide;
+}
+static inline float add(float sum, float a, float b) {
+#if defined(__FMA__)
+    return __builtin_fmaf(a, b, sum);  // whether the compiler would fuse them may depend on the number of rows
+#else
+    return sum + a * b;
+#endif
 }
 static inline void store(float* to, float value) { *to = value; }
 static inline void store(bfloat16* to, float value) {  // to the nearest, ties to even
@@ -108,12 +121,13 @@ static inline void block(const T* x, const T* w, const T* b, T* y, int64_t K, in
     }
     float total[(M * C + LANES - 1) / LANES * LANES];
     totals<M * C>(sums, total);
+    for (; k < K; k++)
+        for (int i = 0; i < M * C; i++) total[i] = add(total[i], number(x[i / C * K + k]), number(w[i % C * K + k]));
+    if (b)
+        for (int i = 0; i < M * C; i++) total[i] += number(b[i % C]);
+    #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
-        for (int c = 0; c < C; c++) {
-            float value = total[m * C + c];
-            for (int64_t j = k; j < K; j++) value += number(x[m * K + j]) * number(w[c * K + j]);
-            store(y + m * N + c, b ? value + number(b[c]) : value);
-        }
+        for (int c = 0; c < C; c++) store(y + m * N + c, total[m * C + c]);
 }
 
 template <int C, int FIRST, int LAST, class T>
@@ -165,16 +179,129 @@ static void multiply(const T* x, const T* const* w, const T* const* b, T* const*
     }
 }
 
-// x [M, K], `count` weights [N, K] with biases [N] or null, products y [M, N]; `alone`: by the calling thread.
-#define MMSPEC_FEW_ROWS(T)                                                                                           \
-    extern "C" void mmspec_few_rows_##T(const T* x, const T* const* w, const T* const* b, T* const* y,               \
-                                        const int64_t* N, int64_t count, int64_t M, int64_t K, int alone) {          \
-        multiply(x, w, b, y, N, count, M, K, alone);                                                                 \
-    }                                                                                                                \
-    extern "C" void mmspec_few_rows_one_##T(const T* x, const T* w, const T* b, T* y, int64_t N, int64_t M,          \
-                                            int64_t K, int alone) {                                                  \
-        multiply(x, &w, &b, &y, &N, 1, M, K, alone);                                                                 \
+// -- as operations of torch, by its stable C interface ------------------------------------------------------------------
+
+static void succeed(AOTITorchError error) {
+    if (error) throw std::runtime_error("torch refused a call of few_rows.cpp");
+}
+
+struct Tensor {  // owns a handle
+    AtenTensorHandle handle;
+    explicit Tensor(StableIValue value) : handle((AtenTensorHandle)value) {}
+    Tensor(Tensor&& other) : handle(other.handle) { other.handle = nullptr; }
+    ~Tensor() {
+        if (handle) aoti_torch_delete_tensor_object(handle);
     }
-typedef float float32;
-MMSPEC_FEW_ROWS(float32)
-MMSPEC_FEW_ROWS(bfloat16)
+    StableIValue release() {
+        StableIValue value = (StableIValue)handle;
+        handle = nullptr;
+        return value;
+    }
+    void* data() const {
+        void* pointer;
+        succeed(aoti_torch_get_data_ptr(handle, &pointer));
+        return pointer;
+    }
+    int32_t dtype() const {
+        int32_t value;
+        succeed(aoti_torch_get_dtype(handle, &value));
+        return value;
+    }
+    std::vector<int64_t> sizes() const {
+        int64_t dim, *first;
+        succeed(aoti_torch_get_dim(handle, &dim));
+        succeed(aoti_torch_get_sizes(handle, &first));
+        return {first, first + dim};
+    }
+    bool contiguous() const {
+        bool is;
+        succeed(aoti_torch_is_contiguous(handle, &is));
+        return is;
+    }
+};
+
+static Tensor contiguous(Tensor x) {
+    if (x.contiguous()) return x;
+    StableIValue stack[] = {x.release(), (StableIValue)aoti_torch_memory_format_contiguous_format()};
+    succeed(torch_call_dispatcher("aten::contiguous", "", stack, TORCH_ABI_VERSION));
+    return Tensor(stack[0]);
+}
+
+static Tensor empty(const std::vector<int64_t>& sizes, int32_t dtype) {
+    std::vector<int64_t> strides(sizes.size(), 1);
+    for (size_t i = sizes.size() - 1; i-- > 0;) strides[i] = strides[i + 1] * sizes[i + 1];
+    AtenTensorHandle handle;
+    succeed(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtype, aoti_torch_device_type_cpu(),
+                                     0, &handle));
+    return Tensor((StableIValue)handle);
+}
+
+template <class T>
+static std::vector<Tensor> products(const Tensor& x, const std::vector<Tensor>& weights, const Tensor* bias) {
+    std::vector<int64_t> sizes = x.sizes(), N;
+    int64_t K = sizes.back(), M = 1, all = 0;
+    for (size_t i = 0; i + 1 < sizes.size(); i++) M *= sizes[i];
+    std::vector<const T*> w, b;
+    std::vector<T*> y;
+    std::vector<Tensor> results;
+    for (const Tensor& weight : weights) {
+        std::vector<int64_t> size = weight.sizes();
+        if (size.size() != 2 || size[1] != K || weight.dtype() != x.dtype() || !weight.contiguous())
+            throw std::runtime_error("few rows: a weight must be contiguous [N, K] with the dtype of x [..., K]");
+        sizes.back() = size[0];
+        results.push_back(empty(sizes, x.dtype()));
+        N.push_back(size[0]), all += size[0];
+        w.push_back((const T*)weight.data()), y.push_back((T*)results.back().data());
+        b.push_back(bias ? (const T*)bias->data() : nullptr);
+    }
+    if (bias && (bias->sizes() != N || bias->dtype() != x.dtype() || !bias->contiguous()))
+        throw std::runtime_error("few rows: a bias must be contiguous [N] with the dtype of x");
+    multiply<T>((const T*)x.data(), w.data(), b.data(), y.data(), N.data(), w.size(), M, K, M * K * all <= ALONE);
+    return results;
+}
+
+static std::vector<Tensor> products(const Tensor& x, const std::vector<Tensor>& weights, const Tensor* bias) {
+    if (x.dtype() == aoti_torch_dtype_float32()) return products<float>(x, weights, bias);
+    if (x.dtype() == aoti_torch_dtype_bfloat16()) return products<bfloat16>(x, weights, bias);
+    throw std::runtime_error("few rows: the dtype must be float32 or bfloat16");
+}
+
+// linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor
+static void linear(StableIValue* stack, uint64_t, uint64_t) {
+    std::vector<Tensor> weights;
+    Tensor x = contiguous(Tensor(stack[0]));
+    weights.emplace_back(stack[1]);
+    StableIValue* given = (StableIValue*)stack[2];
+    Tensor bias(given ? *given : 0);
+    delete given;
+    stack[0] = products(x, weights, given ? &bias : nullptr)[0].release();
+}
+
+// products(Tensor x, Tensor[] weights) -> Tensor[]
+static void products(StableIValue* stack, uint64_t, uint64_t) {
+    std::vector<Tensor> weights;
+    Tensor x = contiguous(Tensor(stack[0]));
+    StableListHandle given = (StableListHandle)stack[1], results;
+    size_t count;
+    succeed(torch_list_size(given, &count));
+    for (size_t i = 0; i < count; i++) {
+        StableIValue weight;
+        succeed(torch_list_get_item(given, i, &weight));
+        weights.emplace_back(weight);
+    }
+    succeed(torch_delete_list(given));
+    succeed(torch_new_list_reserve_size(count, &results));
+    for (Tensor& result : products(x, weights, nullptr)) succeed(torch_list_push_back(results, result.release()));
+    stack[0] = (StableIValue)results;
+}
+
+// Defines both operations in a namespace that has none of these names; false if torch refuses.
+extern "C" bool mmspec_define(const char* space) {
+    TorchLibraryHandle names, functions;
+    return !aoti_torch_library_init_fragment(space, __FILE__, __LINE__, &names) &&
+           !aoti_torch_library_def(names, "linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor") &&
+           !aoti_torch_library_def(names, "products(Tensor x, Tensor[] weights) -> Tensor[]") &&
+           !aoti_torch_library_init_impl(space, "CPU", __FILE__, __LINE__, &functions) &&
+           !torch_library_impl(functions, "linear", linear, TORCH_ABI_VERSION) &&
+           !torch_library_impl(functions, "products", products, TORCH_ABI_VERSION);
+}

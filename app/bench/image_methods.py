@@ -77,7 +77,7 @@ def lossless(drafters: Sequence[tuple[str, object]]) -> list[ImageMethod]:
     drawn |= {f"exact-seed-{w}": {"window": w, **exact} for w in (16, 32)}
     coupled: dict[str, dict[str, Any]] = {c: {"coupling": c} for c in ("maximal", "gumbel")} | {"exact-seed": exact}
     drawn |= {f"{name}-{w}-compiled": {"window": w, **compiled, **how}
-              for name, how in coupled.items() for w in (16, 24, 32)}  # fmt: skip
+              for name, how in coupled.items() for w in (12, 16, 24, 32)}  # fmt: skip
     drawn |= {f"{name}-32-auto": {"window": 32, **coupled[name], **auto} for name in ("maximal", "exact-seed")}
     drawn |= {"pac": {"window": 32, "coupling": "maximal", "proactive": (3, 3)}}
     hostile = {"window": 16, **exact}
@@ -88,7 +88,7 @@ def lossless(drafters: Sequence[tuple[str, object]]) -> list[ImageMethod]:
     ways += _feature(drafters)
     trees, windows = _split(drafters)
     ways += [(f"{name}-exact-seed", DrawingMethod(drafter, exact)) for name, drafter in trees]
-    both = [(w, how, more) for how, more in (("", {}), ("-compiled", compiled)) for w in (16, 32)]
+    both = [(w, how, more) for how, more in (("", {}), ("-compiled", compiled)) for w in (12, 16, 32)]
     ways += [(f"{name}-exact-seed-{w}{how}", DrawingMethod(drafter, {"window": w, **exact, **more}))
              for name, drafter in windows for w, how, more in both]  # fmt: skip
     plain = [ImageMethod("ar"), ImageMethod("ar-static", plain="static"), ImageMethod("ar-compiled", plain="compiled")]

@@ -146,6 +146,8 @@ def inductor(piece: fx.GraphModule, examples: list[Tensor]) -> Function:
     options = {
         "triton.cudagraphs": False,  # mmspec records its own
         "cpp.min_chunk_size": 4096,  # numbers per thread: the short loops of a few nodes are not worth a second thread
+        "size_asserts": False,  # the shapes are those of the trace; checking them takes as long as a small operation
+        "alignment_asserts": False,
     }
     return backend.compile(piece, list(examples), options)
 

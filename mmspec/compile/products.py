@@ -17,17 +17,6 @@ from mmspec.kernels import few_rows
 _MM, _ADDMM, _T = torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.t.default
 _VIEWS = {getattr(torch.ops.aten, name) for name in ("t", "transpose", "permute", "slice", "detach")}
 
-_OPERATIONS = torch.library.Library("mmspec", "FRAGMENT")  # the decorator for custom operations is slower to call
-_OPERATIONS.define("few_rows(Tensor x, Tensor weight) -> Tensor")
-_OPERATIONS.define("few_rows_of(Tensor x, Tensor[] weights) -> Tensor[]")
-_OPERATIONS.impl("few_rows", few_rows.linear, "CPU")
-_OPERATIONS.impl("few_rows_of", few_rows.products, "CPU")
-torch.library.register_fake("mmspec::few_rows", lambda x, weight: x.new_empty(len(x), len(weight)), lib=_OPERATIONS)
-torch.library.register_fake(
-    "mmspec::few_rows_of", lambda x, weights: [x.new_empty(len(x), len(w)) for w in weights], lib=_OPERATIONS
-)
-_ONE, _SEVERAL = torch.ops.mmspec.few_rows.default, torch.ops.mmspec.few_rows_of.default
-
 
 def replace(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> None:
     """Replace products of up to `few_rows.ROWS` rows with large enough weights by `few_rows`.
@@ -53,15 +42,15 @@ def replace(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> None:
 
 def _put(graph: fx.Graph, group: list[fx.Node]) -> None:
     """Replace these products of the same rows by one operation at the place of the first."""
-    first = group[0]
+    first, operations = group[0], few_rows.operations()
     for node in group[1:]:
         _move_before(first, node.args[-1])
     with graph.inserting_before(first):
         weights = [graph.call_function(_T, (node.args[-1],)) for node in group]
         if len(group) == 1:
-            parts = [graph.call_function(_ONE, (first.args[-2], weights[0]))]
+            parts = [graph.call_function(operations.linear.default, (first.args[-2], weights[0]))]
         else:
-            whole = graph.call_function(_SEVERAL, (first.args[-2], weights))
+            whole = graph.call_function(operations.products.default, (first.args[-2], weights))
             parts = [graph.call_function(operator.getitem, (whole, i)) for i in range(len(group))]
     for node, part in zip(group, parts, strict=True):
         part.meta["val"] = node.meta["val"]

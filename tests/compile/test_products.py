@@ -21,7 +21,8 @@ from mmspec.kernels import few_rows
 from mmspec.pipelines.target import captures
 
 MM, ADDMM = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
-ONE, SEVERAL = torch.ops.mmspec.few_rows.default, torch.ops.mmspec.few_rows_of.default
+OPERATIONS = few_rows.operations() if few_rows.available(torch.float32) else None
+ONE, SEVERAL = (OPERATIONS.linear.default, OPERATIONS.products.default) if OPERATIONS else (None, None)
 
 
 class Layer(nn.Module):

@@ -33,7 +33,8 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def forget() -> None:
     few_rows.built.cache_clear()
-    few_rows._products.cache_clear()
+    few_rows.operations.cache_clear()
+    few_rows._dtypes.cache_clear()
 
 
 def near(found: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> bool:
