@@ -7,8 +7,8 @@ import gc
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -31,12 +31,30 @@ class Named(Protocol):
 
 
 @dataclass(frozen=True)
-class Side:
-    """One method of a comparison that has no table of methods: its name, and how its runs decode."""
+class Method:
+    """One way to do the same work.
+
+    Attributes:
+        drafter: a drafter, or the name or folder of one; None: without mmspec.
+        options: of `mmspec.enable`.
+        arguments: of the call itself.
+        facts: further fields of the method's records.
+    """
 
     name: str
-    how: Any
+    drafter: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def setting(self) -> str:
+        """The options, and the numbers among the arguments, for tables."""
+        shown = {**self.options, **{name: value for name, value in self.arguments.items() if isinstance(value, int)}}
+        return " ".join(f"{name.removeprefix('prompt_lookup_')} {value}" for name, value in shown.items())
+
+
+PLAIN = Method("plain")  # without mmspec
 
 M = TypeVar("M", bound=Named)
 Q = TypeVar("Q")  # a request

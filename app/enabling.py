@@ -53,20 +53,6 @@ def add(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--enable", default=[], **FLAG)
 
 
-class _Short(argparse.Action):
-    """A separate flag for one option: --window 8 is the same as --enable window=8."""
-
-    def __call__(self, parser: argparse.ArgumentParser, args: argparse.Namespace, values: object, *_: object) -> None:
-        name = self.option_strings[-1].removeprefix("--")
-        value = "true" if self.nargs == 0 else ",".join(values) if isinstance(values, list) else values
-        setattr(args, self.dest, [*getattr(args, self.dest), f"{name}={value}"])
-
-
-def short(parser: argparse._ActionsContainer, flag: str, help: str, **takes: Any) -> None:
-    """Add such a flag; with `nargs=0` it takes no value and means true."""
-    parser.add_argument(flag, dest="enable", action=_Short, default=[], help=help, **takes)
-
-
 def given(words: Iterable[str], drafter: object = None) -> dict[str, Any]:
     """Keyword arguments of `mmspec.enable` from words like depth=6, checked as far as possible without a model.
 

@@ -19,23 +19,22 @@ from mmspec.app.options import count, from_zero, where
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from mmspec.app.mar import MarImages, MarSubject
+    from mmspec.app.compare import Method
+    from mmspec.app.mar import MarImages
     from mmspec.app.painter import ImageResult, Subject
 
-OK, FATAL = 0, 1
 EXACT = "exact"  # the lossless rule
-OWN, PLAIN = "mmspec", "plain"  # the two sides of --compare
+OWN = "mmspec"
 SELF = "self"  # drafter: a MAR drafts for itself
 MAR_TAKES = ("window", "rule", "prefill", "width")
-SHORT: tuple[tuple[str, str, dict[str, Any]], ...] = (  # options of `--enable` that have their own flag
-    ("--window", "tokens that jacobi verifies in one forward of the model", {"metavar": "N"}),
-    ("--coupling", "how jacobi redraws its guesses: none, maximal or gumbel", {}),
-    ("--init", "where jacobi's first guesses come from: neighbours, uniform, horizontal, vertical or mixture", {}),
-    ("--proactive", "a tree of K guesses, D - 1 deep", {"nargs": 2, "metavar": ("K", "D")}),
-    ("--reproducible", "draw exactly the picture of plain decoding, in float32", {"nargs": 0}),
-    ("--rule", "change the distribution for speed, such as 'typical(epsilon=0.3, delta=0.05)'", {"metavar": "SPEC"}),
-    ("--budget", "limit of a rule's cost per picture, in total variation", {}),
-)
+SHORT: dict[str, dict[str, Any]] = {  # options of `--enable` that have their own flag
+    "window": {"metavar": "N", "help": "tokens that jacobi verifies in one forward of the model"},
+    "rule": {"metavar": "SPEC", "help": "change the distribution for speed, such as 'typical(epsilon=0.3, "
+             "delta=0.05)'"},
+    "budget": {"help": "limit of a rule's cost per picture, in total variation"},
+    "reproducible": {"action": "store_const", "const": "true", "help": "draw exactly the picture of plain decoding, in "
+                     "float32"},
+}  # fmt: skip
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
 
 
@@ -72,56 +71,56 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--temperature", type=float, help="0 is greedy decoding (the model's own)")
     fast = parser.add_argument_group("speculation")
     fast.add_argument("--drafter", default="jacobi", help="jacobi (a MAR: self), a folder, or none (%(default)s)")
-    for flag, help, takes in SHORT:
-        enabling.short(fast, flag, help, **takes)
+    for name, takes in SHORT.items():
+        fast.add_argument(f"--{name}", **takes)
     enabling.add(fast)
 
 
 def run(args: argparse.Namespace) -> int:
     from mmspec.app import mar, painter
     from mmspec.app.devices import EngineError
+    from mmspec.app.prompt import PromptError, read_prompts
 
+    args.enable = [*args.enable, *(f"{name}={value}" for name in SHORT if (value := getattr(args, name)) is not None)]
     try:
-        prompts, continuous = _prompts(args), mar.draws(args.model)
+        prompts = [*args.prompt, *(read_prompts(args.prompts) if args.prompts is not None else ())]
+        if not prompts or not all(prompt.strip() for prompt in prompts):
+            raise GenerateError("no prompt; write one in quotes, or name a file of them with --prompts, one per line")
+        continuous = mar.draws(args.model)
         options = (_options_mar if continuous else _options)(args)
         orders = _orders(args, prompts)
         settings = {"guidance_scale": args.guidance, "top_k": args.top_k, "temperature": args.temperature}
         say(f"loading {args.model}")
         subject = (mar if continuous else painter).load(args.model, args.device, args.dtype, **settings)
-        if isinstance(subject, mar.MarSubject):
-            way: Any = _speculation(args, subject, options)
-        else:
-            if (options.get("window") or 0) > subject.tokens:
-                raise GenerateError(
-                    f"window={options['window']} exceeds the {subject.tokens} tokens of a picture; 8 to 64 is usual"
-                )
-            way = painter.DrawingMethod(embedded.fitting(args.drafter, args.model), options)
+        method = _method(args, subject, options)
         orders = [replace(order, condition=subject.label(order.condition)) for order in orders]
         if args.model == embedded.IMAGE_MODEL and (unknown := painter.unknown_words(prompts)):
             print(painter.NOTE.format(", ".join(unknown[:8])), file=sys.stderr)
         summary: Any = _summary_mar if continuous else _summary
-        print("\n".join(summary(*_draw(subject, way, orders, args), args.drafter, options)))
-    except (GenerateError, EngineError, enabling.EnableError) as error:
+        print("\n".join(summary(*_draw(subject, method, orders, args), options, args.drafter)))
+    except (GenerateError, EngineError, PromptError, enabling.EnableError) as error:
         print(f"mmspec generate: {' '.join(str(error).split())}", file=sys.stderr)
-        return FATAL
+        return 1
     except OSError as error:
         print(f"mmspec generate: {error}; pictures written before are kept", file=sys.stderr)
-        return FATAL
-    return OK
+        return 1
+    return 0
 
 
-def _draw(subject: Subject, way: Any, orders: Sequence[DrawingOrder], args: argparse.Namespace) -> tuple[Any, Any]:
+def _draw(
+    subject: Subject, method: Method, orders: Sequence[DrawingOrder], args: argparse.Namespace
+) -> tuple[list[Any], list[Any]]:
     """Draw in batches and write each at once; returns the results of the calls, and those of plain decoding."""
-    from mmspec.app.compare import Comparison, Side
+    from mmspec.app.compare import PLAIN, Comparison
 
-    sides = [Side(OWN, way), Side(PLAIN, subject.plain)][: 1 + args.compare]
-    comparison: Comparison[Side, Sequence[DrawingOrder], Any] = Comparison(
-        sides, lambda side, some: subject.draw([o.condition for o in some], [o.seed for o in some], side.how)
+    comparison: Comparison[Method, Sequence[DrawingOrder], Any] = Comparison(
+        [method, PLAIN][: 1 + args.compare],
+        lambda one, some: subject.draw([o.condition for o in some], [o.seed for o in some], one),
     )
     say(f"drawing {len(orders)} picture{'s' * (len(orders) != 1)}, {min(len(orders), args.batch_size)} at a time")
     batches = [orders[start : start + args.batch_size] for start in range(0, len(orders), args.batch_size)]
     if args.compare:
-        comparison.warm_up(batches[0], [OWN, PLAIN])
+        comparison.warm_up(batches[0], [OWN, PLAIN.name])
     done, began = 0, time.monotonic()
     for batch, drawn in zip(batches, comparison.turns(batches), strict=True):
         if not args.grid:
@@ -129,7 +128,7 @@ def _draw(subject: Subject, way: Any, orders: Sequence[DrawingOrder], args: argp
         done += len(batch)
         if done < len(orders):
             say(f"{done} of {len(orders)} pictures, {time.monotonic() - began:.0f} s")
-    results, base = (comparison.results.get(name, []) for name in (OWN, PLAIN))
+    results, base = (comparison.results.get(name, []) for name in (OWN, PLAIN.name))
     if args.grid:
         fast, plain = ([image for each in some for image in each.images] for some in (results, base))
         write_sheet(orders, fast, plain, args.images)
@@ -140,24 +139,46 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _prompts(args: argparse.Namespace) -> list[str]:
-    prompts = list(args.prompt)
-    if args.prompts is not None:
-        try:
-            prompts += [line.strip() for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise GenerateError(f"cannot read the prompts of {str(args.prompts)!r}: {error}") from error
-    if not prompts or not all(prompt.strip() for prompt in prompts):
-        raise GenerateError("no prompt; write one in quotes, or name a file of them with --prompts, one per line")
-    return prompts
-
-
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of `mmspec.enable`, checked as far as possible without a model."""
     unused = [name for name in enabling.unchecked(args.enable) if name != "reproducible"]
     if args.drafter == STOCK and unused:
         raise GenerateError(f"{unused[0]} needs a drafter; {STOCK!r} decodes one token after the other")
     return {} if args.drafter == STOCK else enabling.given(args.enable, args.drafter)
+
+
+def _options_mar(args: argparse.Namespace) -> dict[str, Any]:
+    options = enabling.unchecked(args.enable)
+    wrong = [*(["--top-k"] if args.top_k is not None else []), *(name for name in options if name not in MAR_TAKES)]
+    if wrong:
+        raise GenerateError(
+            f"{wrong[0]} is for models that draw token ids; this one is a MAR, which takes {', '.join(MAR_TAKES)}"
+        )
+    if args.drafter == STOCK and options:
+        raise GenerateError(f"{' and '.join(options)} need a drafter; {STOCK!r} draws without")
+    return options
+
+
+def _method(args: argparse.Namespace, subject: Subject, options: dict[str, Any]) -> Method:
+    """How to draw; with a MAR, `jacobi`, the default drafter, means that the MAR drafts for itself."""
+    from mmspec.app.compare import Method
+    from mmspec.app.mar import MarSubject
+
+    plain = args.drafter == STOCK
+    if not isinstance(subject, MarSubject):
+        if (options.get("window") or 0) > subject.tokens:
+            raise GenerateError(
+                f"window={options['window']} exceeds the {subject.tokens} tokens of a picture; 8 to 64 is usual"
+            )
+        return Method(OWN, None if plain else embedded.fitting(args.drafter, args.model), options)
+    given = {**options, "ahead": options.get("window"), "window": None}
+    how = {name: value for name, value in given.items() if value not in (None, EXACT)}
+    if args.drafter not in ("jacobi", SELF, STOCK):
+        how["draft"] = subject.small(args.drafter)
+    # cspd works with any schedule and sampler
+    if (args.compare or not plain) and options.get("rule") != "cspd" and (note := subject.singly()):
+        print(f"note: {note}", file=sys.stderr)
+    return Method(OWN, None if plain else args.drafter, how)
 
 
 def _orders(args: argparse.Namespace, prompts: list[str]) -> list[DrawingOrder]:
@@ -193,73 +214,36 @@ def write_sheet(orders: Sequence[DrawingOrder], pictures: Sequence[Image], plain
 
 
 def _summary(
-    results: Sequence[ImageResult], base: Sequence[ImageResult], drafter: str, options: dict[str, Any]
+    results: Sequence[ImageResult], base: Sequence[ImageResult], options: dict[str, Any], drafter: str
 ) -> Iterator[str]:
     """Lines with the time and forwards, the cost of a rule, and the comparison with plain decoding."""
-    rule = options.get("rule") or EXACT
-    relaxed = rule != EXACT
-    count, seconds = sum(len(each.images) for each in results), sum(each.seconds for each in results)
-    own, pace = _rate(results)
+    from mmspec.app.painter import together
+
+    rule, whole = options.get("rule") or EXACT, together(results)
+    count = len(whole.images)
     yield (
-        f"{count} picture{'s' * (count != 1)} in {seconds:.1f} s; {own:.1f} forwards of the model each, {pace:.2f} "
-        "tokens per forward"
+        f"{count} picture{'s' * (count != 1)} in {whole.seconds:.1f} s; {whole.forwards:.1f} forwards of the model "
+        f"each, {whole.compression:.2f} tokens per forward"
     )
-    if relaxed:
-        spent = [charge for each in results for charge in each.spent]
+    if rule != EXACT:
         yield (
             f"not lossless: {rule} changed the distribution; total-variation cost per picture: mean "
-            f"{statistics.fmean(spent):.2f}, maximum {max(spent):.2f} (summed over its tokens)"
+            f"{statistics.fmean(whole.spent):.2f}, maximum {max(whole.spent):.2f} (summed over its tokens)"
         )
     if base:
-        plain, (forwards, _) = sum(each.seconds for each in base), _rate(base)
-        same = [bool((a == b).all()) for m, p in zip(results, base, strict=True)
-                for a, b in zip(m.tokens, p.tokens, strict=True)]  # fmt: skip
-        identical = f"identical pictures: {sum(same)} of {len(same)}"
+        plain = together(base)
+        same = int((whole.tokens == plain.tokens).all(1).sum())
+        identical = f"identical pictures: {same} of {count}"
         if not options.get("reproducible") and drafter != STOCK:
-            identical += f" (the others are from {'a changed' if relaxed else 'the same'} distribution)"
+            identical += f" (the others are from {'the same' if rule == EXACT else 'a changed'} distribution)"
         yield (
-            f"plain decoding took {plain:.1f} s, {plain / seconds:.2f} times as long, and {forwards:.1f} forwards, "
-            f"{forwards / own:.2f} times as many; {identical}"
+            f"plain decoding took {plain.seconds:.1f} s, {plain.seconds / whole.seconds:.2f} times as long, and "
+            f"{plain.forwards:.1f} forwards, {plain.forwards / whole.forwards:.2f} times as many; {identical}"
         )
-
-
-def _rate(paintings: Sequence[ImageResult]) -> tuple[float, float]:
-    """Forwards per picture, and tokens per forward."""
-    count = sum(len(painting.images) for painting in paintings)
-    forwards = sum(painting.stats.row_rounds for painting in paintings) / count + 1
-    return forwards, paintings[0].tokens[0].numel() / forwards
-
-
-def _options_mar(args: argparse.Namespace) -> dict[str, Any]:
-    options = enabling.unchecked(args.enable)
-    wrong = [*(["--top-k"] if args.top_k is not None else []), *(name for name in options if name not in MAR_TAKES)]
-    if wrong:
-        raise GenerateError(
-            f"{wrong[0]} is for models that draw token ids; this one is a MAR, which takes {', '.join(MAR_TAKES)}"
-        )
-    if args.drafter == STOCK and options:
-        raise GenerateError(f"{' and '.join(options)} need a drafter; {STOCK!r} draws without")
-    return options
-
-
-def _speculation(args: argparse.Namespace, model: MarSubject, options: dict[str, Any]) -> dict[str, Any] | None:
-    """The speculation settings of a MAR; `jacobi`, the default drafter, means that the MAR drafts for itself."""
-    how: dict[str, Any] | None = None
-    if args.drafter != STOCK:
-        given = {**options, "ahead": options.get("window"), "window": None}
-        how = {name: value for name, value in given.items() if value not in (None, EXACT)}
-        if args.drafter not in ("jacobi", SELF):
-            how["draft"] = model.small(args.drafter)
-    note = ""
-    if (args.compare or how is not None) and options.get("rule") != "cspd":  # cspd works with any schedule and sampler
-        note = model.singly()
-    if note:
-        print(f"note: {note}", file=sys.stderr)
-    return how
 
 
 def _summary_mar(
-    results: Sequence[MarImages], base: Sequence[MarImages], drafter: str, options: dict[str, Any]
+    results: Sequence[MarImages], base: Sequence[MarImages], options: dict[str, Any], drafter: str
 ) -> Iterator[str]:
     """The same for a MAR."""
     from mmspec.continuous import cspd

@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from mmspec import zoo
+from mmspec.app.compare import PLAIN, Method
 from mmspec.app.devices import EngineError, find_device, first_line, load_quietly, wait
 from mmspec.app.embedded import MAR_DRAFT, MAR_MODEL
 
@@ -37,8 +38,6 @@ class MarImages:
 
 class MarSubject:
     """A MARPipeline, the embedded draft model if it is the embedded one, and arguments for its calls."""
-
-    plain = None  # the `speculation` that means plain decoding
 
     def __init__(self, pipe: Any, draft: Any = None, **settings: object) -> None:
         self.pipe, self.draft = pipe, draft
@@ -98,17 +97,17 @@ class MarSubject:
             f"from {', '.join(names[:8])}{' …' if len(names) > 8 else ''}"
         )
 
-    def draw(
-        self, labels: Sequence[int], seeds: Sequence[int], speculation: dict[str, Any] | None = None, **more: object
-    ) -> MarImages:
-        """Draw a picture of each class; `more` overrides the settings. Call `singly` first if `speculation` is given.
+    def draw(self, labels: Sequence[int], seeds: Sequence[int], method: Method = PLAIN, **more: object) -> MarImages:
+        """Draw a picture of each class; `more` overrides the settings. Call `singly` first unless the method is plain.
+
+        The method's options are the arguments of `enable_speculation`; without a drafter it is plain.
 
         Raises EngineError: the pipeline refuses the settings.
         """
         try:
             self.pipe.disable_speculation()
-            if speculation is not None:
-                self.pipe.enable_speculation(**speculation)
+            if method.drafter is not None:
+                self.pipe.enable_speculation(**method.options)
             generators = [torch.Generator().manual_seed(seed) for seed in seeds]
             wait(self.pipe.transformer.device)
             began = time.perf_counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,32 +14,21 @@ from torch import Tensor
 
 import mmspec
 from mmspec.app import embedded
+from mmspec.app.compare import Method
 from mmspec.app.devices import EngineError, find_device, find_dtype, find_model, first_line, load_quietly
 from mmspec.app.embedded import STOCK
 from mmspec.pipelines.families import table as families
 from mmspec.registry import DRAFTERS, resolve_rule
 from mmspec.rules import Rule
 from mmspec.statistics import Stats
+from mmspec.types import NO_TOKEN
 from mmspec.zoo import pictures
 
-PLAIN = STOCK  # no drafter: one token per forward of the target
 NOTE = (
     "note: scenes-llamagen, the model that comes with mmspec, draws one or two coloured shapes and does not know: {}. "
     "It knows prompts like 'a small red striped circle left of a large blue square on a grey background'. For others "
     "name a LlamaGen model of your own: --model FOLDER"
 )
-
-
-@dataclass(frozen=True)
-class DrawingMethod:
-    """How to decode: a drafter and the options of `mmspec.enable`; PLAIN is decoding without drafts."""
-
-    drafter: Any = PLAIN
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        options = " ".join(f"{name}={value}" for name, value in self.options.items() if value is not None)
-        return f"{self.drafter} {options}".strip()
 
 
 @dataclass(frozen=True)
@@ -53,15 +42,14 @@ class ImageResult:
     spent: list[float]  # total-variation cost of a relaxed rule for each picture; see LlamaGenOutput
 
     @property
-    def forwards(self) -> int:
-        """Forwards of the target, including the prefill; all rows share them."""
-        return self.stats.rounds + 1
+    def forwards(self) -> float:
+        """Forwards of the target per picture, including the prefill."""
+        return self.stats.row_rounds / len(self.images) + 1
 
     @property
     def compression(self) -> float:
         """Tokens of one picture per forward of its row; 1 for plain decoding."""
-        rows = len(self.images)
-        return self.tokens.numel() / (self.stats.row_rounds + rows)
+        return self.tokens[0].numel() / self.forwards
 
     @property
     def decode_seconds(self) -> float:
@@ -73,15 +61,32 @@ class ImageResult:
         return self.decode_seconds / max(1, self.stats.rounds)
 
 
-class Subject(Protocol):
-    """The interface of image models: ImageSubject for a LlamaGenPipeline (below), MarSubject (`mar.py`)."""
+def together(results: Sequence[ImageResult]) -> ImageResult:
+    """The results of several calls as one."""
+    stats = Stats()
+    for each in results:
+        stats.add(each.stats)
+    rows = [row.flatten() for each in results for row in each.tokens]
+    return ImageResult(
+        [image for each in results for image in each.images],
+        torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=NO_TOKEN),
+        sum(each.seconds for each in results),
+        stats,
+        [cost for each in results for cost in each.spent],
+    )
 
-    plain: Any  # the `way` that means plain decoding
+
+class Subject(Protocol):
+    """The interface of image models: ImageSubject for models of tokens (below), MarSubject (`mar.py`)."""
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of a picture."""
 
     def label(self, prompt: str, /) -> Any:
         """The condition for a prompt: the prompt itself, or the number of a class."""
 
-    def draw(self, conditions: Sequence[str | int], seeds: Sequence[int], way: Any, /, **settings: object) -> Any:
+    def draw(self, conditions: Sequence[str | int], seeds: Sequence[int], method: Method, /, **settings: object) -> Any:
         """Draw one picture for each condition in one batch; the result has `seconds` and `images`."""
 
 
@@ -92,7 +97,6 @@ class ImageSubject:
         static: whether it also has a plain decoding loop with fixed shapes.
     """
 
-    plain = DrawingMethod()
     static = True
 
     def __init__(self, pipe: Any, **settings: object) -> None:
@@ -109,14 +113,6 @@ class ImageSubject:
         return self.pipe.transformer
 
     @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
-
-    @property
     def codes(self) -> int:
         """Size of the codebook; 0 if unknown."""
         return self.model.config.vocab
@@ -124,39 +120,39 @@ class ImageSubject:
     @property
     def classes(self) -> int:
         """Number of classes; 0 if the model reads prompts."""
-        return self.pipe.transformer.config.classes
+        return self.model.config.classes
 
     @property
     def tokens(self) -> int:
-        return self.pipe.transformer.config.grid**2
+        return self.model.config.grid**2
 
-    def go(self, way: DrawingMethod) -> Any:
-        """Decode in this way from now on; returns the handle, or None for plain decoding.
+    def go(self, method: Method) -> Any:
+        """Decode by this method from now on; returns the handle, or None for plain decoding.
 
         Raises EngineError: the drafter or an option does not fit.
         """
         mmspec.disable(self.pipe)
-        if way.drafter == PLAIN:
+        name = method.drafter if isinstance(method.drafter, str) else ""
+        if method.drafter is None or name == STOCK:
             return None
         try:
-            options = dict(way.options)
+            options = dict(method.options)
             if isinstance(options.get("rule"), str):
                 options["rule"] = self._rule(options["rule"], options.get("budget"))
-            name = way.drafter if isinstance(way.drafter, str) else ""
-            drafter = self._loaded.get(name) or (embedded.resolve(name) if name else way.drafter)
+            drafter = self._loaded.get(name) or (embedded.resolve(name) if name else method.drafter)
             handle = mmspec.enable(self.pipe, drafter=drafter, **options)
-            if name and name not in DRAFTERS:
-                self._loaded[name] = handle.drafter
-            return handle
         except Exception as error:  # such as a wrong option, a missing folder, a drafter for another model
-            raise EngineError(f"cannot draw with {way}: {_message(error)}") from error
+            raise EngineError(f"cannot draw with {method.drafter} {method.setting}: {_message(error)}") from error
+        if name and name not in DRAFTERS:
+            self._loaded[name] = handle.drafter
+        return handle
 
     def _rule(self, spec: str, budget: float | None) -> Rule:
         if (spec, budget) not in self._rules:
             model = families.unwrap(self.pipe)
             family = families.of(model)
             codebook = family.codebook(model)
-            codebook = codebook if codebook is None else codebook.detach().to(self.device)
+            codebook = codebook if codebook is None else codebook.detach().to(self.model.device)
             self._rules[spec, budget] = resolve_rule(spec, codebook, budget, family.embeddings(model))
         return self._rules[spec, budget]
 
@@ -180,13 +176,13 @@ class ImageSubject:
         return ImageResult(out.images, out.tokens.cpu(), time.perf_counter() - began, out.stats, out.spent)
 
     def draw(
-        self, conditions: Sequence[str | int], seeds: Sequence[int], way: DrawingMethod, **settings: object
+        self, conditions: Sequence[str | int], seeds: Sequence[int], method: Method, **settings: object
     ) -> ImageResult:
-        """Like `paint`, decoded in this way.
+        """Like `paint`, by this method.
 
         Raises EngineError: the drafter or an option does not fit, or the pipeline refuses the prompts or its settings.
         """
-        self.go(way)
+        self.go(method)
         return self.paint(conditions, seeds, **settings)
 
     def label(self, prompt: str) -> Any:

@@ -1,11 +1,12 @@
-"""Prompts with variables for each item, the beginning of the answer, and the caption that is made of it."""
+"""Prompts with variables for each item, the beginning of the answer, the caption made of it; prompt files."""
 
 from __future__ import annotations
 
+import json
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mmspec.app.media.items import Item
@@ -73,6 +74,32 @@ def _check(text: str, what: str) -> None:
         if name is not None and (name not in VARIABLES or form or conversion):
             given = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
             raise PromptError(f"unknown variable {{{given}}} in the {what} {_short(text)}; {allowed}")
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts in a file: its lines that are not empty, or the first caption of each picture in COCO's .json.
+
+    Raises PromptError: it cannot be read, or holds none.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"cannot read the prompts of {str(path)!r}: {error}") from error
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if path.suffix.lower() == ".json":
+        first: dict[object, str] = {}
+        try:
+            for one in json.loads(text)["annotations"]:
+                first.setdefault(one["image_id"], " ".join(one["caption"].split()))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise PromptError(
+                f"{path} is not a file of COCO captions, whose `annotations` have `image_id` and `caption`; write your "
+                "own prompts in a text file, one per line"
+            ) from error
+        lines = list(first.values())
+    if not lines:
+        raise PromptError(f"{path} has no prompts; write one per line")
+    return lines
 
 
 def _short(text: str) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 import mmspec
 from mmspec.app.bench.questions import Question
-from mmspec.app.bench.vlm_methods import VlmMethod
+from mmspec.app.compare import Method
 from mmspec.app.devices import wait
 from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel
 from mmspec.pipelines.host.vision import placeholders
@@ -90,24 +90,10 @@ class VlmBench:
     def inputs(self, batch: Sequence[Question]) -> BatchFeature:
         """Model inputs on the model's device, one row per question."""
         clips = knows_clips(self.processor)
-        chats = [
-            chat(unmarked(self.processor, q.prompt), q.images, clips=q.clip and clips, before=q.before) for q in batch
-        ]
+        chats = [chat(unmarked(self.processor, q.prompt), q.images, clips=q.clip and clips) for q in batch]
         return inputs_of(self.processor, chats).to(self.model.device, self.model.dtype)
 
-    def conversations(self, some: Sequence[Question]) -> list[Question]:
-        """Every turn of each question as a separate question, after stock's greedy answers to the earlier turns."""
-        turns = []
-        for question in some:
-            turns.append(replace(question, later=()))
-            for prompt in question.later:
-                last = turns[-1]
-                tokens = self.call(VlmMethod("stock"), 0.0, self.inputs([last]), self.seed).answers[0]
-                (answer,) = self.processor.batch_decode([list(tokens)], skip_special_tokens=True)
-                turns.append(replace(last, prompt=prompt, before=(*last.before, (last.prompt, answer))))
-        return turns
-
-    def call(self, method: VlmMethod, temperature: float, inputs: Mapping[str, Tensor], seed: int) -> TimedCall:
+    def call(self, method: Method, temperature: float, inputs: Mapping[str, Tensor], seed: int) -> TimedCall:
         """One timed call; garbage collection and enabling are not timed."""
         warmth = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         arguments = {**(warmth if temperature > 0 else {"do_sample": False}), **method.arguments}
@@ -132,14 +118,6 @@ class VlmBench:
         steps = stats.rounds if stats is not None else clock.puts - 1
         later = sum(map(len, answers)) - clock.first_tokens
         return TimedCall(seconds, clock.first_at - began, answers, steps, later, stats)
-
-    def takes(self, method: VlmMethod) -> bool:
-        """Whether the method's drafter accepts its options."""
-        try:
-            with enabled(self.model, method.drafter, **method.options):
-                return True
-        except ValueError:
-            return False
 
     def visual_tokens(self, inputs: BatchFeature) -> float:
         """Mean number of picture tokens per prompt."""

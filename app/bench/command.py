@@ -28,7 +28,6 @@ SUITES = {  # name: (module with configure(parser) and measure(args, outcome), o
     "vlm": ("mmspec.app.bench.vlm", "answers of a vision-language model, by stock paths and drafters"),
     "caption": ("mmspec.app.bench.caption", "many captions: static and continuous batches, with and without drafters"),
     "image": ("mmspec.app.bench.image", "pictures of an autoregressive image model, by plain decoding and drafters"),
-    "pictures": ("mmspec.app.bench.pictures", "CLIP score, inception score and FID of folders of pictures"),
 }
 BLOCK = 10**7  # seeds reserved for one run of pictures
 
@@ -61,31 +60,25 @@ def configure(
             suite.set_defaults(missing=error.name)
         files = suite.add_argument_group("outputs")
         files.add_argument("--json", type=Path, metavar="FILE", help="write records with provenance, after each cell")
-        files.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as a page")
-        files.add_argument("--wide", action="store_true", help="print all columns, as with --markdown")
-        files.add_argument("--plot", type=Path, metavar="FILE", help="bars as .png, .svg or .pdf (needs matplotlib)")
+        files.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as a page, with all columns")
     return suites
 
 
-def run(args: argparse.Namespace) -> int:
-    outcome, began = Outcome(), time.perf_counter()
+def run(args: argparse.Namespace, outcome: Outcome | None = None) -> int:
+    """Run a suite and write its results; `outcome` is filled. Returns the exit code."""
+    outcome, began = Outcome() if outcome is None else outcome, time.perf_counter()
     try:
         if getattr(args, "missing", None):
             raise BenchError(f"it needs the package {args.missing}: pip install {args.missing}")
-        suite = importlib.import_module(args.module)
-        if not getattr(suite, "PLOTTED", True):
-            refuse(args, "a plot shows speed-ups over plain decoding, which this suite does not measure", plot=None)
-        if args.plot:
-            report.check_plot(args.plot)
-        for path in filter(None, (args.json, args.markdown, args.plot)):
+        for path in filter(None, (args.json, args.markdown)):
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path.parent):  # an error now, not after the measurement
                 pass
-        for _ in suite.measure(args, outcome):
+        for _ in importlib.import_module(args.module).measure(args, outcome):
             _save(args.json, outcome)
-    except (BenchError, EnableError, EngineError, MediaError, report.ReportError, OSError) as error:
-        if isinstance(error, OSError) and outcome.records:
-            print(report.table(outcome.records, args.wide))
+    except (BenchError, EnableError, EngineError, MediaError, OSError) as error:
+        if outcome.records:
+            print(report.table(outcome.records))
         print(f"{args.prog}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -100,12 +93,10 @@ def run(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace, outcome: Outcome, began: float) -> None:
     """Print the table, and write the requested files."""
     outcome.provenance |= {"seconds": round(time.perf_counter() - began, 1), "load_average_at_end": load_average()}
-    print(report.table(outcome.records, args.wide))
+    print(report.table(outcome.records))
     _save(args.json, outcome)
     if args.markdown:
         write_whole(args.markdown, report.markdown(outcome.records, outcome.provenance, outcome.tuned).encode())
-    if args.plot:
-        report.plot(outcome.records, args.plot, f"{outcome.provenance['model']} on {outcome.provenance['device']}")
 
 
 def _save(path: Path | None, outcome: Outcome) -> None:

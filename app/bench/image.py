@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
+import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from mmspec.app import embedded, enabling
-from mmspec.app.bench import drafters, gallery, measures, report_image
+from mmspec.app.bench import drafters, report
 from mmspec.app.bench.command import BenchError, Outcome, batches, matching, say, seeds_of
-from mmspec.app.bench.image_methods import Hostile, ImageMethod, lossless, relaxed
+from mmspec.app.bench.image_methods import PLAIN, facts, lossless, relaxed
 from mmspec.app.bench.image_model import load
 from mmspec.app.bench.image_plain import ImageBench
-from mmspec.app.bench.pictures import prompts_of
-from mmspec.app.bench.report import Record
-from mmspec.app.compare import Comparison
+from mmspec.app.bench.report import Record, spread
+from mmspec.app.compare import Comparison, Method, over
 from mmspec.app.devices import EngineError
 from mmspec.app.mar import draws
 from mmspec.app.options import count, from_zero, where
-from mmspec.app.painter import ImageSubject, sheet
+from mmspec.app.painter import ImageResult, ImageSubject, sheet, together
+from mmspec.app.prompt import PromptError, read_prompts
 from mmspec.app.provenance import provenance
 from mmspec.zoo import pictures
 
 HELD_OUT = 2**31  # first seed of prompts that no training uses
 GRID = 8  # pictures per method on the sheet
-Further = Callable[[ImageBench, argparse.Namespace, Outcome], Iterator[None]]  # measures more after the timings
+SPEED = "image"  # the suite of these records
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -54,73 +53,73 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int)
     add("--temperature", type=from_zero)
     add("--image-area", type=count, metavar="N", help="pixels of an Emu3's pictures (default: its processor's)")
-    parser.add_argument("--grid", type=Path, metavar="FILE", help="a sheet of pictures, all methods at the same seeds")
-    parser.add_argument("--resume", action="store_true", help="continue with the records of an earlier run's --json")
+    add("--grid", type=Path, metavar="FILE", help="a sheet of pictures, all methods at the same seeds")
     where(parser)
     add("--seed", type=int, default=0)
-    measures.configure(parser)
-    good = parser.add_argument_group("quality")
-    good.add_argument("--quality-images", type=int, default=0, metavar="N", help="pictures to measure per method")
-    good.add_argument("--quality-batch", type=count, default=8, metavar="N", help="pictures per call (%(default)s)")
-    good.add_argument("--pictures", type=Path, metavar="FOLDER", help="keep the pictures here; a second run resumes")
 
 
-def measure(args: argparse.Namespace, outcome: Outcome, further: Further | None = None) -> Iterator[None]:
-    """Timings, then the sheet, then quality and `further`; yields whenever the outcome has new records."""
+def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
+    """Timings, then the sheet; yields whenever the outcome has new records."""
+    if args.images == 0 and args.grid is None:
+        raise BenchError("nothing to do; give --images or --grid")
+    yield from timings(begin(args, outcome), args, outcome)
+
+
+def begin(args: argparse.Namespace, outcome: Outcome) -> ImageBench:
+    """Load the model, and describe the run."""
     if draws(args.model):
         raise BenchError(
             f"{args.model} is a MAR: `mmspec generate --model {args.model} --compare` prints its speed, and in a clone "
             "`python -m benchmarks image` measures all its methods"
         )
-    measured = measures.wanted(args)
-    if measured and args.quality_images < 2:
-        raise BenchError("give the number of pictures to measure: --quality-images N, 2 or more")
-    if args.quality_images and not measured and further is None:
-        raise BenchError("--quality-images needs a measure; add --clip or --inception")
-    if args.images == 0 and args.grid is None and further is None and not measured:
-        raise BenchError("nothing to do; give --images, --grid, --clip or --inception")
     settings = {"guidance_scale": args.guidance, "top_k": args.top_k, "temperature": args.temperature}
-    settings |= {"image_area": args.image_area}
-    bench = ImageBench(load(args.model, args.device, args.dtype, **settings), args.seed)
-    facts = {"model": args.model, "settings": bench.painter.settings, "seed": args.seed, "budget": args.budget}
-    outcome.provenance = provenance(bench.painter.device, bench.painter.dtype) | facts
-    if args.resume:
-        take_up(args.json, outcome, facts)
+    painter = load(args.model, args.device, args.dtype, **settings, image_area=args.image_area)
+    about = {"model": args.model, "settings": painter.settings, "seed": args.seed, "budget": args.budget}
+    outcome.provenance = provenance(painter.model.device, painter.model.dtype) | about
+    return ImageBench(painter, args.seed)
+
+
+Methods = Callable[[ImageSubject, argparse.Namespace], list[Method]]
+
+
+def methods(painter: ImageSubject, args: argparse.Namespace) -> list[Method]:
+    trained, given = drafters.read(args, trained=True, model=painter.model), enabling.given(args.enable)
+    named = [(name, drafter) for name, drafter in trained.items()]
+    known = [*lossless(named), *relaxed(painter.codes, named, args.rule, args.budget)]
+    return [
+        Method(m.name, m.drafter, {**m.options, **given}, m.arguments, m.facts) if m.drafter in trained.values() else m
+        for m in known
+        if painter.static or not m.arguments
+    ]
+
+
+def timings(
+    bench: ImageBench, args: argparse.Namespace, outcome: Outcome, methods: Methods = methods
+) -> Iterator[None]:
+    """Time the chosen methods at each batch size, and draw the sheet."""
+    chosen = matching(methods(bench.painter, args), args.methods, args.without)
+    conditions = prompts(bench.painter, args, max(args.images, GRID if args.grid else 0))
     gc.freeze()  # so that the garbage collections before the calls skip loaded objects
     try:
-        chosen = matching(methods(bench.painter, args), args.methods, args.without)
-        conditions = prompts(bench.painter, args, max(args.images, GRID if args.grid else 0))
         for batch in args.batch if args.images else ():
-            records = timed(bench, chosen, conditions[: args.images], batch, outcome.records)
+            records = timed(bench, chosen, conditions[: args.images], batch)
             outcome.records += records
-            speeds = [f"{r['method']} {r['speedup_e2e']:.2f}x" for r in records if r["speedup_e2e"]]
-            say(f"batch {batch}: {', '.join(speeds) or 'measured before'}")
+            say(f"batch {batch}: " + ", ".join(f"{r['method']} {r['speedup_e2e']:.2f}x" for r in records if r["n"]))
             yield
         if args.grid:
             draw_sheet(bench, chosen, conditions[:GRID], args.grid)
             yield
-        if measured:
-            yield from measure_pictures(bench, chosen, args, outcome)
-        if further is not None:
-            yield from further(bench, args, outcome)
     finally:
         gc.unfreeze()
-
-
-def methods(painter: ImageSubject, args: argparse.Namespace) -> list[ImageMethod]:
-    trained = list(drafters.read(args, trained=True, model=painter.model).items())
-    known = lossless(trained) + relaxed(painter.codes, trained, args.rule, args.budget)
-    if not painter.static:
-        known = [m for m in known if not m.plain and not isinstance(m.way.drafter, Hostile)]
-    given, named = enabling.given(args.enable), [drafter for _, drafter in trained]
-    return [replace(m, way=replace(m.way, options={**m.way.options, **given})) if m.way.drafter in named else m
-            for m in known]  # fmt: skip
 
 
 def prompts(painter: ImageSubject, args: argparse.Namespace, count: int) -> Sequence[str | int]:
     """The user's prompts, repeated as needed; or random classes, or prompts of held-out scenes."""
     if args.prompts is not None:
-        lines = prompts_of(args.prompts)
+        try:
+            lines = read_prompts(args.prompts)
+        except PromptError as error:
+            raise BenchError(str(error)) from error
         if painter.classes:
             raise BenchError(f"{args.model} draws classes, not prompts; leave --prompts out")
         return [lines[i % len(lines)] for i in range(count)]
@@ -129,57 +128,79 @@ def prompts(painter: ImageSubject, args: argparse.Namespace, count: int) -> Sequ
     return [caption for _, caption in pictures.held_out(count, HELD_OUT + args.seed)]
 
 
-def take_up(path: Path | None, outcome: Outcome, facts: Record) -> None:
-    """Add the records of an earlier run to the outcome. BenchError if it had other settings."""
-    if path is None:
-        raise BenchError("--resume continues a file of records; name it with --json")
-    if not path.is_file():
-        return
-    earlier = json.loads(path.read_text())
-    here = outcome.provenance
-    other = [n for n in (*facts, "device", "dtype", "commit") if earlier["provenance"].get(n) != here.get(n)]
-    if other:
-        was, now = (str(values.get(other[0])) for values in (earlier["provenance"], here))
-        raise BenchError(f"{path} was measured with {other[0]} {was}, this run has {now}; leave --resume out")
-    outcome.records += earlier["records"]
-    before = earlier["provenance"].pop("earlier", [])
-    outcome.provenance["earlier"] = [*before, earlier["provenance"]]  # the origin of the earlier records
-
-
-def there(records: list[Record], **facts: object) -> bool:
-    return any(all(record.get(name) == value for name, value in facts.items()) for record in records)
-
-
-def timed(
-    bench: ImageBench, chosen: list[ImageMethod], prompts: Sequence[str | int], batch: int, before: list[Record]
-) -> list[Record]:
-    """Warm each method up, then time all of them in turn on each batch; no records if all are there already."""
-    if all(there(before, suite=report_image.SPEED, batch=batch, method=m.name) for m in chosen):
-        return []
+def timed(bench: ImageBench, chosen: list[Method], prompts: Sequence[str | int], batch: int) -> list[Record]:
+    """Warm each method up, then time all of them in turn on each batch."""
     torch.compiler.reset()  # code compiled for other lengths counts toward the recompilation limit
-    before[:] = [r for r in before if (r["suite"], r.get("batch")) != (report_image.SPEED, batch)]
     groups = batches(list(zip(prompts, seeds_of(1, len(prompts), bench.seed), strict=True)), batch)
     comparison = Comparison(chosen, bench.call)
-    comparison.warm_up(groups[0], ["ar"], read=lambda method: not method.plain)  # compiled reads cannot be counted
+    # host reads of compiled code cannot be counted
+    comparison.warm_up(groups[0], ["ar"], read=lambda method: not method.arguments)
     results = comparison.measure(groups)
-    best = report_image.fastest(results)
-    slower = {name: f"slower than {best} here" for name in report_image.PLAIN if name in results and name != best}
-    facts = {"suite": report_image.SPEED, "batch": batch}
+    best = report.fastest(results, PLAIN, "seconds")
+    slower = {name: f"slower than {best} here" for name in PLAIN if name in results and name != best}
     return [
-        facts
-        | m.facts
-        | report_image.figures(m.name, results, best, comparison.reads.get(m.name))
+        {"suite": SPEED, "batch": batch}
+        | facts(m)
+        | figures(m.name, results, best, comparison.reads.get(m.name))
         | {"note": comparison.notes.get(m.name, slower.get(m.name, ""))}
         for m in chosen
     ]
 
 
-def draw_sheet(bench: ImageBench, chosen: list[ImageMethod], prompts: Sequence[str | int], path: Path) -> None:
+def figures(name: str, calls: dict[str, list[ImageResult]], best: str, reads: int | None = None) -> Record:
+    """The figures of one method from its timed calls; None for those that do not apply.
+
+    Args:
+        calls: of every method, on the same prompts and seeds in the same order.
+        best: the plain path for `speedup_vs_best_plain`.
+        reads: how often one call read values of tensors to the host, if that was counted.
+    """
+    own, plain = calls.get(name, []), calls["ar"]
+    whole = together(own) if own else None
+    stats = report.total(own)
+    parts = {part: stats.seconds.get(part, 0.0) for part in ("draft", "verify")}
+    parts["other"] = sum(much for part, much in stats.seconds.items() if part not in (*parts, "prefill"))
+    same = [torch.equal(a, b) for m, p in zip(own, plain, strict=False)
+            for a, b in zip(m.tokens, p.tokens, strict=True)]  # fmt: skip
+    cost = spread("c", over(own, plain, "round_seconds"))
+    return {
+        "best_plain": best,
+        "stock_path": name in PLAIN,
+        **spread("speedup_e2e", over(plain, own)),
+        **spread("speedup_decode", over(plain, own, "decode_seconds")),
+        **spread("speedup_vs_best_plain", over(calls[best], own)),
+        **cost,
+        **spread("seconds_per_image", [c.seconds / len(c.images) for c in own]),
+        "forwards": whole and whole.forwards,
+        "compression": whole and whole.compression,
+        "tokens_per_target_call": stats.tokens_per_target_call if own else None,
+        "limit": whole.compression / cost["c"] if whole and cost["c"] else None,
+        "acceptance_by_depth": report.acceptance_by_depth(stats),
+        "shares": {part: s / sum(parts.values()) for part, s in parts.items()} if sum(parts.values()) else None,
+        "seconds": {part: s / len(whole.images) for part, s in stats.seconds.items()} if whole else {},
+        "identical_rate": statistics.fmean(same) if same else None,
+        **charges(whole.spent if whole else (), own[0].tokens[0].numel() if own else 1),
+        "reads": reads,
+        "n": len(own),
+    }
+
+
+def charges(spent: Sequence[float], tokens: int) -> Record:
+    """Mean and largest total-variation cost per picture, and the mean per token."""
+    mean = statistics.fmean(spent) if spent else None
+    return {
+        "spent": mean,
+        "spent_max": max(spent, default=None),
+        "spent_per_token": None if mean is None else mean / tokens,
+    }
+
+
+def draw_sheet(bench: ImageBench, chosen: list[Method], prompts: Sequence[str | int], path: Path) -> None:
     """Write a sheet with a row per method, and the same prompt and seed in each column."""
     group = list(zip(prompts, seeds_of(1, len(prompts), bench.seed), strict=True))
     rows = []
     for method in chosen:
-        if method.plain:
+        if method.arguments:  # plain loops with fixed shapes draw as ar does
             continue
         try:
             painting = bench.call(method, group)
@@ -190,38 +211,3 @@ def draw_sheet(bench: ImageBench, chosen: list[ImageMethod], prompts: Sequence[s
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet(rows).save(path)
     say(f"sheet: {path}")
-
-
-def measure_pictures(
-    bench: ImageBench, chosen: Sequence[ImageMethod], args: argparse.Namespace, outcome: Outcome
-) -> Iterator[None]:
-    """Draw many pictures with each method and measure their quality; methods with records are skipped."""
-    if args.clip and bench.painter.classes:
-        raise BenchError(f"--clip compares with prompts, and {args.model} draws classes; leave it out")
-    ways = [m for m in chosen if not m.plain]
-    left = [m for m in ways if not there(outcome.records, suite=measures.SUITE, n=args.quality_images, method=m.name)]
-    if not left:
-        return
-    networks = measures.Measures(args, bench.painter.device)
-    conditions = prompts(bench.painter, args, args.quality_images)
-    for method in left:
-        facts: Record = {"suite": measures.SUITE, "n": len(conditions), **method.facts, **measures.NOTHING, "note": ""}
-        try:
-            drawn = gallery_of(bench, method, 1, conditions, args)
-            facts |= networks(drawn.images, None if bench.painter.classes else [*map(str, conditions)])
-            facts |= {"compression": drawn.compression, "seconds_per_image": drawn.seconds / len(conditions)}
-        except EngineError as error:
-            facts["note"] = f"failed: {str(error)[:200]}"
-        outcome.records.append(facts)
-        yield
-
-
-def gallery_of(
-    bench: ImageBench, method: ImageMethod, run: int, conditions: Sequence[str | int], args: argparse.Namespace
-) -> gallery.Gallery:
-    """The pictures of a method's run, one per prompt, drawn or read from the folder of --pictures."""
-    bench.go(method)
-    keep = None if args.pictures is None else args.pictures / gallery.slug(method.name, run)
-    facts = {"setting": method.setting, "settings": bench.painter.settings, "model": args.model}
-    seeds = seeds_of(run, len(conditions), bench.seed)
-    return gallery.fill(bench.painter, conditions, seeds, args.quality_batch, keep, facts)

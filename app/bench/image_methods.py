@@ -2,97 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
-import torch
+from mmspec.app.compare import Method
 
-from mmspec.app.painter import PLAIN, DrawingMethod
-from mmspec.drafters.jacobi import JacobiDrafter
-from mmspec.protocols import SessionView, Target
-from mmspec.types import NO_TOKEN, Draft
-
-WINDOWS = (8, 16, 32)
+PLAIN = ("ar", "ar-static", "ar-compiled")  # the pipeline's own loop, and plain loops with fixed shapes
 COUPLINGS = ("none", "maximal", "gumbel")
-INITS = ("horizontal", "vertical", "mixture")
 BASE = {"window": 16, "coupling": "maximal"}  # the Jacobi drafter of every relaxed rule
 # The shapes of a feature drafter: its own tree; and, with sampled nodes, LANTERN++'s tree and a chain.
 SHAPES = {"": {}, "-static": {"tree": "naive_extend_57", "draws": True}, "-chain": {"tree": "chain", "draws": True}}
 PUBLISHED_CODES = 16384  # size of the codebook for which LANTERN's k was published
+Named = Sequence[tuple[str, object]]  # trained drafters with their names
+EXACT: dict[str, object] = {"reproducible": True}
+COMPILED, AUTO = {"compile": True}, {"auto": True}
 
 
-@dataclass(frozen=True)
-class ImageMethod:
-    """One method, with its name in the tables.
-
-    Attributes:
-        plain: "static" or "compiled" for the plain loop with fixed shapes; empty: the pipeline's own loop.
-        curve: in a sweep, the rule's family and its parameter.
-    """
-
-    name: str
-    way: DrawingMethod = field(default_factory=DrawingMethod)
-    plain: str = ""
-    curve: tuple[str, float] | None = None
-
-    @property
-    def lossless(self) -> bool:
-        return str(self.way.options.get("rule", "exact")) == "exact"
-
-    @property
-    def exact_seed(self) -> bool:
-        """Whether it must draw the same picture as plain decoding with the same seed."""
-        return self.way.drafter == PLAIN or bool(self.way.options.get("reproducible"))
-
-    @property
-    def setting(self) -> str:
-        return " ".join(f"{name} {value}" for name, value in self.way.options.items())
-
-    @property
-    def facts(self) -> dict[str, object]:
-        family, value = self.curve or (None, None)
-        return {"method": self.name, "lossless": self.lossless, "exact_seed": self.exact_seed, "family": family,
-                "parameter": value, "setting": self.setting}  # fmt: skip
+def facts(method: Method) -> dict[str, object]:
+    """What the records say of a method."""
+    plain = method.drafter is None
+    return {
+        "method": method.name, "lossless": str(method.options.get("rule", "exact")) == "exact",
+        "exact_seed": plain or bool(method.options.get("reproducible")), "family": None, "parameter": None,
+        "setting": method.setting, **method.facts,
+    }  # fmt: skip
 
 
-class Hostile(JacobiDrafter):
-    """Drafts windows of guesses that are almost always wrong, for targets whose distribution is a point mass."""
-
-    def propose(self, session: SessionView, target: Target) -> Draft:
-        draft = super().propose(session, target)
-        if draft.tree.size == 1:
-            return draft
-        assert draft.q is None, "changed tokens do not follow q, which would break the distribution"
-        others = torch.where(draft.tokens == NO_TOKEN, NO_TOKEN, (draft.tokens + self.vocab // 2) % self.vocab)
-        return replace(draft, tokens=torch.cat([draft.tokens[:, :1], others[:, 1:]], 1))
+def jacobi(name: str, *options: Mapping[str, object], **more: object) -> Method:
+    merged: dict[str, object] = {}
+    for some in options:
+        merged |= some
+    return Method(f"jacobi-{name}", "jacobi", merged | more)
 
 
-def lossless(drafters: Sequence[tuple[str, object]]) -> list[ImageMethod]:
-    """The lossless methods; `drafters` are (name, folder or drafter) of trained drafters."""
+def lossless(drafters: Named) -> Iterator[Method]:
+    """The plain paths and the lossless methods."""
+    yield Method(PLAIN[0])
+    yield from (Method(name, arguments={"plain": name.removeprefix("ar-")}) for name in PLAIN[1:])
+    for coupling in COUPLINGS:
+        yield from (jacobi(f"{coupling}-{window}", window=window, coupling=coupling) for window in (8, 16, 32))
+    yield from (jacobi(f"{init}-16", BASE, init=init) for init in ("horizontal", "vertical", "mixture"))
+    yield from (jacobi(f"exact-seed-{window}", EXACT, window=window) for window in (16, 32))
+    for name in ("maximal", "gumbel", "exact-seed"):
+        how: dict[str, object] = EXACT if name == "exact-seed" else {"coupling": name}
+        yield from (jacobi(f"{name}-{window}-compiled", COMPILED, how, window=window) for window in (12, 16, 24, 32))
+        if name != "gumbel":
+            yield jacobi(f"{name}-32-auto", how, AUTO, window=32)
+    yield jacobi("pac", window=32, coupling="maximal", proactive=(3, 3))
+    yield from _feature(drafters)
+    for name, drafter in drafters:
+        if not _fills_windows(name):
+            yield Method(f"{name}-exact-seed", drafter, EXACT)
+            continue
+        for window in (12, 16, 32):
+            own: dict[str, object] = {"window": window, **EXACT}
+            yield Method(f"{name}-exact-seed-{window}", drafter, own)
+            yield Method(f"{name}-exact-seed-{window}-compiled", drafter, own | COMPILED)
 
-    exact, auto, compiled = ({name: True} for name in ("reproducible", "auto", "compile"))
-    drawn: dict[str, dict[str, Any]] = {f"{c}-{w}": {"window": w, "coupling": c} for c in COUPLINGS for w in WINDOWS}
-    drawn |= {f"{init}-16": {**BASE, "init": init} for init in INITS}
-    drawn |= {f"exact-seed-{w}": {"window": w, **exact} for w in (16, 32)}
-    coupled: dict[str, dict[str, Any]] = {c: {"coupling": c} for c in ("maximal", "gumbel")} | {"exact-seed": exact}
-    drawn |= {f"{name}-{w}-compiled": {"window": w, **compiled, **how}
-              for name, how in coupled.items() for w in (12, 16, 24, 32)}  # fmt: skip
-    drawn |= {f"{name}-32-auto": {"window": 32, **coupled[name], **auto} for name in ("maximal", "exact-seed")}
-    drawn |= {"pac": {"window": 32, "coupling": "maximal", "proactive": (3, 3)}}
-    hostile = {"window": 16, **exact}
-    ways = [(f"jacobi-{name}", DrawingMethod("jacobi", options)) for name, options in drawn.items()]
-    ways += [
-        (f"hostile-16{kind}", DrawingMethod(Hostile(), hostile | more)) for kind, more in (("", {}), ("-auto", auto))
-    ]
-    ways += _feature(drafters)
-    trees, windows = _split(drafters)
-    ways += [(f"{name}-exact-seed", DrawingMethod(drafter, exact)) for name, drafter in trees]
-    both = [(w, how, more) for how, more in (("", {}), ("-compiled", compiled)) for w in (12, 16, 32)]
-    ways += [(f"{name}-exact-seed-{w}{how}", DrawingMethod(drafter, {"window": w, **exact, **more}))
-             for name, drafter in windows for w, how, more in both]  # fmt: skip
-    plain = [ImageMethod("ar"), ImageMethod("ar-static", plain="static"), ImageMethod("ar-compiled", plain="compiled")]
-    return plain + [ImageMethod(name, way) for name, way in ways]
+
+def _fills_windows(name: str) -> bool:
+    """Whether it is heads, which fill windows; the others draft trees."""
+    return name.partition(":")[0] == "heads"
+
+
+def _feature(drafters: Named) -> list[Method]:
+    """Each feature drafter with each of SHAPES."""
+    return [Method(f"{name}{kind}", drafter, options) for name, drafter in drafters if not _fills_windows(name)
+            for kind, options in SHAPES.items()]  # fmt: skip
 
 
 def published(codes: int) -> dict[str, str]:
@@ -138,32 +113,18 @@ def published_k(codes: int) -> int:
     return max(1, min(codes - 1, round(1000 * codes / PUBLISHED_CODES)))
 
 
-def _split(drafters: Sequence[tuple[str, object]]) -> tuple[list[tuple[str, object]], list[tuple[str, object]]]:
-    """Split into feature drafters, which draft trees, and heads, which fill windows."""
-    windows = [(name, drafter) for name, drafter in drafters if name.partition(":")[0] == "heads"]
-    return [one for one in drafters if one not in windows], windows
-
-
-def _feature(drafters: Sequence[tuple[str, object]]) -> list[tuple[str, DrawingMethod]]:
-    """Each feature drafter with each of SHAPES."""
-    return [(f"{name}{kind}", DrawingMethod(drafter, options)) for name, drafter in _split(drafters)[0]
-            for kind, options in SHAPES.items()]  # fmt: skip
-
-
-def relaxed(
-    codes: int, drafters: Sequence[tuple[str, object]], own: Sequence[str], budget: float | None
-) -> list[ImageMethod]:
+def relaxed(codes: int, drafters: Named, own: Sequence[str], budget: float | None) -> Iterator[Method]:
     """Every rule with the Jacobi drafter and each feature drafter; `own` are further rules, by their specification.
     These and GSD also with windows that are redrawn in each round, as in GSD's paper."""
     rules = {**published(codes), **ours(codes), **{spec: spec for spec in own}}
-    bases = [("jacobi", DrawingMethod("jacobi", dict(BASE))), *_feature(drafters)]
-    redrawn = DrawingMethod("jacobi", BASE | {"coupling": "none"})
-    ways = [with_rule(f"{base}+{name}", way, spec, budget) for base, way in bases for name, spec in rules.items()]
-    return ways + [with_rule(f"jacobi-none+{name}", redrawn, rules[name], budget) for name in ("gsd-published", *own)]
+    for base in (Method("jacobi", "jacobi", BASE), *_feature(drafters)):
+        yield from (with_rule(f"{base.name}+{name}", base, spec, budget) for name, spec in rules.items())
+    redrawn = Method("jacobi-none", "jacobi", BASE | {"coupling": "none"})
+    for name in ("gsd-published", *own):
+        yield with_rule(f"jacobi-none+{name}", redrawn, rules[name], budget)
 
 
-def with_rule(
-    name: str, way: DrawingMethod, spec: str, budget: float | None, curve: tuple[str, float] | None = None
-) -> ImageMethod:
+def with_rule(name: str, base: Method, spec: str, budget: float | None, **about: object) -> Method:
+    """The method with a rule; `about` are further fields of its records."""
     limit = {} if budget is None else {"budget": budget}
-    return ImageMethod(name, DrawingMethod(way.drafter, {**way.options, "rule": spec, **limit}), curve=curve)
+    return Method(name, base.drafter, {**base.options, "rule": spec, **limit}, facts=about)

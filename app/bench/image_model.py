@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from mmspec.app import painter
+from mmspec.app.compare import PLAIN, Method
 from mmspec.app.devices import EngineError, find_device, find_dtype, find_model, first_line, load_quietly
 from mmspec.app.own_file import OWN_FILE, of_file
-from mmspec.app.painter import DrawingMethod, ImageResult, ImageSubject
+from mmspec.app.painter import ImageResult, ImageSubject
 from mmspec.pipelines.families.table import unwrap
 from mmspec.pipelines.host import image_models
 from mmspec.pipelines.host.image_models import ImageModel
@@ -32,7 +33,7 @@ class ModelSubject(ImageSubject):
     static = False
 
     def __init__(self, model: ImageModel, **settings: object) -> None:
-        self._draw, self._codes, self._way = model.draw, model.codes, DrawingMethod()
+        self._draw, self._codes, self._method = model.draw, model.codes, PLAIN
         self._calls: list[tuple[Tensor, dict[int, float]]] = []  # tokens [B, n], and the rule's cost by row
         super().__init__(model.target, **settings)
         self.model.generate = self._generate
@@ -49,16 +50,16 @@ class ModelSubject(ImageSubject):
     def codes(self) -> int:
         return self._codes
 
-    def go(self, way: DrawingMethod) -> Handle | None:
-        self._way = way
-        return super().go(way)
+    def go(self, method: Method) -> Handle | None:
+        self._method = method
+        return super().go(method)
 
     def paint(self, conditions: Sequence[str | int], seeds: Sequence[int], **settings: object) -> ImageResult:
         """Draw one picture per prompt in one call of `draw`; the first seed is used for torch's generator.
 
         Raises EngineError: the model refuses the prompts or the settings, or returns another number of pictures.
         """
-        handle = super().go(self._way)  # resets its stats
+        handle = super().go(self._method)  # resets its stats
         torch.manual_seed(seeds[0])
         calls = self._calls = list[tuple[Tensor, dict[int, float]]]()
         began = time.perf_counter()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.app.bench.image_methods import ImageMethod
+from mmspec.app.compare import Method
 from mmspec.app.devices import wait
 from mmspec.app.painter import ImageResult, ImageSubject
 from mmspec.models.llamagen import PREFIX, LlamaGenTransformer, visible
@@ -119,15 +119,15 @@ class ImageBench:
     painter: ImageSubject
     seed: int
 
-    def go(self, method: ImageMethod) -> None:
+    def go(self, method: Method) -> None:
         end(self.painter.pipe)
-        self.painter.go(method.way)
-        if method.plain:
-            begin(self.painter.pipe, compiled=method.plain == "compiled")
+        self.painter.go(method)
+        if plain := method.arguments.get("plain"):
+            begin(self.painter.pipe, compiled=plain == "compiled")
 
-    def call(self, method: ImageMethod, group: Sequence[tuple[str | int, int]]) -> ImageResult:
+    def call(self, method: Method, group: Sequence[tuple[str | int, int]]) -> ImageResult:
         """One timed call for (prompt, seed) pairs."""
         self.go(method)
         gc.collect()
-        wait(self.painter.device)
+        wait(self.painter.model.device)
         return self.painter.paint([prompt for prompt, _ in group], [seed for _, seed in group])

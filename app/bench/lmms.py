@@ -5,11 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from itertools import zip_longest
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +28,6 @@ from mmspec.pipelines.prompts import Chat, inputs_of, knows_clips, shown, unmark
 from mmspec.pipelines.serving.batcher import answer_length
 
 KEPT = ("top_k", "num_beams", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "min_new_tokens")
-MARK = "<image>"  # placeholder of a picture in the texts of multi-round tasks
 READ = ("until", "max_new_tokens", "do_sample", "temperature", "top_p", *KEPT)  # supported generation_kwargs
 
 
@@ -74,7 +69,6 @@ class Mmspec(lmms):  # type: ignore[misc]
             self.batch_size = min(self.batch_size, int(max_batch_size))
         self.frames = FramePolicy("uniform", int(max_num_frames), int(max_num_frames))
         self.system_prompt = self._resolve_system_prompt(str(system_prompt))
-        self.seconds, self.tokens = 0.0, 0  # of all answers of one call
         self.ignored = set[str]()  # settings that were reported to have no effect
 
     @property
@@ -87,26 +81,29 @@ class Mmspec(lmms):  # type: ignore[misc]
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
         """The answers to the requests, in order; requests with the same settings share batches."""
-        prompts = [_Prompt(partial(self._messages, one.args), one.args[2]) for one in requests]
         answers: dict[int, GenerationResult] = {}
-        with self._logged():
-            for number, answer in self._answered(prompts):
-                context, _, settings, *_ = requests[number].args
-                self.cache_hook.add_partial("generate_until", (context, settings), answer.text)
-                answers[number] = answer
+        seconds, before = 0.0, self._gained()
+        bar = tqdm(total=len(requests), disable=self.rank != 0, desc="mmspec answers")
+        with VideoReader(self.frames) as clips, bar:
+            for numbers in _batches([one.args[2] for one in requests], self.batch_size):
+                chats = [self._chat(requests[number].args, clips) for number in numbers]
+                inputs = inputs_of(self.engine.processor, chats).to(self.device, self.model.dtype)
+                began = time.perf_counter()
+                settings = requests[numbers[0]].args[2]
+                answers |= zip(numbers, self._answers(inputs, settings), strict=True)
+                seconds += time.perf_counter() - began
+                bar.update(len(numbers))
+                for number in numbers:
+                    context, _, own, *_ = requests[number].args
+                    self.cache_hook.add_partial("generate_until", (context, own), answers[number].text)
+        tokens = sum(one.token_counts.output_tokens for one in answers.values())
+        gained, rounds = (now - then for now, then in zip(self._gained(), before, strict=True))
+        per_forward = {"tokens_per_forward": gained / rounds} if rounds else None
+        log_metrics(seconds, tokens, tokens / seconds if seconds else 0.0, per_forward)
         return [answers[number] for number in range(len(requests))]
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[list[str]]:
-        """The answers of all rounds of each request; after each round the task gives the next prompt, or ends."""
-        rounds = [_Rounds(self, *one.args) for one in requests]
-        with self._logged():
-            while active := [one for one in rounds if not one.ended]:
-                answers = dict(self._answered([_Prompt(one.messages, one.settings) for one in active]))
-                for number, one in enumerate(active):
-                    one.go_on(answers[number].text.strip())
-        for one in rounds:
-            self.cache_hook.add_partial("generate_until_multi_round", (one.context, one.settings), one.answers)
-        return [one.answers for one in rounds]
+        raise NotImplementedError("--model mmspec has no tasks of several rounds; run them with --model huggingface")
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         raise NotImplementedError(
@@ -121,42 +118,15 @@ class Mmspec(lmms):  # type: ignore[misc]
         del self.engine
         super().clean()
 
-    @contextmanager
-    def _logged(self) -> Iterator[None]:
-        """Log time, tokens and tokens per forward of the answers inside the block, for lmms-eval's tables."""
-        self.seconds, self.tokens, before = 0.0, 0, self._gained()
-        yield
-        gained, rounds = (now - then for now, then in zip(self._gained(), before, strict=True))
-        per_forward = {"tokens_per_forward": gained / rounds} if rounds else None
-        log_metrics(self.seconds, self.tokens, self.tokens / self.seconds if self.seconds else 0.0, per_forward)
-
     def _gained(self) -> tuple[int, int]:
         """Tokens gained in rounds, and row-rounds, so far."""
         stats = None if self.engine.drafter is None else mmspec.stats(self.model)
         return (stats.gained, stats.row_rounds) if stats is not None else (0, 0)
 
-    def _answered(self, prompts: Sequence[_Prompt]) -> Iterator[tuple[int, GenerationResult]]:
-        """Yield each answer with the index of its prompt, as batches finish."""
-        bar = tqdm(total=len(prompts), disable=self.rank != 0, desc="mmspec answers")
-        with VideoReader(self.frames) as clips, bar:
-            for numbers in _batches([one.settings for one in prompts], self.batch_size):
-                chats = [self._chat(prompts[number].messages(), clips) for number in numbers]
-                inputs = inputs_of(self.engine.processor, chats).to(self.device, self.model.dtype)
-                began = time.perf_counter()
-                answers = self._answers(inputs, prompts[numbers[0]].settings)
-                self.seconds += time.perf_counter() - began
-                self.tokens += sum(one.token_counts.output_tokens for one in answers)
-                yield from zip(numbers, answers, strict=True)
-                bar.update(len(numbers))
-
-    def _messages(self, arguments: tuple[Any, ...]) -> list[dict[str, Any]]:
-        """The messages of a single-round task for its document."""
+    def _chat(self, arguments: tuple[Any, ...], clips: VideoReader) -> Chat:
+        """The messages of a task for its document, in the format of chat templates."""
         _, messages, _, number, task, split = arguments
-        return messages(self.task_dict[task][split][number])  # type: ignore[no-any-return]
-
-    def _chat(self, messages: list[dict[str, Any]], clips: VideoReader) -> Chat:
-        """Convert messages of lmms-eval to the format of chat templates."""
-        turns = self._apply_system_prompt(messages, self.system_prompt)
+        turns = self._apply_system_prompt(messages(self.task_dict[task][split][number]), self.system_prompt)
         pairs = [(turn["role"], turn["content"]) for turn in turns]
         listed = [(role, [{"type": "text", "text": text}] if isinstance(text, str) else text) for role, text in pairs]
         return [{"role": role, "content": [one for part in parts for one in self._parts(part, clips)]}
@@ -205,45 +175,6 @@ class Mmspec(lmms):  # type: ignore[misc]
             self.ignored.add(name)
             print(f"mmspec: {name} of this task's generation_kwargs has no effect here", file=sys.stderr)
         return stops, given
-
-
-@dataclass(frozen=True)
-class _Prompt:
-    """A function that returns the messages, which are created late since they hold pictures, and their settings."""
-
-    messages: Callable[[], list[dict[str, Any]]]
-    settings: dict[str, Any]
-
-
-class _Rounds:
-    """A multi-round request: its current pictures and text, and the answers so far."""
-
-    def __init__(
-        self, adapter: Mmspec, context: str, settings: dict[str, Any], to_visual: Callable[..., Any],
-        after: Callable[..., tuple[Any, ...]], number: int, task: str, split: str,
-    ):  # fmt: skip
-        self.document = adapter.task_dict[task][split][number]
-        self.context, self.settings, self.after = context, settings, after
-        self.shown, self.text, self.ended = to_visual(self.document), context, False
-        self.answers, self.info, self.round = list[str](), None, 0
-
-    def messages(self) -> list[dict[str, Any]]:
-        """One user turn: pictures and videos replace the text's marks if there is one for each, else come first."""
-        shown = [{"type": "video" if isinstance(one, str) else "image", "url": one} for one in self.shown or ()]
-        texts = [{"type": "text", "text": text} for text in self.text.split(MARK)]
-        if len(texts) == len(shown) + 1:
-            parts = [part for pair in zip_longest(texts, shown) for part in pair if part and part.get("text") != ""]
-        else:
-            parts = [*shown, {"type": "text", "text": self.text.replace(MARK, "")}]
-        return [{"role": "user", "content": parts}]
-
-    def go_on(self, answer: str) -> None:
-        """Pass an answer to the task, which returns the next prompt."""
-        self.round += 1
-        self.shown, self.text, self.ended, answers, self.info = self.after(
-            self.document, previous_output=[*self.answers, answer], round_idx=self.round, previous_round_info=self.info
-        )
-        self.answers = list(answers)
 
 
 def _own(device: str) -> str:

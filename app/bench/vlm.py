@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
-from mmspec.app import embedded
-from mmspec.app.bench import report, vlm_methods, vlm_shown
+from mmspec import registry
+from mmspec.app import embedded, enabling
+from mmspec.app.bench import drafters, questions, report
 from mmspec.app.bench.answers import TimedCall, VlmBench
-from mmspec.app.bench.command import BenchError, Outcome, batches, say
-from mmspec.app.bench.questions import Question
-from mmspec.app.bench.vlm_methods import GRIDS, VlmMethod, methods
-from mmspec.app.bench.vlm_shown import Questions, Shown, questions
-from mmspec.app.compare import Comparison
+from mmspec.app.bench.command import BenchError, Outcome, batches, matching, say
+from mmspec.app.bench.questions import Question, Questions, Shown
+from mmspec.app.compare import Comparison, Method, over
 from mmspec.app.embedded import STOCK
 from mmspec.app.engine import load
 from mmspec.app.options import count, from_zero, where
 from mmspec.app.provenance import provenance
+from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel
+from mmspec.pipelines.host.loading import CompileConfig
 from mmspec.pipelines.prompts import text_alone
 
+STOCK_PATHS = ("stock", "stock-static")
+ASSISTED = {"prompt_lookup_num_tokens", "assistant_model", "use_mtp"}  # arguments of transformers' own speculation
 SINGLE = "not measured: transformers refuses assisted decoding at batch > 1"
 SWITCHED = "; a name with a comma is the same drafter with one of its parts switched off while it drafts"
+GRIDS: dict[str, tuple[dict[str, int], ...]] = {  # the settings that --tune tries
+    "hf-prompt-lookup": tuple({"prompt_lookup_num_tokens": k} for k in (3, 5, 10)),
+    "ngram": tuple({"depth": d} for d in (3, 5, 8)),
+    "drafter": (
+        *({"depth": d, "width": 1} for d in range(3, 11)),
+        {"depth": 3, "width": 2, "size": 8},
+        {"depth": 5, "width": 2, "size": 12},
+        {"depth": 5, "width": 4, "size": 16},
+        {"depth": 7, "width": 4, "size": 24},
+        {"depth": 6, "width": 8, "size": 40},
+    ),
+}
 Request = tuple[BatchFeature, int]  # model inputs, and a seed
 
 
@@ -44,8 +61,6 @@ class VlmCell:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     conditions(parser, [1, 4], [0.0, 1.0], 256)
-    parser.add_argument("--all-turns", action="store_true", help="ask all turns of a conversation, not only the first, "
-        "with the model's own greedy answers in between")  # fmt: skip
 
 
 def conditions(parser: argparse.ArgumentParser, batch: list[int], temperature: list[float], tokens: int) -> None:
@@ -53,19 +68,59 @@ def conditions(parser: argparse.ArgumentParser, batch: list[int], temperature: l
     add = parser.add_argument
     add("--model", default=embedded.MODEL, help="folder, name on the Hub, or an embedded one: %(default)s, "
         "scenes-hybrid")  # fmt: skip
-    vlm_methods.configure(parser)
-    vlm_shown.configure(parser)
+    drafters.configure(parser, " beside ngram")
+    add("--tune", action="store_true", help="choose each method's depth and tree on other images first")
+    add("--tune-images", type=count, default=4, help="number of these images (default: %(default)s)")
+    add("--without", nargs="+", default=[], metavar="PATTERN", help="leave these out, such as stock-static 'eagle*'")
+    questions.configure(parser)
     add("--batch", type=count, nargs="+", default=batch)
     add("--temperature", type=from_zero, nargs="+", default=temperature)
     add("--max-new-tokens", type=count, default=tokens)
     where(parser)
 
 
+def stock(device: torch.device) -> list[Method]:
+    """Stock generate, and stock generate compiled with a static cache."""
+    compiling: Any = CompileConfig(dynamic=False, mode="reduce-overhead" if device.type == "cuda" else "default")
+    compiling._compile_all_devices = True  # transformers compiles by itself on some devices only
+    static = {"cache_implementation": "static", "compile_config": compiling}
+    return [Method("stock"), Method("stock-static", arguments=static)]
+
+
+def methods(
+    model: GenerativeModel, args: argparse.Namespace, variants: Callable[[Method], Iterable[Method]] = lambda whole: ()
+) -> list[Method]:
+    """The stock paths, transformers' prompt lookup, ngram, and each drafter, after stock's equivalent if there is one.
+
+    Args:
+        variants: returns variants of a drafter's method, which are added after it.
+    """
+    flags, target = enabling.given(args.enable), families.of(model).describe(model)
+    ways = [*stock(model.device), Method("hf-prompt-lookup", arguments={"prompt_lookup_num_tokens": 10})]
+    ngram = Method("ngram", registry.drafter_class("ngram")())
+    named = drafters.read(args, model=model)
+    ways.append(replace(ngram, options=flags) if "ngram" in named else ngram)  # naming it applies the options to it
+    for title, drafter in named.items():
+        try:
+            drafter.fit(target, {})
+        except ValueError as error:
+            raise BenchError(f"--drafters: {error}") from error
+        if title != "ngram":
+            whole = Method(title, drafter, flags)
+            ways += [*drafters.stocks_own(title, drafter), whole, *variants(whole)]
+    return matching(ways, None, args.without)
+
+
+def single(method: Method) -> bool:
+    """Whether the method runs at batch 1 only."""
+    return not ASSISTED.isdisjoint(method.arguments)
+
+
 def measure(
     args: argparse.Namespace,
     outcome: Outcome,
-    methods: Callable[[GenerativeModel, argparse.Namespace], list[VlmMethod]] = methods,
-    questions: Callable[[argparse.Namespace, bool], tuple[Questions, Questions]] = questions,
+    methods: Callable[[GenerativeModel, argparse.Namespace], list[Method]] = methods,
+    asking: Callable[[argparse.Namespace, bool], tuple[Questions, Questions]] = questions.asked,
 ) -> Iterator[None]:
     """Measure all cells in turn; yields whenever the outcome has new records."""
     engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
@@ -73,18 +128,13 @@ def measure(
     chosen = methods(bench.model, args)
     outcome.provenance = provenance(bench.model.device, bench.model.dtype) | {"model": args.model}
     outcome.provenance |= {"data": [*map(str, args.data)]} if args.data else {}
-    asked, others = questions(args, not text_alone(bench.processor))
-    if args.all_turns:
-        if not any(q.later for some in asked.values() for q in some):
-            raise BenchError("--all-turns: no question has a second turn; leave it out")
-        asked, others = ({shown: bench.conversations(some) for shown, some in each.items()} for each in (asked, others))
-    best: report.Record = {}
+    asked, others = asking(args, not text_alone(bench.processor))
     for batch, heat in [(batch, heat) for batch in args.batch for heat in args.temperature]:
+        ready = chosen
         if args.tune:
-            best = tune(bench, chosen, VlmCell(batch, heat), others)
-            outcome.tuned[str(VlmCell(batch, heat))] = best
+            outcome.tuned[str(VlmCell(batch, heat))] = best = tune(bench, chosen, VlmCell(batch, heat), others)
+            ready = [tuned(m, best[m.name]["chosen"]) if m.name in best else m for m in chosen]
             yield
-        ready = [m.tuned(best[m.name]["chosen"]) if m.name in best else m for m in chosen]
         for shown, some in asked.items():
             cell = VlmCell(batch, heat, shown)
             records = measure_cell(bench, cell, ready, some)
@@ -94,17 +144,29 @@ def measure(
             yield
 
 
-def tune(bench: VlmBench, chosen: list[VlmMethod], cell: VlmCell, asked: Questions) -> report.Record:
+def tuned(method: Method, setting: dict[str, int]) -> Method:
+    if method.drafter is None:
+        return replace(method, arguments={**method.arguments, **setting})
+    return replace(method, options={**method.options, **setting})
+
+
+def tune(bench: VlmBench, chosen: list[Method], cell: VlmCell, asked: Questions) -> report.Record:
     """For each method with a grid, the setting with the least time per token, and all settings that were tried."""
-    tried = {f"{m.name} {setting}": (m.name, setting, m.tuned(setting))
-             for m in chosen for setting in GRIDS.get(m.grid, ())
-             if (cell.batch == 1 or not m.single) and bench.takes(m.tuned(setting))}  # fmt: skip
+    tried: dict[str, tuple[str, dict[str, int]]] = {}
+    ways = []
+    for method in chosen:
+        grid = GRIDS.get(method.name, () if method.drafter is None else GRIDS["drafter"])
+        for setting in grid if cell.batch == 1 or not single(method) else ():
+            title = f"{method.name} {setting}"
+            tried[title] = method.name, setting
+            ways.append(replace(tuned(method, setting), name=title))
     groups = [group for some in asked.values() for group in batches(some, cell.batch)]
-    comparison = Comparison([replace(method, name=name) for name, (*_, method) in tried.items()], calling(bench, cell))
-    requests = ((bench.inputs(group), bench.seed + turn) for turn, group in enumerate([groups[0], *groups]))
+    comparison = Comparison(ways, calling(bench, cell))
+    comparison.warm_up((bench.inputs(groups[0]), bench.seed))  # leaves out settings that a drafter does not take
     best: report.Record = {}
-    for title, (_, *calls) in comparison.measure(requests).items():  # the first turn warms up
-        name, setting, _ = tried[title]
+    requests = ((bench.inputs(group), bench.seed + turn) for turn, group in enumerate(groups, 1))
+    for title, calls in comparison.measure(requests).items():
+        name, setting = tried[title]
         cost = 1e3 * sum(c.seconds for c in calls) / sum(c.tokens for c in calls)
         best.setdefault(name, {"tried": []})["tried"].append({"setting": setting, "ms_per_token": cost})
     for name, entry in best.items():
@@ -113,16 +175,16 @@ def tune(bench: VlmBench, chosen: list[VlmMethod], cell: VlmCell, asked: Questio
     return best
 
 
-def calling(bench: VlmBench, cell: VlmCell) -> Callable[[VlmMethod, Request], TimedCall]:
+def calling(bench: VlmBench, cell: VlmCell) -> Callable[[Method, Request], TimedCall]:
     return lambda method, request: bench.call(method, cell.temperature, *request)
 
 
-def measure_cell(bench: VlmBench, cell: VlmCell, chosen: list[VlmMethod], some: list[Question]) -> list[report.Record]:
+def measure_cell(bench: VlmBench, cell: VlmCell, chosen: list[Method], some: list[Question]) -> list[report.Record]:
     """Warm each method up, measure its memory, then time all of them in turn on each batch."""
     groups, seen = batches(some, cell.batch), list[float]()
     torch.compiler.reset()  # code compiled for other lengths counts toward the recompilation limit
     longest = bench.inputs(max(groups, key=lambda group: max(len(q.prompt) for q in group)))
-    comparison = Comparison([m for m in chosen if cell.batch == 1 or not m.single], calling(bench, cell))
+    comparison = Comparison([m for m in chosen if cell.batch == 1 or not single(m)], calling(bench, cell))
     comparison.warm_up((longest, bench.seed), ["stock"], bench.model.device)
 
     def requests() -> Iterator[Request]:
@@ -132,31 +194,76 @@ def measure_cell(bench: VlmBench, cell: VlmCell, chosen: list[VlmMethod], some: 
             yield inputs, bench.seed + turn
 
     comparison.measure(requests())
-    comparison.notes |= {m.name: SINGLE for m in chosen if cell.batch > 1 and m.single}
+    comparison.notes |= {m.name: SINGLE for m in chosen if cell.batch > 1 and single(m)}
     return [record | {"visual_tokens": statistics.fmean(seen)} for record in _records(cell, chosen, groups, comparison)]
 
 
 def _records(
-    cell: VlmCell, chosen: list[VlmMethod], groups: list[list[Question]], comparison: Comparison
+    cell: VlmCell, chosen: list[Method], groups: list[list[Question]], comparison: Comparison
 ) -> list[report.Record]:
     """One record per method, and at batch 1 one more for each category of questions."""
-    title = str(cell) + (SWITCHED if any(m.of for m in chosen) else "")
     turns: dict[str, list[int]] = {"all": list(range(len(groups)))}
     for turn, group in enumerate(groups if cell.batch == 1 else ()):
         if group[0].category != "all":
             turns.setdefault(group[0].category, []).append(turn)
+    facts = {"suite": "vlm", "cell": str(cell) + (SWITCHED if any(m.facts for m in chosen) else ""),
+             "batch": cell.batch, "temperature": cell.temperature, **asdict(cell.shown or Shown())}  # fmt: skip
     records = []
     for category, places in turns.items():
         calls = {name: [runs[place] for place in places] for name, runs in comparison.results.items()}
-        best = report.fastest(calls)
-        slower = {name: f"slower than {best} here" for name in report.STOCK_PATHS if name in calls and name != best}
+        best = report.fastest(calls, STOCK_PATHS, "per_token")
+        slower = {name: f"slower than {best} here" for name in STOCK_PATHS if name in calls and name != best}
         for method in chosen:
             if method.name in calls or category == "all":
-                facts = {"suite": "vlm", "cell": title, "method": method.name, "variant_of": method.of,
-                         "batch": cell.batch, "temperature": cell.temperature, **asdict(cell.shown or Shown()),
-                         "category": category, "setting": method.setting,
-                         "refused": method.single and cell.batch > 1}  # fmt: skip
-                figures = report.figures(method.name, calls, best, greedy=cell.temperature == 0, assisted=method.single)
-                note = comparison.notes.get(method.name, slower.get(method.name, ""))
-                records.append(facts | figures | {"peak_mb": comparison.peaks.get(method.name), "note": note})
+                records.append({
+                    **facts, "method": method.name, "variant_of": "", "category": category, "setting": method.setting,
+                    **method.facts, "refused": single(method) and cell.batch > 1,
+                    **figures(method.name, calls, best, greedy=cell.temperature == 0, assisted=single(method)),
+                    "peak_mb": comparison.peaks.get(method.name),
+                    "note": comparison.notes.get(method.name, slower.get(method.name, "")),
+                })  # fmt: skip
     return records
+
+
+def figures(name: str, calls: dict[str, list[TimedCall]], best: str, greedy: bool, assisted: bool) -> report.Record:
+    """The figures of one method from its timed calls; None for those that do not apply.
+
+    Args:
+        calls: of every method, on the same inputs in the same order.
+        best: the stock path for `speedup_vs_best_stock`.
+        greedy: answers can be compared with those of stock.
+        assisted: the method is transformers' own speculation, at batch 1.
+    """
+    own, base = calls.get(name, []), calls["stock"]
+    whole = report.total(own)
+    spent = sum(much for part, much in whole.seconds.items() if part != "prefill")
+    row_steps = whole.row_rounds or (sum(c.steps for c in own) if assisted else 0)
+    gain = sum(c.later for c in own) / row_steps if row_steps else (1.0 if own else None)
+    rows = [(a, b) for m, s in zip(own, base, strict=False) for a, b in zip(m.answers, s.answers, strict=True)]
+    prompts = whole.drafter.get("prompts", 0)
+    by_depth = report.acceptance_by_depth(whole)
+    read = {name: much / prompts for name, much in whole.drafter.items() if name != "prompts"} if prompts else {}
+    return {
+        "best_stock": best,
+        "stock_path": name in STOCK_PATHS,
+        **report.spread("speedup_e2e", over(base, own, "per_token")),
+        **report.spread("speedup_decode", over(base, own, "decode_per_token")),
+        **report.spread("speedup_vs_best_stock", over(calls[best], own, "per_token")),
+        **report.spread("c", over(own, base, "per_step")),
+        **report.spread("ttft_ms", [1e3 * c.first for c in own]),
+        **report.spread("tokens_per_s", [1 / c.per_token for c in own]),
+        **report.spread("step_ms", [1e3 * c.per_step if c.per_step else None for c in own]),
+        "tokens_per_target_call": gain,
+        "accepted_per_call": None if gain is None else gain - 1,
+        "acceptance_by_depth": by_depth,
+        "tau_by_depth": [round(1 + kept, 4) for kept in itertools.accumulate(by_depth)],
+        "parts_ms": {p: 1e3 * s / whole.rounds for p, s in whole.seconds.items() if p != "prefill" and whole.rounds},
+        "draft_share": whole.seconds.get("draft", 0.0) / spent if spent else None,
+        "nodes_per_call": 1 + whole.drafted / whole.row_rounds if whole.row_rounds else 1.0,
+        "drafter_kv_bytes": read.get("memory bytes"),
+        "drafter_visual_rows": read.get("visual rows"),
+        "drafter": read,
+        "identical_rate": statistics.fmean(a == b for a, b in rows) if rows and greedy else None,
+        "length": statistics.fmean(len(a) for a, _ in rows) if rows else None,
+        "n": len(own),
+    }

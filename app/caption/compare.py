@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from mmspec.app.compare import Comparison, Side
+from mmspec.app.compare import Comparison, Method
 from mmspec.app.devices import first_line
 from mmspec.app.engine import Captioner, Engine
 from mmspec.app.prompt import PromptChoice
@@ -19,7 +19,7 @@ WARM_UP = 8  # new tokens
 Shown = tuple[Sequence[Image.Image], PromptChoice]
 
 
-OWN, STOCK = Side("mmspec", False), Side("stock", True)
+OWN, STOCK = Method("mmspec"), Method("stock")
 
 
 class Sampled:
@@ -46,9 +46,9 @@ class Sampled:
         """Caption the kept requests on both paths, `rows` at once; a batch of stock runs until its longest row ends."""
         self.sampling = engine.sampling
 
-        def run(side: Side, request: tuple[list[Shown], dict[str, int]]) -> tuple[list[str], float]:
+        def run(method: Method, request: tuple[list[Shown], dict[str, int]]) -> tuple[list[str], float]:
             shown, more = request
-            if not side.how:
+            if method is OWN:
                 return _timed(engine.flow(rows), shown)
             with engine.stock():
                 batches = StaticBatcher(engine.model, engine.processor, rows, **(engine.settings | more))

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from mmspec.app.bench.image_methods import sweeps
 from mmspec.app.bench.report import Record
+from mmspec.app.compare import PLAIN, Method
 from mmspec.app.demo.answer import MAX_PROMPT
 from mmspec.app.demo.desk import MAX_SEED, RefusedError, within
 from mmspec.app.demo.race import DONE, TIME_LIMIT, Limits, Race, RaceSide, RaceView
 from mmspec.app.mar import MarImages, MarSubject
-from mmspec.app.painter import DrawingMethod, ImageResult, ImageSubject
+from mmspec.app.painter import ImageResult, ImageSubject
 from mmspec.pipelines.llamagen.pipeline import CLASS, TEXT
 
 MAX_WINDOW, MAX_AHEAD = 64, 16  # tokens verified in one forward: by Jacobi, and by a MAR
@@ -187,13 +188,13 @@ class Easel(Race[Wish, Pair, str | int]):
 
     def painting(self, wish: Wish, request: str | int, fast: bool) -> Callable[..., ImageResult | MarImages]:
         """The call of the pipeline as a function, which takes the callback for each forward."""
-        way = self.subject.plain
+        way = PLAIN
         if fast:
             relaxed = {"rule": wish.spec(self.codes)} | ({"budget": wish.budget} if wish.budget else {})
             options = {**METHODS, **TRAINED}[wish.method] | (relaxed if wish.rule != LOSSLESS else {})
             trained = wish.method in TRAINED
             window = {} if trained else {"window": wish.window}
-            way = DrawingMethod(self.drafter if trained else "jacobi", window | options)
+            way = Method(wish.method, self.drafter if trained else "jacobi", window | options)
         self.subject.go(way)
         settings = {"guidance_scale": wish.guidance, "temperature": wish.temperature}
         return partial(self.subject.paint, [request], [wish.seed], **settings)
@@ -206,7 +207,7 @@ class Easel(Race[Wish, Pair, str | int]):
         return replace(both, over=True)
 
     def rest(self) -> None:
-        self.subject.go(self.subject.plain)
+        self.subject.go(PLAIN)
 
     def warm_up(self, prompt: str) -> None:
         self.whole(Wish(prompt, self.usual, guidance=self.guidance))
@@ -240,7 +241,7 @@ class Studio(Easel):
         how: dict[str, object] = {"ahead": wish.window, "prefill": wish.prefill}
         how |= {} if wish.method == ITSELF else {"draft": self.subject.draft}
         how |= {"rule": "cspd"} if wish.method == CSPD else {}
-        way = how if fast else self.subject.plain
+        way = Method(wish.method, wish.method, how) if fast else PLAIN
         return partial(self.subject.draw, [request], [wish.seed], way, guidance_scale=wish.guidance)
 
     def known(self, tokens: Tensor) -> list[bool]:
@@ -252,7 +253,7 @@ class Studio(Easel):
         if both.speed_up is not None and not limits.over:
             steps = max(1, self.subject.tokens // FEWER)
             settings = {"guidance_scale": both.wish.guidance, "num_inference_steps": steps}
-            result = self.subject.draw([request], [both.wish.seed], None, **settings)
+            result = self.subject.draw([request], [both.wish.seed], PLAIN, **settings)
             fewer = result.work["passes"], result.seconds
         return replace(both, over=True, fewer=fewer)
 

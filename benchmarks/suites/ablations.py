@@ -6,13 +6,17 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from mmspec.app.bench import vlm_methods
+from benchmarks.suites import stock_drafters
+from mmspec.app.bench import drafters, vlm
 from mmspec.app.bench.command import say
-from mmspec.app.bench.vlm_methods import VlmMethod
+from mmspec.app.compare import Method
 from mmspec.config import Options
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.specvlm import BRANCHES
 from mmspec.pipelines.host.kinds import GenerativeModel
+
+drafters.OF_MODEL |= stock_drafters.OF_MODEL
+drafters.ASSISTED |= stock_drafters.ASSISTED
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "a time, when it drafts; nothing is trained again")  # fmt: skip
 
 
-def methods(model: GenerativeModel, args: argparse.Namespace) -> list[VlmMethod]:
+def methods(model: GenerativeModel, args: argparse.Namespace) -> list[Method]:
     """Those of the vlm suite, with their variants where they are wanted."""
-    return vlm_methods.methods(model, args, variants if args.ablate else lambda whole: ())
+    return vlm.methods(model, args, variants if args.ablate else lambda whole: ())
 
 
-def variants(whole: VlmMethod) -> Iterator[VlmMethod]:
+def variants(whole: Method) -> Iterator[Method]:
     """A drafter's method with each of its switches thrown; those that its config does not allow are left out."""
     for variant in ABLATIONS.get(whole.drafter.method, ()):
         try:
@@ -69,7 +73,8 @@ def variants(whole: VlmMethod) -> Iterator[VlmMethod]:
             continue
         yield replace(
             whole, name=f"{whole.name}, {variant.name}", drafter=drafter, options={**whole.options, **variant.options},
-            of=whole.name, switch=" ".join(f"{k}={v}" for k, v in {**variant.config, **variant.options}.items()),
+            facts={"variant_of": whole.name,
+                   "setting": " ".join(f"{k}={v}" for k, v in {**variant.config, **variant.options}.items())},
         )  # fmt: skip
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.bench.report import Record, check_plot
+from benchmarks.suites.plots import check_plot
+from mmspec.app.bench.report import Record
 
 Condition = tuple[float, int]  # temperature and batch
 
@@ -15,7 +16,7 @@ def draw(records: Sequence[Record], path: Path, title: str) -> None:
     """Two panels for each temperature and number of rows, of the records that are no variants.
 
     Raises:
-        ReportError: no matplotlib, or a path that ends in something else than .png, .svg or .pdf.
+        BenchError: no matplotlib, or a path that ends in something else than .png, .svg or .pdf.
     """
     check_plot(path)
     from matplotlib.figure import Figure

@@ -9,10 +9,9 @@ import numpy as np
 
 from benchmarks.zoo import clips, language
 from benchmarks.zoo.recipes.vlm import Mix
-from mmspec.app.bench import vlm_shown
+from mmspec.app.bench import questions
 from mmspec.app.bench.command import refuse
-from mmspec.app.bench.questions import Question
-from mmspec.app.bench.vlm_shown import HELD_OUT, TUNING, Questions, Shown
+from mmspec.app.bench.questions import HELD_OUT, TUNING, Question, Questions, Shown
 from mmspec.app.options import count
 from mmspec.zoo import scenes
 
@@ -44,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--frames", type=count, nargs="+", default=[8], help="of clips, a cell for each number (default: 8)")
 
 
-def questions(args: argparse.Namespace, pictures: bool = True) -> tuple[Questions, Questions]:
+def asked(args: argparse.Namespace, pictures: bool = True) -> tuple[Questions, Questions]:
     """By cell: what is measured, and what is tuned on; pairs and clips have prompts of their own.
 
     Args:
@@ -54,17 +53,17 @@ def questions(args: argparse.Namespace, pictures: bool = True) -> tuple[Question
         refuse(args, "only clips have frames (--shown clip)", frames=[8])
     if args.data is not None:
         refuse(args, "--data shows your own pictures, and nothing drawn", shown=["picture"])
-        return vlm_shown.questions(args, pictures)
+        return questions.asked(args, pictures)
     measured: Questions = {}
     tuning: Questions = {}
-    others = vlm_shown.tuned_on(args)
+    others = questions.tuned_on(args)
     for kind in args.shown:
         for frames in args.frames if kind == "clip" else [2]:
             if kind == "picture":
-                now, later = vlm_shown.questions(args, pictures)
+                now, later = questions.asked(args, pictures)
             else:
                 drawn = [[KINDS[kind]([first, args.seed, i], frames) for i in range(count)]
                          for first, count in ((HELD_OUT, args.images), (TUNING, others))]  # fmt: skip
-                now, later = vlm_shown.asking(Shown(kind, frames), drawn[0], drawn[1], args.prompt)
+                now, later = questions.labelled(Shown(kind, frames), drawn[0], drawn[1], args.prompt)
             measured, tuning = measured | now, tuning | later
     return measured, tuning

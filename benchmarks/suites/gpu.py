@@ -27,7 +27,6 @@ from mmspec.app.bench.command import BenchError, Outcome, say
 from mmspec.app.devices import find_device
 from mmspec.app.provenance import provenance
 
-PLOTTED = False  # a plot shows speed-ups over plain decoding
 ROOT = Path(mmspec.__file__).resolve().parent.parent
 TAIL = 3000  # characters of what a stage printed last that are kept
 MINUTES = 25.0

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suites import mar, quality
+import torch
+
+from benchmarks.suites import mar, measures, quality
+from benchmarks.suites.gallery import Gallery, gallery_of
 from benchmarks.suites.judge import ImagePrompts, Judge
+from benchmarks.suites.plots import CURVES
 from mmspec.app.bench import image
 from mmspec.app.bench.command import BenchError, Outcome, matching, refuse, say
-from mmspec.app.bench.gallery import Gallery
-from mmspec.app.bench.image_methods import BASE, ImageMethod, sweeps, with_rule
+from mmspec.app.bench.image import SPEED, charges
+from mmspec.app.bench.image_methods import BASE, facts, sweeps, with_rule
 from mmspec.app.bench.image_plain import ImageBench
-from mmspec.app.bench.report import CURVES, Record
-from mmspec.app.bench.report_image import charges
+from mmspec.app.bench.report import Record
+from mmspec.app.compare import Method
 from mmspec.app.devices import EngineError
 from mmspec.app.mar import draws
 from mmspec.app.media.inputs import images
-from mmspec.app.painter import DrawingMethod, ImageSubject
+from mmspec.app.options import count
+from mmspec.app.painter import ImageSubject
+from mmspec.drafters.jacobi import JacobiDrafter
 from mmspec.media import load_image
+from mmspec.protocols import SessionView, Target
+from mmspec.types import NO_TOKEN, Draft
 from mmspec.zoo import pictures
 
 QUALITY = "image-quality"  # the suite of its records
@@ -36,9 +46,26 @@ OF_TOKENS: dict[str, object] = {  # flags for models that draw tokens, and what 
 }  # fmt: skip
 
 
+class Hostile(JacobiDrafter):
+    """Drafts windows of guesses that are almost always wrong, for targets whose distribution is a point mass."""
+
+    def propose(self, session: SessionView, target: Target) -> Draft:
+        draft = super().propose(session, target)
+        if draft.tree.size == 1:
+            return draft
+        assert draft.q is None, "changed tokens do not follow q, which would break the distribution"
+        others = torch.where(draft.tokens == NO_TOKEN, NO_TOKEN, (draft.tokens + self.vocab // 2) % self.vocab)
+        return replace(draft, tokens=torch.cat([draft.tokens[:, :1], others[:, 1:]], 1))
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     image.configure(parser)
+    parser.add_argument("--resume", action="store_true", help="continue with the records of an earlier run's --json")
+    measures.configure(parser)
     good = parser.add_argument_group("how good the pictures are")
+    good.add_argument("--quality-images", type=int, default=0, metavar="N", help="pictures to measure per method")
+    good.add_argument("--quality-batch", type=count, default=8, metavar="N", help="pictures per call (%(default)s)")
+    good.add_argument("--pictures", type=Path, metavar="FOLDER", help="keep the pictures here; a second run resumes")
     good.add_argument("--quality-methods", nargs="+", metavar="PATTERN", help=f"default: {' '.join(DEFAULT_QUALITY)}")
     good.add_argument("--noise-runs", type=int, default=2, metavar="N", help="ar beside the reference (%(default)s)")
     good.add_argument("--backbone", default=quality.EMBEDDED, help="any timm model, or the embedded tower (default)")
@@ -50,38 +77,90 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
+    """Timings, then the measures of the field, then the quality; all that an earlier run has not measured."""
     if draws(args.model):
         refuse(args, "a MAR draws classes by its own drafts, so this bench has no use for that here", **OF_TOKENS)
         yield from mar.measure(args, outcome)
         return
+    measured = measures.wanted(args)
     if not args.quality_images:
         why = "no quality is measured without --quality-images N"
         refuse(args, why, quality_methods=None, sweep=None, pictures=None, real=None)
-    yield from image.measure(args, outcome, judged if args.quality_images else None)
+    if measured and args.quality_images < 2:
+        raise BenchError("give the number of pictures to measure: --quality-images N, 2 or more")
+    if args.images == 0 and args.grid is None and not args.quality_images:
+        raise BenchError("nothing to do; give --images, --grid or --quality-images")
+    bench = image.begin(args, outcome)
+    if args.resume:
+        take_up(args.json, outcome)
+    known = methods(bench.painter, args)
+    timed = [m.name for m in matching(known, args.methods, args.without)]
+    args.batch = [b for b in args.batch if not all(there(outcome.records, SPEED, batch=b, method=m) for m in timed)]
+    outcome.records[:] = [r for r in outcome.records if (r["suite"], r.get("batch")) not in
+                          {(SPEED, batch) for batch in args.batch}]  # fmt: skip
+    yield from image.timings(bench, args, outcome, methods)
+    if measured:
+        left = [
+            m for m in matching(known, args.methods, args.without)
+            if not m.arguments and not there(outcome.records, measures.SUITE, n=args.quality_images, method=m.name)
+        ]  # fmt: skip
+        if left:
+            conditions = image.prompts(bench.painter, args, args.quality_images)
+            yield from measures.measure_pictures(bench, left, conditions, args, outcome)
+    elif args.quality_images:
+        yield from judged(bench, args, outcome)
+
+
+def take_up(path: Path | None, outcome: Outcome) -> None:
+    """Add the records of an earlier run to the outcome. BenchError if it had other settings."""
+    if path is None:
+        raise BenchError("--resume continues a file of records; name it with --json")
+    if not path.is_file():
+        return
+    earlier, here = json.loads(path.read_text()), outcome.provenance
+    for name in ("model", "settings", "seed", "budget", "device", "dtype", "commit"):
+        if earlier["provenance"].get(name) != here.get(name):
+            was, now = earlier["provenance"].get(name), here.get(name)
+            raise BenchError(f"{path} was measured with {name} {was}, this run has {now}; leave --resume out")
+    outcome.records += earlier["records"]
+    before = earlier["provenance"].pop("earlier", [])
+    outcome.provenance["earlier"] = [*before, earlier["provenance"]]  # the origin of the earlier records
+
+
+def there(records: list[Record], suite: str, **facts: object) -> bool:
+    facts["suite"] = suite
+    return any(all(record.get(name) == value for name, value in facts.items()) for record in records)
+
+
+def methods(painter: ImageSubject, args: argparse.Namespace) -> list[Method]:
+    """Those of `mmspec bench image`, and drafts that are almost always wrong."""
+    hostile = {"window": 16, "reproducible": True}
+    more = [Method("hostile-16", Hostile(), hostile), Method("hostile-16-auto", Hostile(), hostile | {"auto": True})]
+    return image.methods(painter, args) + (more if painter.static else [])
 
 
 def judged(bench: ImageBench, args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """The quality of all methods that an earlier run has not judged."""
-    known = {"suite": QUALITY, "n": args.quality_images, "backbone": args.backbone}
+    known = {"n": args.quality_images, "backbone": args.backbone}
     left = [
-        m for m in methods(bench.painter, args)
-        if not image.there(outcome.records, method=m.name, setting=m.setting, **known)
+        m for m in to_judge(bench.painter, args)
+        if not there(outcome.records, QUALITY, method=m.name, setting=m.setting, **known)
     ]  # fmt: skip
     for record in judge_all(bench, left, ask(bench.painter, args), args) if left else ():
         outcome.records.append(record)
         yield
 
 
-def methods(painter: ImageSubject, args: argparse.Namespace) -> list[ImageMethod]:
+def to_judge(painter: ImageSubject, args: argparse.Namespace) -> list[Method]:
     """What is judged, the points of the curves included."""
-    known = image.methods(painter, args)
+    known = methods(painter, args)
     eagles = any(m.name.startswith("eagle") for m in known)
     wanted = args.quality_methods or args.methods or [p for p in DEFAULT_QUALITY if eagles or p != "eagle*"]
-    chosen = [m for m in matching(known, wanted, args.without) if not m.plain]
+    chosen = [m for m in matching(known, wanted, args.without) if not m.arguments]
     return chosen + ([] if args.sweep is None else swept(painter.codes, args.budget, args.sweep))
 
 
-def swept(codes: int, budget: float | None, families: Sequence[str] = ()) -> list[ImageMethod]:
+def swept(codes: int, budget: float | None, families: Sequence[str] = ()) -> list[Method]:
     """The points of the curves of these families (none named: of all), on the Jacobi drafter.
 
     Raises:
@@ -91,9 +170,9 @@ def swept(codes: int, budget: float | None, families: Sequence[str] = ()) -> lis
     unknown = [family for family in families if family not in curves]
     if unknown:
         raise BenchError(f"there is no family of rules {unknown[0]!r} to sweep; choose from {', '.join(curves)}")
-    base = DrawingMethod("jacobi", dict(BASE))
+    base = Method("jacobi", "jacobi", BASE)
     return [
-        with_rule(f"{family} {value:g}", base, spec, budget, (family, value))
+        with_rule(f"{family} {value:g}", base, spec, budget, family=family, parameter=value)
         for family, points in curves.items()
         if not families or family in families
         for value, spec in points
@@ -110,9 +189,7 @@ def ask(painter: ImageSubject, args: argparse.Namespace) -> ImagePrompts:
     return ImagePrompts(prompts, real=[load_image(path) for path in images(args.real)] if args.real else ())
 
 
-def judge_all(
-    bench: ImageBench, left: list[ImageMethod], asked: ImagePrompts, args: argparse.Namespace
-) -> Iterator[Record]:
+def judge_all(bench: ImageBench, left: list[Method], asked: ImagePrompts, args: argparse.Namespace) -> Iterator[Record]:
     """The quality of each method, of run 1's seeds; one that fails says why."""
     count = len(asked.prompts)
     if count <= quality.NEIGHBOURS:
@@ -123,23 +200,23 @@ def judge_all(
             "--quality-images or give more"
         )
 
-    def draw(method: ImageMethod, run: int) -> Gallery:
-        return image.gallery_of(bench, method, run, asked.prompts, args)
+    def draw(method: Method, run: int) -> Gallery:
+        return gallery_of(bench, method, run, asked.prompts, args)
 
     runs = range(1 + max(1, args.noise_runs))
-    judge = Judge(partial(draw, ImageMethod("ar")), runs, asked, args.backbone, bench.painter.device)
+    judge = Judge(partial(draw, Method("ar")), runs, asked, args.backbone, bench.painter.model.device)
     noise = statistics.fmean(judge.noise)
     for method in left:
-        facts: Record = {"suite": QUALITY, "backbone": args.backbone, "n": count, **method.facts,
+        record: Record = {"suite": QUALITY, "backbone": args.backbone, "n": count, **facts(method),
                          "noise": judge.noise, **dict.fromkeys(UNKNOWN), "note": ""}  # fmt: skip
         try:
             drawn = judge.runs[1] if method.name == "ar" else draw(method, 1)
         except EngineError as error:
-            yield facts | {"note": f"failed: {str(error)[:200]}"}
+            yield record | {"note": f"failed: {str(error)[:200]}"}
             continue
         seen, distance, real, read = judge.look(drawn.images)
         inside = quality.precision_recall(judge.reference if judge.real is None else judge.real, seen)
-        facts |= {
+        record |= {
             "fd_ar": distance,
             "fd_over_noise": distance / noise if noise else None,
             "fd_real": real,
@@ -151,7 +228,7 @@ def judge_all(
             **{name: value for name, value in read.items() if name != "n"},
         }
         say(f"{method.name}: {drawn.compression:.2f} tokens per forward, FD {distance:.4g} to ar (noise {noise:.4g})")
-        yield facts
+        yield record
 
 
 def curves(records: Sequence[Record]) -> dict[str, list[Record]]:

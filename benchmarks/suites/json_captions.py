@@ -12,16 +12,14 @@ import jsonschema
 
 import mmspec
 from benchmarks.suites import subject
-from mmspec.app.bench import report, vlm_shown
+from mmspec.app.bench import questions, report
 from mmspec.app.bench.answers import TimedCall
 from mmspec.app.bench.command import Outcome, say
 from mmspec.app.bench.questions import Question
-from mmspec.app.bench.vlm_methods import VlmMethod
-from mmspec.app.compare import Comparison, over
+from mmspec.app.compare import Comparison, Method, over
 from mmspec.checkpoints.files import Json
 from mmspec.drafters.plain import Plain
 
-PLOTTED = False  # a plot shows speed-ups over plain decoding
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -37,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     subject.configure(parser, 256)
     schema = "of the captions; default: a caption, and a list of objects"
     parser.add_argument("--schema", type=Path, metavar="FILE", help=schema)
-    vlm_shown.configure(parser)
+    questions.configure(parser)
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
@@ -46,13 +44,13 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     bench = subject.timed(args, outcome, drafter=drafter)
     grammar = {"logits_processor": [mmspec.json_grammar(bench.processor, schema)]}
     ways = {"stock": None, "forced tokens alone": Plain(), drafter: subject.fitted(bench, drafter)}
-    methods = [VlmMethod(name, grammar, way) for name, way in ways.items()]
+    methods = [Method(name, way, arguments=grammar) for name, way in ways.items()]
 
-    def run(method: VlmMethod, question: Question) -> TimedCall:
+    def run(method: Method, question: Question) -> TimedCall:
         return bench.call(method, 0.0, bench.inputs([question]), args.seed)
 
     args.tune = False
-    for shown, some in vlm_shown.questions(args)[0].items():
+    for shown, some in questions.asked(args)[0].items():
         comparison = Comparison(methods, run)
         comparison.warm_up(some[0], ["stock"])
         calls = comparison.measure(some)

@@ -11,9 +11,9 @@ from PIL import Image
 from torch import Tensor
 
 from benchmarks.suites import quality
+from benchmarks.suites.gallery import Gallery
 from benchmarks.suites.quality import QualityError
 from mmspec.app.bench.command import BenchError
-from mmspec.app.bench.gallery import Gallery
 from mmspec.app.bench.report import Record
 from mmspec.zoo.pictures import Picture
 

@@ -9,12 +9,14 @@ from operator import itemgetter
 from typing import Any
 
 from benchmarks.suites import mar_ways
+from benchmarks.suites.gallery import Gallery
 from benchmarks.suites.judge import ImagePrompts, Judge
-from benchmarks.suites.mar_ways import BENT, HELD_OUT, KEPT, OTHER, SPEED, MarMethod, call
+from benchmarks.suites.mar_ways import BENT, HELD_OUT, KEPT, OTHER, SPEED, call
+from benchmarks.suites.plots import CURVES
 from benchmarks.zoo import classes
 from mmspec.app.bench.command import Outcome, say, seeds_of
-from mmspec.app.bench.gallery import Gallery
-from mmspec.app.bench.report import CURVES, Record
+from mmspec.app.bench.report import Record
+from mmspec.app.compare import Method
 from mmspec.app.mar import OWN, MarSubject
 
 QUALITY = "mar-quality"  # the suite of its records
@@ -31,7 +33,7 @@ def judged(
     args: argparse.Namespace,
     outcome: Outcome,
     bench: MarSubject,
-    chosen: list[MarMethod],
+    chosen: list[Method],
 ) -> Iterator[None]:
     """Quality of every way but those that draw the same pictures as another: by the plain head, or compiled."""
     count, size = args.quality_images, args.quality_batch
@@ -39,13 +41,13 @@ def judged(
     real = [classes.render(sample) for sample in samples[:count]] if args.model in OWN else []
     scenes = [sample.picture for sample in samples[:count]] if real else []
 
-    def draw(way: MarMethod, run: int) -> Gallery:
+    def draw(way: Method, run: int) -> Gallery:
         asked = list(zip(labels[:count], seeds_of(run, count, args.seed), strict=True))
         groups = [asked[first : first + size] for first in range(0, count, size)]
         return Gallery([image for group in groups for image in call(bench, way, *zip(*group, strict=True)).images])
 
     asked, device = ImagePrompts(labels[:count], scenes, real), bench.pipe.transformer.device
-    judge = Judge(partial(draw, MarMethod("all", KEPT)), (0, 2), asked, args.backbone, device)
+    judge = Judge(partial(draw, mar_ways.mar("all", KEPT)), (0, 2), asked, args.backbone, device)
     (noise,) = judge.noise
     for way in chosen:
         if way.name.endswith(("plain head", "compiled")):
@@ -53,7 +55,7 @@ def judged(
         _, distance, of_real, read = judge.look(draw(way, 1).images)
         shares = {name: _share(read["facts"][name]) if read else None for name in ("colour", "shape")}
         outcome.records.append({
-            "suite": QUALITY, "method": way.name, "distribution": way.distribution, "n": count,
+            "suite": QUALITY, "method": way.name, **way.facts, "n": count,
             "backbone": args.backbone, "noise": noise, "fd_all": distance, "note": "", "fd_real": of_real, **shares,
         })  # fmt: skip
         say(f"{way.name}: FD {distance:.4g} to all (noise {noise:.4g}), {of_real or 0:.4g} to real")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from mmspec.app.bench.command import BenchError, Outcome, batches, matching, say, seeds_of
 from mmspec.app.bench.report import Record, spread
-from mmspec.app.compare import Comparison, over
+from mmspec.app.compare import Comparison, Method, over
 from mmspec.app.devices import EngineError
 from mmspec.app.mar import MarImages, MarSubject, load
 from mmspec.app.provenance import provenance
@@ -24,17 +24,13 @@ DRAFT = "draft"  # the embedded one
 KEPT, OTHER, BENT = "kept", "another", "bent"  # what becomes of the distribution of one token an iteration
 
 
-@dataclass(frozen=True)
-class MarMethod:
+def mar(name: str, distribution: str, call: Options = {}, speculation: Options | None = None) -> Method:  # noqa: B006
     """One way to draw: arguments of the call, and of `enable_speculation` if there is any."""
-
-    name: str
-    distribution: str
-    call: Options = field(default_factory=dict)
-    speculation: dict[str, object] | None = None
+    drafter = None if speculation is None else "speculation"
+    return Method(name, drafter, speculation or {}, call, {"distribution": distribution})
 
 
-def ways(tokens: int, steps: int, drafts: Mapping[str, object]) -> list[MarMethod]:
+def ways(tokens: int, steps: int, drafts: Mapping[str, object]) -> list[Method]:
     """Plain drawing by the head as it is defined, with all iterations and with a quarter of them; then all else.
 
     Args:
@@ -42,27 +38,27 @@ def ways(tokens: int, steps: int, drafts: Mapping[str, object]) -> list[MarMetho
     """
     some, fewer = [tokens // 4, tokens // 8, tokens // 16], max(4, steps // 5)
     methods = [
-        MarMethod("all, plain head", KEPT, {"num_inference_steps": tokens, "fast_head": False}),
-        MarMethod("quarter, plain head", OTHER, {"num_inference_steps": some[0], "fast_head": False}),
-        MarMethod("all", KEPT, {"num_inference_steps": tokens}),
-        *(MarMethod(f"n={n}", OTHER, {"num_inference_steps": n}) for n in (tokens // 2, *some) if n >= 1),
-        MarMethod(f"disa {steps}-{fewer}", OTHER, {"num_diffusion_steps": (steps, fewer)}),
-        MarMethod(
+        mar("all, plain head", KEPT, {"num_inference_steps": tokens, "fast_head": False}),
+        mar("quarter, plain head", OTHER, {"num_inference_steps": some[0], "fast_head": False}),
+        mar("all", KEPT, {"num_inference_steps": tokens}),
+        *(mar(f"n={n}", OTHER, {"num_inference_steps": n}) for n in (tokens // 2, *some) if n >= 1),
+        mar(f"disa {steps}-{fewer}", OTHER, {"num_diffusion_steps": (steps, fewer)}),
+        mar(
             f"n={some[0]} disa", OTHER,
             {"num_inference_steps": some[0], "num_diffusion_steps": (steps, fewer)},
         ),
-        *(MarMethod(f"self-{K}", KEPT, speculation={"ahead": K}) for K in (2, 4, 8)),
+        *(mar(f"self-{K}", KEPT, speculation={"ahead": K}) for K in (2, 4, 8)),
     ]  # fmt: skip
     for name, draft in drafts.items():
         mark = "" if name == DRAFT else f" {name}"
-        methods += [MarMethod(f"draft-{K}{mark}", KEPT, speculation={"draft": draft, "ahead": K}) for K in (2, 4, 8)]
+        methods += [mar(f"draft-{K}{mark}", KEPT, speculation={"draft": draft, "ahead": K}) for K in (2, 4, 8)]
         cspd = {"draft": draft, "rule": "cspd", "prefill": 0.15}  # as published, with its two schedules
-        methods += [MarMethod(f"cspd-{K}{mark}", BENT, speculation={**cspd, "ahead": K}) for K in (4, 8)]
+        methods += [mar(f"cspd-{K}{mark}", BENT, speculation={**cspd, "ahead": K}) for K in (4, 8)]
         fewer_too = {"num_inference_steps": some[0]}
-        methods += [MarMethod(f"cspd-8{mark} n={some[0]}", BENT, fewer_too, {**cspd, "ahead": 8})]
+        methods += [mar(f"cspd-8{mark} n={some[0]}", BENT, fewer_too, {**cspd, "ahead": 8})]
     compiled = {"all", f"n={some[0]}", "self-4", "self-8", "draft-4"}
     return methods + [
-        replace(way, name=f"{way.name}, compiled", call={**way.call, "compile": True})
+        replace(way, name=f"{way.name}, compiled", arguments={**way.arguments, "compile": True})
         for way in methods
         if way.name in compiled
     ]
@@ -75,11 +71,11 @@ def _draft(bench: MarSubject, name: str) -> object:
         raise BenchError(str(error)) from error
 
 
-def call(model: MarSubject, way: MarMethod, labels: Sequence[int], seeds: Sequence[int]) -> MarImages:
-    return model.draw(labels, seeds, way.speculation, **way.call)
+def call(model: MarSubject, way: Method, labels: Sequence[int], seeds: Sequence[int]) -> MarImages:
+    return model.draw(labels, seeds, way, **way.arguments)
 
 
-Further = Callable[[MarSubject, list[MarMethod]], Iterator[None]]  # what is measured after the times
+Further = Callable[[MarSubject, list[Method]], Iterator[None]]  # what is measured after the times
 
 
 def measure(
@@ -115,10 +111,10 @@ def measure(
         yield from further(bench, chosen)
 
 
-def timed(bench: MarSubject, chosen: list[MarMethod], labels: list[int], batch: int, seed: int) -> list[Record]:
+def timed(bench: MarSubject, chosen: list[Method], labels: list[int], batch: int, seed: int) -> list[Record]:
     """Each way warmed up and watched, then all in turn on each batch of classes and seeds."""
     groups = batches(list(zip(labels, seeds_of(1, len(labels), seed), strict=True)), batch)
-    comparison: Comparison[MarMethod, list[tuple[int, int]], MarImages] = Comparison(
+    comparison: Comparison[Method, list[tuple[int, int]], MarImages] = Comparison(
         chosen, lambda way, group: call(bench, way, *zip(*group, strict=True))
     )
     comparison.warm_up(groups[0], [chosen[0].name], read=lambda way: True)
@@ -130,7 +126,7 @@ def timed(bench: MarSubject, chosen: list[MarMethod], labels: list[int], batch: 
     ]
 
 
-def _speed(way: MarMethod, made: dict[str, list[MarImages]], batch: int) -> Record:
+def _speed(way: Method, made: dict[str, list[MarImages]], batch: int) -> Record:
     mine = made.get(way.name, [])
     pictures = sum(len(call.images) for call in mine)
     work = {name: sum(call.work.get(name, 0) for call in mine) / pictures if pictures else None for name in
@@ -141,7 +137,7 @@ def _speed(way: MarMethod, made: dict[str, list[MarImages]], batch: int) -> Reco
         return sum(c.stats[name] * c.stats["tested"] for c in mine) / tested if tested else None
 
     return {
-        "suite": SPEED, "method": way.name, "distribution": way.distribution, "batch": batch,
+        "suite": SPEED, "method": way.name, **way.facts, "batch": batch,
         "stock_path": way.name.endswith("plain head"),
         **spread("speedup_e2e", over(made["all, plain head"], mine)),
         **spread("speedup_all", over(made.get("all", []), mine)),

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from benchmarks.suites import shapes, subject
 from benchmarks.suites.shapes_ways import STOCK, Cost, ShapeMethod
-from mmspec.app.bench import report, vlm
+from mmspec.app.bench import report
+from mmspec.app.bench.answers import VlmBench
 from mmspec.app.bench.command import BenchError, Outcome, say
-from mmspec.app.bench.vlm_methods import VlmMethod
+from mmspec.app.compare import Method
 from mmspec.app.options import count
 from mmspec.app.provenance import provenance
 from mmspec.drafters.plain import NoOptions, Plain
@@ -24,7 +25,6 @@ from mmspec.protocols import SessionView, Target
 from mmspec.tree import chain
 from mmspec.types import Draft
 
-PLOTTED = False  # a plot shows speed-ups over plain decoding
 VOCAB = 8192
 
 
@@ -100,21 +100,19 @@ def hybrid(width: int, depth: int, seed: int) -> T.Qwen3_5ForConditionalGenerati
 
 def ways(model: T.Qwen3_5ForConditionalGeneration, args: argparse.Namespace, batch: int) -> Iterator[ShapeMethod]:
     """Stock steps, then rounds of one node and of more, as they are and compiled."""
-    bench = vlm.VlmBench(cast(GenerativeModel, model), None, args.tokens, args.seed)
+    bench = VlmBench(cast(GenerativeModel, model), None, args.tokens, args.seed)
     ids = torch.randint(3, VOCAB - 99, (batch, args.context), device=model.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    methods = [VlmMethod(STOCK)]
+    methods = [Method(STOCK)]
     for how, options in {"": {}, " compiled": {"compile": True}}.items():
         if args.compile or not options:
-            methods += [
-                VlmMethod(f"{n} nodes{how}", drafter=Blind(n), options=options) for n in sorted({1, *args.nodes})
-            ]
+            methods += [Method(f"{n} nodes{how}", Blind(n), options) for n in sorted({1, *args.nodes})]
     for method in methods:
         call = partial(_call, bench, method, inputs)
         yield ShapeMethod(method.name, call, plain=method.drafter is None)
 
 
-def _call(bench: vlm.VlmBench, method: VlmMethod, inputs: dict[str, Tensor]) -> Cost:
+def _call(bench: VlmBench, method: Method, inputs: dict[str, Tensor]) -> Cost:
     call = bench.call(method, 0.0, inputs, bench.seed)
     assert call.per_step is not None
     return Cost.of(call.per_step, call.stats)

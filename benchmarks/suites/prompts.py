@@ -18,14 +18,13 @@ from mmspec.app.bench import report
 from mmspec.app.bench.caption import HELD_OUT
 from mmspec.app.bench.command import Outcome, say
 from mmspec.app.caption.settings import KEPT
-from mmspec.app.compare import Comparison, Side, over
+from mmspec.app.compare import Comparison, Method, over
 from mmspec.app.devices import wait
 from mmspec.app.engine import Engine
 from mmspec.app.options import count
 from mmspec.app.prompt import PromptChoice
 from mmspec.zoo import scenes
 
-PLOTTED = False  # a plot shows speed-ups over plain decoding
 PROMPTS = ("Describe this image in two or three sentences.", "How many objects are there?", "What is in this image?")
 BASE = "a run for each prompt"
 
@@ -54,11 +53,11 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     drafter = subject.named(args)
     engine = subject.loaded(args, outcome, drafter, drafter=drafter)
     pictures = [_drawn(np.random.default_rng([HELD_OUT, args.seed, i]), args.frames) for i in range(args.images)]
-    sides = [Side(BASE, None), Side("one run", KEPT), Side("one run, nothing kept", None)]
+    sides = [Method(BASE), Method("one run", options={"prefix_cache": KEPT}), Method("one run, nothing kept")]
     for rows in args.rows:
 
-        def run(side: Side, shown: list[list[Image.Image]], rows: int = rows) -> PromptsRun:
-            mmspec.enable(engine.model, drafter=engine.drafter, prefix_cache=side.how)
+        def run(side: Method, shown: list[list[Image.Image]], rows: int = rows) -> PromptsRun:
+            mmspec.enable(engine.model, drafter=engine.drafter, **{"prefix_cache": None, **side.options})
             asked = [[prompt] for prompt in args.prompt] if side.name == BASE else [args.prompt]
             return _run(engine, shown, asked, rows)
 

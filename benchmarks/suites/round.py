@@ -14,8 +14,7 @@ from benchmarks.suites import ablations, drawn, roofline, subject
 from mmspec.app.bench import report, vlm
 from mmspec.app.bench.answers import VlmBench
 from mmspec.app.bench.command import Outcome, batches, matching, refuse
-from mmspec.app.bench.vlm_methods import VlmMethod
-from mmspec.app.compare import Reads
+from mmspec.app.compare import Method, Reads
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel
 
@@ -43,7 +42,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     most = roofline.measured(bench.model)
     outcome.provenance |= {"weights_mb": round(weights, 1)} | most.facts()
     args.without = [*args.without, "hf-*", "ngram", *([] if args.static else ["stock-static"])]
-    chosen, (asked, _) = matching(list(methods(bench.model, args)), args.methods), drawn.questions(args)
+    chosen, (asked, _) = matching(list(methods(bench.model, args)), args.methods), drawn.asked(args)
     for batch, heat in [(batch, heat) for batch in args.batch for heat in args.temperature]:
         for shown, some in asked.items():
             cell, first = vlm.VlmCell(batch, heat, shown), bench.inputs(batches(some, batch)[0])
@@ -60,7 +59,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
             yield
 
 
-def methods(model: GenerativeModel, args: argparse.Namespace) -> Iterator[VlmMethod]:
+def methods(model: GenerativeModel, args: argparse.Namespace) -> Iterator[Method]:
     """Stock steps, then the loop without a drafter and with each, as they are, compiled, and left to themselves."""
     ways: dict[str, dict[str, bool]] = {"": {}}
     ways |= {" compiled": {"compile": True}} if args.compile else {}
@@ -68,13 +67,13 @@ def methods(model: GenerativeModel, args: argparse.Namespace) -> Iterator[VlmMet
     stock, *drafted = ablations.methods(model, args)
     yield stock
     drafted += [hostile(method, args.seed) for method in drafted if args.auto and method.drafter is not None]
-    for method in (VlmMethod("plain", drafter=Plain()), *drafted):
+    for method in (Method("plain", Plain()), *drafted):
         for name, options in ways.items() if method.drafter is not None else ((("", {})),):
             if not (method.name == "plain" and "auto" in options):
-                yield replace(method, name=method.name + name, options=method.options | options)
+                yield replace(method, name=method.name + name, options={**method.options, **options})
 
 
-def hostile(method: VlmMethod, seed: int) -> VlmMethod:
+def hostile(method: Method, seed: int) -> Method:
     """The same with a drafter of the same architecture and random weights: as costly, and hardly ever right."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -82,7 +81,7 @@ def hostile(method: VlmMethod, seed: int) -> VlmMethod:
     return replace(method, name=f"hostile {method.name}", drafter=drafter)
 
 
-def watched(bench: VlmBench, method: VlmMethod, heat: float, inputs: BatchFeature, profile: bool) -> report.Record:
+def watched(bench: VlmBench, method: Method, heat: float, inputs: BatchFeature, profile: bool) -> report.Record:
     """What one round asks of the host and of torch: a long call less a short one, over the rounds between them."""
     short, long = (replace(bench, max_new_tokens=n) for n in (max(2, bench.max_new_tokens // 4), bench.max_new_tokens))
     seen: list[tuple[int, int, Counter[str], Counter[str]]] = []

@@ -22,7 +22,6 @@ from mmspec.app.devices import free_memory
 from mmspec.app.options import DTYPES, count
 from mmspec.app.provenance import provenance
 
-PLOTTED = False  # a plot shows speed-ups over plain decoding
 GIB = 2**30
 BATCHES = {REAL: (1, 4, 16), TOY: (1, 4)}
 TOKENS = {REAL: 32, TOY: 6}

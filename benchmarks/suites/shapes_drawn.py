@@ -15,9 +15,9 @@ from torch import Tensor
 from benchmarks.suites.shapes_models import Codes, Latents
 from benchmarks.suites.shapes_ways import COMPILED, STOCK, Cost, ShapeMethod
 from mmspec.app import painter
-from mmspec.app.bench import image_methods
 from mmspec.app.bench.command import seeds_of
 from mmspec.app.bench.image_plain import ImageBench
+from mmspec.app.compare import Method
 from mmspec.app.devices import wait
 from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.models.mar_scheduler import MARScheduler
@@ -51,20 +51,16 @@ class CodesWays:
     def ways(self, context: int, batch: int, compile: bool) -> Iterator[ShapeMethod]:
         options = {"window": self.shape.window, "coupling": "maximal"}
         name = f"jacobi {self.shape.window}"
-        methods = [
-            image_methods.ImageMethod(STOCK),
-            image_methods.ImageMethod(name, painter.DrawingMethod("jacobi", options)),
-        ]
+        methods = [Method(STOCK), Method(name, "jacobi", options)]
         if compile:
-            methods.insert(1, image_methods.ImageMethod(COMPILED, plain="compiled"))
-            compiled = painter.DrawingMethod("jacobi", {**options, "compile": True})
-            methods.append(image_methods.ImageMethod(f"{name} compiled", compiled))
+            methods.insert(1, Method(COMPILED, arguments={"plain": "compiled"}))
+            methods.append(Method(f"{name} compiled", "jacobi", {**options, "compile": True}))
         group = [("a picture", seed) for seed in seeds_of(1, batch, self.bench.seed)]
         for method in methods:
-            plain = method.way.drafter == painter.PLAIN
-            yield ShapeMethod(method.name, partial(self._call, method, group), method.setting, plain)
+            call = partial(self._call, method, group)
+            yield ShapeMethod(method.name, call, method.setting, plain=method.drafter is None)
 
-    def _call(self, method: image_methods.ImageMethod, group: list[tuple[str, int]]) -> Cost:
+    def _call(self, method: Method, group: list[tuple[str, int]]) -> Cost:
         painting = self.bench.call(method, group)
         return Cost.of(painting.round_seconds, painting.stats)
 

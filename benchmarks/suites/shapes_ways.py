@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.suites.shapes_models import Chat, Codes, Latents, Shape
-from mmspec.app.bench import vlm_methods
+from mmspec.app.bench import vlm
 from mmspec.app.bench.answers import VlmBench
+from mmspec.app.compare import Method
 from mmspec.pipelines.host.tree_attention import NAME as TREE
 from mmspec.statistics import Stats
 
@@ -66,7 +67,7 @@ class ChatWays:
 
     def ways(self, context: int, batch: int, compile: bool) -> Iterator[ShapeMethod]:
         inputs = self.shape.prompt(self.bench.model, self.sizes, context - self.bench.max_new_tokens, batch)
-        plain, static = vlm_methods.stock(self.bench.model.device)
+        plain, static = vlm.stock(self.bench.model.device)
         methods = [(plain, SDPA), *([(replace(static, name=COMPILED), SDPA)] if compile else [])]
         hows: dict[str, dict[str, Any]] = {"": {}, " compiled": {"compile": True}} if compile else {"": {}}
         if self.shape.text[self.sizes]["vocab_size"] > ROWS:  # of such a head, drafts may read a part
@@ -77,12 +78,12 @@ class ChatWays:
             if c.width == 1 and attend == TREE:
                 continue  # a chain is no tree
             options = {"depth": c.depth, "width": c.width, "size": c.size, **more}
-            methods.append((vlm_methods.VlmMethod(title, drafter=drafter, options=options), attend))
+            methods.append((Method(title, drafter, options), attend))
         for method, attend in methods:
             call = partial(self._call, method, attend, inputs)
             yield ShapeMethod(method.name, call, method.setting, plain=method.drafter is None)
 
-    def _call(self, method: vlm_methods.VlmMethod, attend: str, inputs: dict[str, Tensor]) -> Cost:
+    def _call(self, method: Method, attend: str, inputs: dict[str, Tensor]) -> Cost:
         self.bench.model.set_attn_implementation(attend)
         call = self.bench.call(method, 0.0, inputs, self.bench.seed)
         if call.per_step is None:

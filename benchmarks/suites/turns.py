@@ -9,15 +9,13 @@ from dataclasses import dataclass, replace
 
 from benchmarks.suites import drawn, subject
 from mmspec.app import enabling
-from mmspec.app.bench import report, vlm_shown
+from mmspec.app.bench import questions, report
 from mmspec.app.bench.answers import TimedCall, VlmBench, enabled
 from mmspec.app.bench.command import BenchError, Outcome, say
 from mmspec.app.bench.questions import Question
-from mmspec.app.bench.vlm_methods import VlmMethod
-from mmspec.app.compare import Comparison, over
+from mmspec.app.compare import Comparison, Method, over
 from mmspec.pipelines.prompts import chat_inputs
 
-PLOTTED = False  # a plot shows speed-ups over plain decoding
 KEPT = "512MB"  # prefix_cache of the method that has one, unless --enable names it
 
 
@@ -43,7 +41,7 @@ class TurnsBench:
     bench: VlmBench
     other: str
 
-    def run(self, method: VlmMethod, question: Question) -> Talk:
+    def run(self, method: Method, question: Question) -> Talk:
         """Three calls by a method that begins with nothing kept."""
         bench = self.bench
         with enabled(bench.model, method.drafter, **method.options) as handle:
@@ -66,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     enabling.add(parser)
     second = "what is asked second (default: %(default)s)"
     parser.add_argument("--second", default="What is in this image?", help=second)
-    vlm_shown.configure(parser)
+    questions.configure(parser)
     drawn.configure(parser)
 
 
@@ -78,11 +76,11 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         raise BenchError(str(error)) from error
     bench = subject.timed(args, outcome, drafter=drafter)
     made = subject.fitted(bench, drafter, **options)
-    whole = VlmMethod("whole prompts", drafter=made, options=options | {"prefix_cache": None})
+    whole = Method("whole prompts", drafter=made, options=options | {"prefix_cache": None})
     kept = replace(whole, name="prefix_cache", options={"prefix_cache": KEPT} | options)
-    chosen = [VlmMethod("stock"), whole, kept]
+    chosen = [Method("stock"), whole, kept]
     args.tune = False
-    for shown, some in drawn.questions(args)[0].items():
+    for shown, some in drawn.asked(args)[0].items():
         comparison = Comparison(chosen, TurnsBench(bench, args.second).run)
         comparison.warm_up(some[0], ["stock"])
         made_by = comparison.measure(some)

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.suites import ablations, curves, drawn
-from mmspec.app.bench import report, vlm
+from benchmarks.suites import ablations, curves, drawn, plots
+from mmspec.app.bench import vlm
 from mmspec.app.bench.command import Outcome
 
 
@@ -21,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     if args.curves:
-        report.check_plot(args.curves)
-    yield from vlm.measure(args, outcome, ablations.methods, drawn.questions)
+        plots.check_plot(args.curves)
+    yield from vlm.measure(args, outcome, ablations.methods, drawn.asked)
     if args.curves:
         curves.draw(outcome.records, args.curves, f"{args.model} on {outcome.provenance['device']}")

@@ -165,18 +165,8 @@ def test_a_methods_name_is_the_embedded_drafter_of_the_model() -> None:
     assert list(read("scenes-video", "eagle")) == ["eagle"]
     assert embedded.fitting("eagle", "scenes-video") == "scenes-video-eagle"
     assert embedded.fitting("ngram", "scenes-video") == "ngram" and embedded.fitting("eagle", "else") == "eagle"
-    assert named._named("flash", "scenes-video") == ["scenes-video-flash"]
-    assert named._named("heads", "scenes-llamagen") == ["scenes-llamagen-heads"]
+    assert list(read("scenes-llamagen", "heads")) == ["heads"]
     with pytest.raises(BenchError, match=r"no drafter of this method .* 'scenes-llamagen' \(those of heads do\)"):
         read("scenes-llamagen", "msd")
     with pytest.raises(BenchError, match=r"comes with 'elsewhere' \(none does\); name a folder, or train one"):
         read("elsewhere", "eagle")
-
-
-def test_a_flag_of_its_own_says_the_same() -> None:
-    parser = argparse.ArgumentParser()
-    importlib.import_module(cli.COMMANDS["generate"][0]).configure(parser)
-    words = ["--window", "8", "--proactive", "3", "3", "--reproducible", "--rule", "scaled(omega=3.0)", "--budget", "1"]
-    same = ["window=8", "proactive=3,3", "reproducible=true", "rule=scaled(omega=3.0)", "budget=1"]
-    assert parser.parse_args(["a ring", *words]).enable == same
-    assert parser.parse_args(["a ring"]).enable == []

@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 
 from mmspec.app import cli, embedded, generate
-from mmspec.app.painter import NOTE, DrawingMethod, ImageSubject, sheet, unknown_words
+from mmspec.app.compare import Method
+from mmspec.app.painter import NOTE, ImageSubject, sheet, unknown_words
 from mmspec.zoo import pictures
 
 PROMPT = "a small red circle"
@@ -74,7 +75,7 @@ def test_a_sheet_with_plain_decoding_beside_it(text: Path, tmp_path: Path) -> No
 
 
 def test_a_relaxed_rule_says_that_it_is_one(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [PROMPT, "--model", text, "-o", tmp_path / "x.png", "--init", "uniform"]
+    words = [PROMPT, "--model", text, "-o", tmp_path / "x.png", "--enable", "init=uniform"]
     assert run(*words) == 0
     assert "not lossless" not in capsys.readouterr().out
     assert run(*words, "--rule", "scaled(omega=3.0)", "--budget", 0.25) == 0
@@ -100,8 +101,8 @@ def test_classes(classes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         ([PROMPT, "--window", 0], "window must be a whole number"),
         ([PROMPT, "--window", 9999], "window=9999 exceeds the"),
         ([PROMPT, "--enable", "window=9999"], "window=9999 exceeds the"),
-        ([PROMPT, "--coupling", "loose"], "coupling must be one of none, maximal, gumbel"),
-        ([PROMPT, "--init", "zero"], "init must be one of uniform"),
+        ([PROMPT, "--enable", "coupling=loose"], "coupling must be one of none, maximal, gumbel"),
+        ([PROMPT, "--enable", "init=zero"], "init must be one of uniform"),
         ([PROMPT, "--rule", "landern(k=1)"], "unknown rule 'landern'"),
         ([PROMPT, "--rule", "scaled(omega=0.5)"], "omega must be at least 1"),
         (
@@ -166,7 +167,7 @@ def test_a_painting_does_its_sums() -> None:
     painter = ImageSubject(tiny_llamagen.pipeline("class"))
     plain = painter.paint([1, 2, 3], [7, 8, 9])
     assert (plain.forwards, plain.compression, plain.spent) == (16, 1.0, [0.0] * 3)
-    painter.go(DrawingMethod("jacobi", {"window": 4, "reproducible": True}))
+    painter.go(Method("jacobi", "jacobi", {"window": 4, "reproducible": True}))
     fast = painter.paint([1, 2, 3], [7, 8, 9])
     assert torch.equal(fast.tokens, plain.tokens) and fast.compression >= 1
     assert fast.compression == pytest.approx(48 / (fast.stats.row_rounds + 3))

@@ -8,7 +8,6 @@ import inspect
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,31 +120,6 @@ def test_videos_are_shown_by_frames_and_what_cannot_be_shown_is_refused(adapter:
         adapter.generate_until(shown(type="audio", url="a.wav"))
     with pytest.raises(NotImplementedError, match="no use for drafts"):
         adapter.loglikelihood([])
-
-
-def test_a_task_of_several_rounds_says_after_each_what_comes_next(adapter: Any) -> None:
-    """A second round of one document and a third of another, each told the answers so far, beside one of one round."""
-    from lmms_eval.api.instance import Instance
-
-    told = list[tuple[int, int, tuple[str, ...], Any]]()
-
-    def after(doc: Any, previous_output: Any, round_idx: int, previous_round_info: Any, kwargs: Any) -> tuple[Any, ...]:
-        number = DOCS.index(doc)
-        told.append((number, round_idx, tuple(previous_output), previous_round_info))
-        if round_idx > number:
-            return None, None, True, previous_output, None
-        return PICTURES[round_idx : round_idx + 1], f"<image>{SHORT}", False, previous_output, {"after": round_idx}
-
-    rest = partial(after, kwargs=None)
-    rows = [Instance("generate_until_multi_round", (doc["asked"], GREEDY, lambda doc: doc["seen"], rest, number,
-            "task", "test"), 0, {}) for number, doc in enumerate(DOCS)]  # fmt: skip
-    found = adapter.generate_until_multi_round(rows)
-    later = [stock(adapter, {"asked": SHORT, "seen": PICTURES[i : i + 1]})[0] for i in (1, 2)]
-    first = [stock(adapter, doc)[0] for doc in DOCS]
-    assert found == [[first[0]], [first[1], later[0]], [first[2], *later]]
-    assert [one[:2] for one in told] == [(0, 1), (1, 1), (2, 1), (1, 2), (2, 2), (2, 3)]
-    assert told[-1][2:] == (tuple(found[2]), {"after": 2}) and told[0][3] is None
-    assert adapter.tokens > 6 * 4 and adapter.cache_hook.kept[-1][2] == found[2]
 
 
 def test_what_model_args_may_say(adapter: Any) -> None:

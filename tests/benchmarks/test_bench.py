@@ -22,8 +22,6 @@ from mmspec.app.bench import vlm as bench_vlm
 from mmspec.app.bench.answers import Clock, TimedCall, VlmBench
 from mmspec.app.bench.command import BenchError
 from mmspec.app.bench.questions import Question, read_questions
-from mmspec.app.bench.vlm_methods import VlmMethod
-from mmspec.app.engine import load as load_engine
 from mmspec.app.provenance import provenance
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.statistics import Stats
@@ -64,8 +62,8 @@ def test_figures_of_known_calls() -> None:
         "stock-static": [call(0.9, 0.1, (11,), 10)],
         "eagle": [call(0.6, 0.1, (11,), 5, spent)],
     }
-    best = report.fastest(made)
-    found = report.figures("eagle", made, best, greedy=True, assisted=False)
+    best = report.fastest(made, bench_vlm.STOCK_PATHS, "per_token")
+    found = bench_vlm.figures("eagle", made, best, greedy=True, assisted=False)
     assert best == "stock-static"
     assert found["speedup_e2e"] == pytest.approx(1.1 / 0.6)
     assert found["speedup_decode"] == pytest.approx(2.0)
@@ -80,10 +78,10 @@ def test_figures_of_known_calls() -> None:
 
 def test_figures_per_token_when_lengths_differ() -> None:
     made = {"stock": [call(1.0, 0.0, (10,), 9)], "ngram": [call(2.0, 0.0, (20,), 19)]}
-    found = report.figures("ngram", made, "stock", greedy=False, assisted=False)
+    found = bench_vlm.figures("ngram", made, "stock", greedy=False, assisted=False)
     assert found["speedup_e2e"] == pytest.approx(1.0)
     assert found["identical_rate"] is None
-    nothing = report.figures("eagle", made, "stock", greedy=True, assisted=False)
+    nothing = bench_vlm.figures("eagle", made, "stock", greedy=True, assisted=False)
     assert nothing["speedup_e2e"] is None and nothing["n"] == 0
 
 
@@ -193,7 +191,6 @@ def test_says_what_is_wrong_with_a_list(tmp_path: Path, content: str, count: int
         (["caption", "--data", "{}", "--prompt", "short"], "--prompt: the questions of "),
         (["round", "--tune"], "--tune: the round bench tunes nothing; leave it out"),
         (["shapes", "--sizes", "toy", "--models", "llamagen-xl", "--contexts", "9"], "--contexts: only vision-"),
-        (["nodes", "--plot", "x.png"], "--plot: a plot shows speed-ups over plain decoding, which this suite does not"),
         (["image", "--sweep", "--real", "{}"], "--sweep and --real: no quality is measured without --quality-images N"),
         (["image", "--model", "mar", "--rule", "x", "--prompts", "y"], "--prompts and --rule: a MAR draws classes by"),
     ],
@@ -212,9 +209,32 @@ def test_flags_that_would_change_nothing_are_refused(
 
 def test_the_screen_shows_the_columns_that_fit_there() -> None:
     records = json.loads((ROOT / "benchmarks/results/vlm.json").read_text())["records"]
-    narrow, wide = report.table(records), report.table(records, wide=True)
+    narrow, wide = report.table(records), report.markdown(records, {}, {})
     assert "vs best stock" in narrow and max(map(len, narrow.splitlines())) <= 120
     assert "TTFT ms" not in narrow and "TTFT ms" in wide
+
+
+@pytest.mark.parametrize(
+    "content", ["[1, 2]", '{"questions": "none"}', '"a text"', "{", '{"a": [{"image": "0.png"}, 3]}']
+)
+def test_a_file_that_is_no_list_of_questions(tmp_path: Path, content: str) -> None:
+    (tmp_path / "list.json").write_text(content)
+    with pytest.raises(BenchError, match=r"list\.json cannot be read as a list of questions: "):
+        read_questions(tmp_path / "list.json", 1, 0)
+    (tmp_path / "list.jsonl").write_text(content)
+    with pytest.raises(BenchError, match=r"holds 2 lists \(list\.json, list\.jsonl\); name one of them"):
+        read_questions(tmp_path, 1, 0)
+
+
+@pytest.mark.parametrize("flag", ["--json", "--markdown"])
+def test_a_file_that_cannot_be_written_ends_the_run_before_it_begins(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(bench_vlm, "measure", lambda *_: pytest.fail("it has begun"))
+    assert run(flag, tmp_path / "file" / "out") == 1
+    told = capsys.readouterr().err
+    assert "vlm: " in told and str(tmp_path / "file") in told and (tmp_path / "file").read_text() == "in the way"
 
 
 def test_no_data(tmp_path: Path) -> None:
@@ -248,7 +268,7 @@ def test_tunes_a_feature_drafter_and_survives_a_failing_path(
 ) -> None:
     drafter = EagleDrafter(EagleConfig(hidden=64, intermediate=96, heads=4, kv_heads=2, vocab=128))
     monkeypatch.setattr(mmspec, "load_drafter", lambda path: drafter, raising=False)
-    grids = {"feature drafter": ({"depth": 2, "width": 1}, {"depth": 2, "width": 2, "size": 4})}
+    grids = {"drafter": ({"depth": 2, "width": 1}, {"depth": 2, "width": 2, "size": 4})}
     monkeypatch.setattr(bench_vlm, "GRIDS", grids)
     whole = VlmBench.call
 
@@ -279,33 +299,6 @@ def test_own_questions_are_grouped_by_category(model: Path, tmp_path: Path) -> N
     assert {r["n"] for r in found if r["category"] == "t1"} == {2}
 
 
-def test_every_turn_is_asked_behind_the_models_own_answers(model: Path, tmp_path: Path) -> None:
-    (name,) = save_pictures(tmp_path, 1)
-    rows = [{"image": name, "turns": ["w5 w6", "w7", "w8 w9"]}, {"image": name, "turns": ["w9"]}]
-    (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = ["--data", tmp_path / "list.jsonl", "--images", 2, "--max-new-tokens", 6, "--temperature", 0]
-    words += ["--batch", 1, "--without", "stock-static", "hf-*", "--json", tmp_path / "out.json"]
-    assert run("--model", model, *words) == 0
-    assert {r["n"] for r in json.loads((tmp_path / "out.json").read_text())["records"]} == {2}
-    assert run("--model", model, *words, "--all-turns") == 0
-    found = json.loads((tmp_path / "out.json").read_text())["records"]
-    assert {r["n"] for r in found} == {4} and all(r["identical_rate"] == 1 for r in found)
-    (tmp_path / "list.jsonl").write_text("\n".join(json.dumps(row | {"turns": row["turns"][:1]}) for row in rows))
-    assert run("--model", model, *words, "--all-turns") == 1
-
-
-def test_turns_carry_what_was_said(model: Path) -> None:
-    engine = load_engine(str(model), "none", "cpu", "float32", 6, 0)
-    bench_ = VlmBench(engine.model, engine.processor, 6, 0)
-    first, second, third = bench_.conversations([Question((), "w5 w6", later=("w7", "w8"))])
-    assert (first.before, second.prompt, third.prompt) == ((), "w7", "w8")
-    answer = bench_.call(VlmMethod("stock"), 0.0, bench_.inputs([first]), 0).answers[0]
-    assert second.before == (("w5 w6", engine.processor.decode(answer, skip_special_tokens=True)),)
-    assert third.before[:1] == second.before and len(third.before) == 2
-    ids = bench_.inputs([first, third])["input_ids"]  # rows with different pasts in one batch
-    assert ids.shape[0] == 2 and torch.equal(ids[1:], bench_.inputs([third])["input_ids"])
-
-
 def test_several_data_sets_make_a_table(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (name,) = save_pictures(tmp_path, 1)
     for kind in ("one", "other"):
@@ -328,11 +321,10 @@ def test_several_data_sets_make_a_table(model: Path, tmp_path: Path, capsys: pyt
 
 def test_plots(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    words = [*QUICK, "--batch", 1, "--temperature", 0, "--without", "stock-static"]
-    assert run("--model", model, *words, "--plot", tmp_path / "out.svg") == 0
-    assert (tmp_path / "out.svg").stat().st_size > 1000
-    assert run("--model", model, *words, "--plot", tmp_path / "out.docx") == 1
-    assert ".png, .svg or .pdf" in capsys.readouterr().err
+    words = ["vlm", "--model", model, *QUICK, "--batch", 1, "--temperature", 0, "--without", "stock-static", "--plot"]
+    for name, code in (("out.docx", 1), ("out.svg", 0)):
+        assert cli.main([*map(str, words), str(tmp_path / name)], workshop) == code
+    assert (tmp_path / "out.svg").stat().st_size > 1000 and ".png, .svg or .pdf" in capsys.readouterr().err
 
 
 def test_refuses_unknown_methods(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 import pytest
 import tiny_llava
@@ -43,22 +42,6 @@ def test_every_method_is_measured_on_the_same_captions(measured: tuple[dict, str
     assert all(r["gain"] == 1 for r in found["records"] if r["method"].startswith("static"))
     assert found["provenance"]["argv"] and found["provenance"]["device"]
     assert "## 5 captions, 2 rows at once" in page and "| continuous + ngram |" in page
-
-
-def test_unrelated_texts_are_drawn_alike_by_every_method(tmp_path: Path) -> None:
-    model, out = tiny_llava.save(tmp_path / "model"), tmp_path / "out.json"
-    for number in range(4):  # two batches of one shape
-        Image.new("RGB", (28, 28), (50 * number, 90, 200)).save(tmp_path / f"{number}.png")
-    words = ["bench", "caption", "--model", str(model), "--data", str(tmp_path), "--images", "4", "--rows", "2"]
-    words += ["--prompt", "w5", "--drafters", "suffix", "recycle", "ngram", "--without", "*ngram", "--turns", "1"]
-    words += ["--unrelated", "--max-new-tokens", "40", "--device", "cpu", "--json", str(out)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare, "PEAKS", 1)
-        assert cli.main(words) == 0
-    records = json.loads(out.read_text())["records"]
-    assert [r["method"] for r in records] == ["static", "static + suffix", "static + recycle"]
-    assert all(r["identical_rate"] == 1 and r["asked"] == "unrelated texts" for r in records)
-    assert max(r["tokens_per_target_call"] for r in records) < 1.2
 
 
 @pytest.mark.parametrize(("lengths", "rows", "useful"), [([5, 5, 5], 1, 1.0), ([3, 5, 9], 2, 14 / 12), ([1], 4, None)])

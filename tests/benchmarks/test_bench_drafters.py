@@ -21,7 +21,7 @@ from benchmarks.zoo import clips
 from mmspec.app import embedded
 from mmspec.app.bench import command as bench
 from mmspec.app.bench import drafters as named
-from mmspec.app.bench import report, vlm_methods, vlm_shown
+from mmspec.app.bench import questions, vlm
 from mmspec.app.bench.answers import TimedCall
 from mmspec.app.bench.command import BenchError
 from mmspec.app.untrained import build
@@ -69,13 +69,13 @@ def arguments(*words: object) -> argparse.Namespace:
 
 
 def test_pictures_pairs_and_clips_of_several_lengths() -> None:
-    asked, _ = suite_drawn.questions(arguments("--shown", "picture", "pair", "clip", "--frames", 2, 4, "--images", 2))
+    asked, _ = suite_drawn.asked(arguments("--shown", "picture", "pair", "clip", "--frames", 2, 4, "--images", 2))
     assert [(s.kind, s.pictures, s.prompt) for s in asked] == [
         ("picture", 1, "short"), ("picture", 1, "long"), ("pair", 2, ""), ("clip", 2, ""), ("clip", 4, ""),
     ]  # fmt: skip
     for shown, some in asked.items():
         assert [len(q.images) for q in some] == [shown.pictures] * 2 and all(q.prompt for q in some)
-    short, long = asked[vlm_shown.Shown("clip", 2)], asked[vlm_shown.Shown("clip", 4)]
+    short, long = asked[questions.Shown("clip", 2)], asked[questions.Shown("clip", 4)]
     assert [q.prompt for q in short] == [q.prompt for q in long]
     assert all(a.images[i].tobytes() == b.images[j].tobytes()  # the first and the last moment of the same clip
                for a, b in zip(short, long, strict=True) for i, j in ((0, 0), (1, 3)))  # fmt: skip
@@ -84,7 +84,7 @@ def test_pictures_pairs_and_clips_of_several_lengths() -> None:
 
 def test_tuning_shows_other_things() -> None:
     words = ("--shown", "picture", "pair", "clip", "--frames", 2, "--images", 3, "--tune", "--tune-images", 3)
-    measured, tuning = suite_drawn.questions(arguments(*words))
+    measured, tuning = suite_drawn.asked(arguments(*words))
     for shown in measured:
         seen = {q.images[0].tobytes() for q in measured[shown]}
         assert len(seen) == 3 and not seen & {q.images[0].tobytes() for q in tuning[shown]}
@@ -92,7 +92,7 @@ def test_tuning_shows_other_things() -> None:
 
 def test_every_cell_has_a_title_of_its_own() -> None:
     cells = [("data",), ("picture", 1, "short"), ("pair", 2), ("clip", 2), ("clip", 8), ("clip", 8, "long")]
-    shown = [vlm_shown.Shown(*cell) for cell in cells]
+    shown = [questions.Shown(*cell) for cell in cells]
     assert [str(s) for s in shown] == [
         "data",
         "short prompt",
@@ -211,10 +211,10 @@ def test_stock_drafts_with_the_weights_of_a_block_drafter() -> None:
     """In its own class, the same tokens; a network that is none of its kind has no row."""
     target, named_so = tiny_llava.model(), {"heads": 4, "kv_heads": 2, "features": (1, 2), "block": 4, "mask_token": 5}
     made = BlockDrafter(BlockConfig(vocab=128, hidden=64, intermediate=48, layers=1, **named_so)).eval()
-    (method,) = vlm_methods.stocks_own("block", made)
-    assert method.single and method.arguments["speculation_type"] == "dflash"
+    (method,) = named.stocks_own("block", made)
+    assert vlm.single(method) and method.arguments["speculation_type"] == "dflash"
     other = BlockDrafter(BlockConfig(vocab=128, hidden=64, intermediate=48, layers=1, taps=2, **named_so)).eval()
-    assert not [*vlm_methods.stocks_own("block", other)]
+    assert not [*named.stocks_own("block", other)]
     words = torch.randint(6, 100, (1, 9))
     how = {"attention_mask": torch.ones_like(words), "max_new_tokens": 9, "do_sample": False}
     full = target.generate(words, **how)
@@ -244,9 +244,7 @@ def test_ablations_in_one_table(
 def test_tuning_leaves_out_what_a_drafter_cannot_do(
     model: Path, drafters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mmspec.app.bench import vlm
-
-    monkeypatch.setattr(vlm, "GRIDS", {"feature drafter": ({"depth": 2, "width": 1}, {"depth": 4, "width": 1})})
+    monkeypatch.setattr(vlm, "GRIDS", {"drafter": ({"depth": 2, "width": 1}, {"depth": 4, "width": 1})})
     words = ["--drafters", drafters["flash"], "--images", 1, "--prompt", "short", "--tune", "--tune-images", 1,
              "--batch", 1, "--temperature", 0, "--max-new-tokens", 4,
              "--without", "stock-static", "hf-prompt-lookup", "ngram"]  # fmt: skip
@@ -263,7 +261,7 @@ def test_tau_by_depth_ends_at_tau() -> None:
     stats.accepted_by_depth.update({1: 3, 2: 2, 3: 1})
     made = {"stock": [TimedCall(1.0, 0.1, ((1,) * 11,), 10, 10, None)],
             "eagle": [TimedCall(1.0, 0.1, ((1,) * 11,), 4, 10, stats)]}  # fmt: skip
-    found = report.figures("eagle", made, "stock", greedy=True, assisted=False)
+    found = vlm.figures("eagle", made, "stock", greedy=True, assisted=False)
     assert found["tau_by_depth"] == [1.75, 2.25, 2.5] and found["tokens_per_target_call"] == 2.5
     assert found["drafter_kv_bytes"] == 300 and found["drafter_visual_rows"] == 4
 

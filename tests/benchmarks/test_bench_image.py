@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,14 @@ import tiny_llamagen
 import torch
 from PIL import Image
 
-from benchmarks.suites import SUITES
+from benchmarks.__main__ import parser as workshop
+from benchmarks.suites import gallery
 from benchmarks.suites import image as judged_image
 from mmspec.app.bench import command as bench
-from mmspec.app.bench import gallery, image_methods, image_plain, report, report_image
 from mmspec.app.bench import image as bench_image
+from mmspec.app.bench import image_methods, image_plain, report
 from mmspec.app.bench.command import BenchError, matching
-from mmspec.app.bench.image_methods import ImageMethod
+from mmspec.app.compare import Method
 from mmspec.app.painter import ImageResult, ImageSubject
 from mmspec.registry import resolve_rule
 from mmspec.statistics import Stats
@@ -38,9 +38,8 @@ def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*words: object) -> int:
-    parser = argparse.ArgumentParser()
-    bench.configure(parser, SUITES)
-    return bench.run(parser.parse_args(["image", *map(str, words)]))
+    args = workshop().parse_args(["image", *map(str, words)])
+    return args.run(args)
 
 
 def painting(
@@ -62,8 +61,8 @@ def test_figures_of_known_calls() -> None:
         "jacobi": [painting(1.0, 7, verify=0.5, draft=0.1, other=0.1, prefill=0.3)],
         "jacobi+scaled": [painting(0.5, 3, spent=(0.5, 1.5), fill=1, verify=0.3)],
     }
-    assert report_image.fastest(made) == "ar-static"
-    found = report_image.figures("jacobi", made, "ar-static")
+    assert report.fastest(made, image_methods.PLAIN, "seconds") == "ar-static"
+    found = bench_image.figures("jacobi", made, "ar-static")
     assert found["speedup_e2e"] == pytest.approx(2.0)
     assert found["speedup_decode"] == pytest.approx(1.5 / 0.7)
     assert found["speedup_vs_best_plain"] == pytest.approx(1.6)
@@ -73,11 +72,11 @@ def test_figures_of_known_calls() -> None:
     assert found["shares"] == pytest.approx({"draft": 1 / 7, "verify": 5 / 7, "other": 1 / 7})
     assert found["identical_rate"] == 1.0 and found["n"] == 1 and not found["stock_path"]
     made["ar"] = [painting(2.0, 15, spent=(0.0, 0.0), verify=1.5)]
-    rule = report_image.figures("jacobi+scaled", made, "ar-static")
+    rule = bench_image.figures("jacobi+scaled", made, "ar-static")
     assert (rule["spent"], rule["spent_max"], rule["spent_per_token"]) == (1.0, 1.5, 1.0 / 16)
     assert rule["identical_rate"] == 0.0 and rule["forwards"] == 4 and rule["compression"] == 4.0
     assert rule["seconds_per_image"] == 0.25
-    failed = report_image.figures("eagle", made, "ar-static")
+    failed = bench_image.figures("eagle", made, "ar-static")
     assert failed["n"] == 0 and failed["speedup_e2e"] is failed["compression"] is failed["spent"] is None
 
 
@@ -105,8 +104,8 @@ def test_every_rule_of_the_table_is_one(codes: int) -> None:
 
 
 def test_methods_are_chosen_by_pattern() -> None:
-    known = image_methods.lossless([("eagle", "folder")])
-    known += image_methods.relaxed(64, [("eagle", "folder")], ["scaled(omega=9.0)"], 0.5)
+    named = [("eagle", "folder")]
+    known = [*image_methods.lossless(named), *image_methods.relaxed(64, named, ["scaled(omega=9.0)"], 0.5)]
     assert len({m.name for m in known}) == len(known)
     windows = [f"jacobi-{coupling}-8" for coupling in ("none", "maximal", "gumbel")]
     assert [m.name for m in matching(known, ["jacobi-*-8"])] == ["ar", *windows]
@@ -116,11 +115,12 @@ def test_methods_are_chosen_by_pattern() -> None:
     with pytest.raises(bench.BenchError, match=r"no method matches 'jacoby-\*'; choose from ar, ar-static"):
         matching(known, ["jacoby-*"])
     own = next(m for m in known if m.name == "jacobi+scaled(omega=9.0)")
-    assert own.way.options["budget"] == 0.5 and not own.lossless and not own.exact_seed
+    about = image_methods.facts(own)
+    assert own.options["budget"] == 0.5 and not about["lossless"] and not about["exact_seed"]
     windows = {f"jacobi-exact-seed-{window}{how}" for window in (16, 32) for how in ("", "-compiled")}
     exact = {"ar", "ar-static", "ar-compiled", *windows, "jacobi-exact-seed-32-auto", "eagle-exact-seed"}
-    exact |= {"hostile-16", "hostile-16-auto", "jacobi-exact-seed-24-compiled"}
-    assert {m.name for m in known if m.exact_seed} == exact
+    exact |= {"jacobi-exact-seed-12-compiled", "jacobi-exact-seed-24-compiled"}
+    assert {m.name for m in known if image_methods.facts(m)["exact_seed"]} == exact
 
 
 # -- plain paths ---------------------------------------------------------------------------------------------------
@@ -252,10 +252,10 @@ def test_records_outlive_a_stop_and_are_not_measured_twice(
 ) -> None:
     timed = bench_image.timed
 
-    def stopped(bench_: Any, chosen: Any, prompts: Any, batch: int, before: Any) -> Any:
+    def stopped(bench_: Any, chosen: Any, prompts: Any, batch: int) -> Any:
         if batch == 2:
             raise KeyboardInterrupt
-        return timed(bench_, chosen, prompts, batch, before)
+        return timed(bench_, chosen, prompts, batch)
 
     monkeypatch.setattr(bench_image, "timed", stopped)
     words = ["--model", classes, "--device", "cpu", "--images", 2, "--batch", 1, 2, "--methods", JACOBI]
@@ -288,7 +288,7 @@ def test_a_failing_method_is_a_result(classes: Path, tmp_path: Path) -> None:
         (["--methods", "jacoby"], "no method matches 'jacoby'; choose from ar,"),
         (["--images", 0, "--quality-images", 3], "--quality-images must be more than 3"),
         (["--images", 0, "--quality-images", 5, "--backbone", "resnet5000"], "no pretrained timm backbone"),
-        (["--prompts", "/absent.txt"], "cannot read the prompts of /absent.txt"),
+        (["--prompts", "/absent.txt"], "cannot read the prompts of '/absent.txt'"),
         (["--resume"], "name it with --json"),
         (["--model", "nowhere"], "no folder 'nowhere'"),
     ],
@@ -300,8 +300,8 @@ def test_bad_input(classes: Path, capsys: pytest.CaptureFixture[str], words: lis
 
 def test_layouts_show_every_record_that_they_title() -> None:
     made = {"ar": [painting(2.0, 15, verify=1.5)]}
-    facts = ImageMethod("ar").facts
-    record = {"suite": "image", "batch": 1, **facts, **report_image.figures("ar", made, "ar"), "note": "a note"}
+    facts = image_methods.facts(Method("ar"))
+    record = {"suite": "image", "batch": 1, **facts, **bench_image.figures("ar", made, "ar"), "note": "a note"}
     page = report.markdown([record], {"model": "m"}, {})
     assert "## batch 1" in page and "| ar | kept | 1.00x (1.00-1.00) |" in page and "ar: a note" in page
     assert "`forwards`" in page and "`ttft_ms`" not in page

@@ -15,8 +15,8 @@ from tiny_image_models import CLOSE, END, FIRST_CODE, LINE
 
 from mmspec.app.bench import command as bench
 from mmspec.app.bench import image_model
+from mmspec.app.compare import PLAIN, Method
 from mmspec.app.devices import EngineError
-from mmspec.app.painter import DrawingMethod
 from mmspec.pipelines.host.image_models import ImageModel
 
 WINDOW = {"window": 5}
@@ -38,9 +38,9 @@ def test_a_model_draws_the_same_pictures_in_fewer_forwards(folders: dict[str, Pa
     settings = {"temperature": 0, "guidance_scale": 2.0} | ({"image_area": 16 * 64} if name == "emu3" else {})
     subject = image_model.load(str(folders[name]), "cpu", "float32", **settings)
     prompts = ["red circle", "blue circle red"]
-    subject.go(DrawingMethod())
+    subject.go(PLAIN)
     plain = subject.paint(prompts, [3, 4])
-    subject.go(DrawingMethod("jacobi", WINDOW))
+    subject.go(Method("jacobi", "jacobi", WINDOW))
     drafted = subject.paint(prompts, [3, 4])
     assert torch.equal(plain.tokens, drafted.tokens)
     assert [a.tobytes() for a in plain.images] == [b.tobytes() for b in drafted.images]
@@ -93,7 +93,7 @@ def test_a_file_of_ones_own_draws(tmp_path: Path) -> None:
     support = Path(tiny_image_models.__file__).parent
     (tmp_path / "anole.py").write_text(OWN.format(support=str(support)))
     subject = image_model.load(str(tmp_path / "anole.py"), "cpu", "float32")
-    subject.go(DrawingMethod("jacobi", WINDOW | {"rule": "lantern(k=3, delta=0.4)"}))
+    subject.go(Method("jacobi", "jacobi", WINDOW | {"rule": "lantern(k=3, delta=0.4)"}))
     drawn = subject.paint(["red circle", "a blue square"], [1, 2])
     assert len(drawn.images) == 2 == len(drawn.spent) and drawn.tokens.shape[0] == 2
     assert drawn.compression > 1 and subject.codes == 64 and sum(drawn.spent) > 0
@@ -104,7 +104,7 @@ def test_a_pipeline_of_diffusers_draws(tmp_path: Path) -> None:
     size = {"height": 64, "width": 64, "num_inference_steps": 1, "max_sequence_length": 16, "top_k": 5}
     subject = image_model.load(str(tmp_path / "glm"), "cpu", "float32", **size)
     plain = subject.paint(["w5 w6"], [3])
-    subject.go(DrawingMethod("jacobi", {"reproducible": True}))
+    subject.go(Method("jacobi", "jacobi", {"reproducible": True}))
     drafted = subject.paint(["w5 w6"], [3])
     assert drafted.images[0].tobytes() == plain.images[0].tobytes() and plain.images[0].size == (64, 64)
     assert plain.tokens.shape == (1, 261) and plain.compression == 1.0 and drafted.compression > 1

@@ -33,12 +33,13 @@ def test_the_suite_measures_a_folder(tmp_path, capsys):
 
 def test_ways_cover_both_bases_and_every_mode():
     names = {way.name: way for way in mar.ways(64, 50, {"draft": object(), "mar-b": object()})}
-    assert names["quarter, plain head"].call["num_inference_steps"] == 16
-    assert {way.distribution for name, way in names.items() if name.startswith(("self", "draft", "all"))} == {mar.KEPT}
-    assert names["cspd-4"].distribution == mar.BENT and names["n=16"].distribution == mar.OTHER
-    assert names["cspd-8 mar-b n=16"].speculation["draft"] is names["draft-2 mar-b"].speculation["draft"]
-    assert names["cspd-8 n=16"].call == {"num_inference_steps": 16} and names["cspd-8 n=16"].distribution == mar.BENT
-    assert names["self-4, compiled"] == replace(names["self-4"], name="self-4, compiled", call={"compile": True})
+    ends = {name: way.facts["distribution"] for name, way in names.items()}
+    assert names["quarter, plain head"].arguments["num_inference_steps"] == 16
+    assert {end for name, end in ends.items() if name.startswith(("self", "draft", "all"))} == {mar.KEPT}
+    assert ends["cspd-4"] == mar.BENT and ends["n=16"] == mar.OTHER
+    assert names["cspd-8 mar-b n=16"].options["draft"] is names["draft-2 mar-b"].options["draft"]
+    assert names["cspd-8 n=16"].arguments == {"num_inference_steps": 16} and ends["cspd-8 n=16"] == mar.BENT
+    assert names["self-4, compiled"] == replace(names["self-4"], name="self-4, compiled", arguments={"compile": True})
     assert not any(name.startswith(("draft", "cspd")) for name in (way.name for way in mar.ways(64, 50, {})))
 
 

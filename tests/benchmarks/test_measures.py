@@ -15,10 +15,10 @@ import torch
 import transformers as T
 from PIL import Image
 
+from benchmarks.suites import SUITES, measures
+from benchmarks.suites.measures import Inception
 from mmspec.app.bench import command as bench
-from mmspec.app.bench import measures
-from mmspec.app.bench.measures import Inception
-from mmspec.app.bench.pictures import prompts_of
+from mmspec.app.prompt import read_prompts
 
 needs_fidelity = pytest.mark.skipif(importlib.util.find_spec("torch_fidelity") is None, reason="needs torch-fidelity")
 WORDS = ["a", "red", "blue", "circle", "square", "on", "white"]
@@ -90,7 +90,7 @@ def folder_of(pictures: list[Image.Image], where: Path) -> Path:
 
 def run(*words: object) -> int:
     parser = argparse.ArgumentParser()
-    bench.configure(parser)
+    bench.configure(parser, SUITES)
     return bench.run(parser.parse_args([str(word) for word in words]))
 
 
@@ -161,7 +161,7 @@ def test_bench_pictures_measures_folders(
     near, far = folder_of(drawn(12, 1), tmp_path / "near"), folder_of([Image.new("RGB", (9, 9))] * 12, tmp_path / "far")
     notes = [{"image_id": i // 2, "id": i, "caption": f"a red circle\n{'on ' * i}"} for i in range(24)]
     (tmp_path / "captions.json").write_text(json.dumps({"annotations": notes}))
-    assert prompts_of(tmp_path / "captions.json")[1] == "a red circle on on"  # the first of each picture
+    assert read_prompts(tmp_path / "captions.json")[1] == "a red circle on on"  # the first of each picture
     words = ["--clip", clip, "--prompts", tmp_path / "captions.json", "--inception", "--reference", real]
     assert run("pictures", near, far, *words, "--device", "cpu", "--json", tmp_path / "out.json") == 0
     one, other = json.loads((tmp_path / "out.json").read_text())["records"]

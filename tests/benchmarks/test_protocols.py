@@ -13,10 +13,9 @@ import huggingface_hub
 import pytest
 from PIL import Image
 
-from mmspec.app.bench import mvbench
 from mmspec.app.bench.command import BenchError
-from mmspec.app.bench.protocols import LETTER, PROTOCOLS, SHORT
 from mmspec.app.bench.questions import read_questions
+from mmspec.app.bench.sources import COMMAND, LETTER, PROTOCOLS, SHORT
 from mmspec.app.media.clips import VideoReader
 from mmspec.app.media.video import FramePolicy
 
@@ -49,7 +48,7 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in PROTOCOLS if name != "mvbench"])
+@pytest.mark.parametrize("name", PROTOCOLS)
 def test_a_row_is_asked_as_the_field_asks_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
 
@@ -74,7 +73,7 @@ def test_a_row_is_asked_as_the_field_asks_it(name: str, monkeypatch: pytest.Monk
     assert measured[0].category == FIELDS[name].get(PROTOCOLS[name].category or "", "all")
     assert (
         len(asked) == 1 + (name == "gqa")
-        and f"hf:{asked[0][0]}" in PROTOCOLS[name].where
+        and asked[0][0] in PROTOCOLS[name].where
         and asked[0][2] in PROTOCOLS[name].where
     )
 
@@ -97,7 +96,7 @@ def test_any_data_set_with_the_usual_fields(tmp_path: Path) -> None:
 def test_an_open_question_of_mmmu_has_no_options() -> None:
     row = {"question": "how many?", "options": "[]", "question_type": "open", "image_1": PICTURE}
     how = PROTOCOLS["mmmu"]
-    assert how.ask is not None and how.ask(row) == f"how many?\n{SHORT}"
+    assert how.prompt(row) == f"how many?\n{SHORT}"
 
 
 def test_mvbench_is_read_from_a_copy_with_its_videos(
@@ -107,7 +106,7 @@ def test_mvbench_is_read_from_a_copy_with_its_videos(
     for task in ("action_count", "episodic_reasoning", "object_shuffle"):
         row = {"video": f"{task}.mp4", "question": "what?", "candidates": ["a ball", "none"], "answer": "none"}
         (tmp_path / "json" / f"{task}.json").write_text(json.dumps([row] * 2))
-    with pytest.raises(BenchError, match=f"no videos in perception/videos; download it: {mvbench.COMMAND}"):
+    with pytest.raises(BenchError, match=f"no videos in perception/videos; download it: {COMMAND}"):
         read_questions(tmp_path, 2, 0)
     (tmp_path / "perception" / "videos").mkdir(parents=True)
     film = clips.write_clip(tmp_path / "perception" / "videos" / "action_count.mp4", 6)

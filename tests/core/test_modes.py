@@ -14,7 +14,7 @@ from hostile_drafters import Scripted, _random, eagle
 from torch import Tensor, nn
 
 import mmspec
-from mmspec.app.bench.image_methods import Hostile
+from benchmarks.suites.image import Hostile
 from mmspec.modes import each_in
 from mmspec.pipelines.host.call import calling
 from mmspec.pipelines.host.modes import mode_of

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from mmspec.app.bench import measures
+from benchmarks.suites import measures
 from mmspec.app.bench.command import BenchError, Outcome
 from mmspec.app.bench.report import Record
-from mmspec.app.devices import find_device, first_line
+from mmspec.app.devices import find_device
 from mmspec.app.media.inputs import images
 from mmspec.app.options import where
+from mmspec.app.prompt import PromptError, read_prompts
 from mmspec.app.provenance import provenance
 from mmspec.media import load_image
-
-PLOTTED = False
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +34,10 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         raise BenchError("nothing to do; give --clip or --inception")
     if args.clip and args.prompts is None:
         raise BenchError("--clip compares pictures with their prompts; name the file with --prompts")
-    prompts = prompts_of(args.prompts) if args.clip else []
+    try:
+        prompts = read_prompts(args.prompts) if args.clip else []
+    except PromptError as error:
+        raise BenchError(str(error)) from error
     device = find_device(args.device)
     networks = measures.Measures(args, device)
     outcome.provenance = provenance(device, torch.float32) | {"model": "pictures"}
@@ -48,29 +49,3 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         facts |= measures.NOTHING | {"n": len(drawn), "folder": str(folder)}
         outcome.records.append(facts | networks(drawn, prompts[: len(drawn)] if args.clip else None))
         yield
-
-
-def prompts_of(path: Path) -> list[str]:
-    """The prompts in a file: its lines that are not empty, or the first caption of each picture in COCO's .json.
-
-    Raises BenchError: it cannot be read, or holds none.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix.lower() == ".json":
-            first: dict[object, str] = {}
-            for one in json.loads(text)["annotations"]:
-                first.setdefault(one["image_id"], " ".join(one["caption"].split()))
-            lines = list(first.values())
-        else:
-            lines = [line.strip() for line in text.splitlines() if line.strip()]
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise BenchError(
-            f"{path} is not a file of COCO captions, whose `annotations` have `image_id` and `caption`; write your own "
-            "prompts in a text file, one per line"
-        ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise BenchError(f"cannot read the prompts of {path}: {first_line(error)}") from error
-    if not lines:
-        raise BenchError(f"{path} has no prompts; write one per line")
-    return lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mmspec.app.bench.command import BenchError
+from benchmarks.suites.gallery import gallery_of
+from mmspec.app.bench.command import BenchError, Outcome
+from mmspec.app.bench.image_methods import facts
+from mmspec.app.bench.image_plain import ImageBench
 from mmspec.app.bench.report import OWN, Record, number
+from mmspec.app.compare import Method
 from mmspec.app.devices import EngineError, find_model, first_line, load_quietly
 from mmspec.app.extras import installing
 from mmspec.app.media.inputs import images
@@ -174,6 +178,26 @@ class Inception:
         if known["mu"].shape != (width,) or known["sigma"].shape != (width, width):
             raise BenchError(f"the statistics of {where} are of {known['mu'].shape[0]} features; Inception has {width}")
         return known
+
+
+def measure_pictures(
+    bench: ImageBench, left: Sequence[Method], conditions: Sequence[str | int], args: argparse.Namespace,
+    outcome: Outcome,
+) -> Iterator[None]:  # fmt: skip
+    """Draw many pictures with each method and measure their quality; yields after each record."""
+    if args.clip and bench.painter.classes:
+        raise BenchError(f"--clip compares with prompts, and {args.model} draws classes; leave it out")
+    networks = Measures(args, bench.painter.model.device)
+    for method in left:
+        record: Record = {"suite": SUITE, "n": len(conditions), **facts(method), **NOTHING, "note": ""}
+        try:
+            drawn = gallery_of(bench, method, 1, conditions, args)
+            record |= networks(drawn.images, None if bench.painter.classes else [*map(str, conditions)])
+            record |= {"compression": drawn.compression, "seconds_per_image": drawn.seconds / len(conditions)}
+        except EngineError as error:
+            record["note"] = f"failed: {str(error)[:200]}"
+        outcome.records.append(record)
+        yield
 
 
 OWN |= {  # CLIP scores are in the order of --clip

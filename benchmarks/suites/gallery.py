@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,9 @@ from typing import Any
 
 from PIL import Image
 
-from mmspec.app.bench.command import BenchError
+from mmspec.app.bench.command import BenchError, seeds_of
+from mmspec.app.bench.image_plain import ImageBench
+from mmspec.app.compare import Method
 from mmspec.app.files import write_whole
 from mmspec.app.painter import ImageResult, ImageSubject
 
@@ -41,6 +44,17 @@ class Gallery:
     @property
     def compression(self) -> float:
         return self.tokens / self.forwards
+
+
+def gallery_of(
+    bench: ImageBench, method: Method, run: int, conditions: Sequence[str | int], args: argparse.Namespace
+) -> Gallery:
+    """The pictures of a method's run, one per prompt, drawn or read from the folder of --pictures."""
+    bench.go(method)
+    keep = None if args.pictures is None else args.pictures / slug(method.name, run)
+    facts = {"setting": method.setting, "settings": bench.painter.settings, "model": args.model}
+    seeds = seeds_of(run, len(conditions), bench.seed)
+    return fill(bench.painter, conditions, seeds, args.quality_batch, keep, facts)
 
 
 def slug(name: str, run: int) -> str:

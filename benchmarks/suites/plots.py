@@ -1,0 +1,84 @@
+"""`--plot` of the maintainers' suites: speed-ups of one run as bars, and curves that a suite draws of its own."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmspec.app.bench import command
+from mmspec.app.bench.command import BenchError, Outcome
+from mmspec.app.bench.report import Record, sections
+from mmspec.app.extras import installing
+
+if TYPE_CHECKING:  # an extra
+    from matplotlib.axes import Axes
+
+PLOTTED = ("vlm", "caption", "image", "round")  # the suites that measure speed-ups over plain decoding
+CURVES: dict[str, Callable[[Axes, list[Record]], None]] = {}  # by suite, a function that draws its records into a panel
+
+
+def run(args: argparse.Namespace) -> int:
+    """`mmspec bench`, and a plot of the records."""
+    path, outcome = getattr(args, "plot", None), Outcome()
+    if path is None:
+        return command.run(args)
+    try:
+        check_plot(path)
+    except BenchError as error:
+        print(f"{args.prog}: {error}", file=sys.stderr)
+        return 1
+    code = command.run(args, outcome)
+    if code == 0:
+        plot(outcome.records, path, f"{outcome.provenance['model']} on {outcome.provenance['device']}")
+    return code
+
+
+def check_plot(path: Path) -> None:
+    """Check before the measurement that a plot can be written; BenchError if not."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BenchError(f"a plot needs matplotlib: {installing('bench')}, or leave the plot out")
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise BenchError(f"a plot is a .png, .svg or .pdf file; got {str(path)!r}")
+
+
+def plot(records: list[Record], path: Path, title: str) -> None:
+    """Plot speed-ups, one panel per cell, with quartiles as whiskers; and quality against speed if it was measured."""
+    from matplotlib.figure import Figure
+
+    shown = {name: [r for r in rows if r.get("speedup_e2e") is not None] for name, rows in sections(records).items()}
+    shown = {name: rows for name, rows in shown.items() if rows}
+    curves = next((CURVES[r["suite"]] for r in records if r["suite"] in CURVES), None)
+    count = len(shown) + (curves is not None)
+    across = min(2, max(1, count))
+    down = max(1, -(-count // across))
+    bars = max(map(len, shown.values()), default=0)
+    figure = Figure(figsize=(6.4 * across, 0.9 + max(2.3, 0.22 * bars) * down), layout="constrained")
+    panels = figure.subplots(down, across, squeeze=False).ravel()
+    for panel, (name, rows) in zip(panels, shown.items(), strict=False):
+        _bars(panel, name, rows)
+    if curves is not None:
+        curves(panels[len(shown)], records)
+    for panel in panels[count:]:
+        panel.set_visible(False)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+def _bars(panel: Axes, name: str, rows: list[Record]) -> None:
+    middle = [r["speedup_e2e"] for r in rows]
+    low, high = ([r[f"speedup_e2e_{end}"] for r in rows] for end in ("p25", "p75"))
+    whiskers = [np.subtract(middle, low), np.subtract(high, middle)]
+    colours = ["#9aa3ad" if r["stock_path"] else "#2f6fb0" for r in rows]
+    panel.barh([r["method"] for r in rows], middle, xerr=whiskers, color=colours, ecolor="#333333", capsize=2)
+    panel.axvline(1.0, color="#333333", linewidth=0.8)
+    panel.invert_yaxis()
+    panel.set_title(name, fontsize=9)
+    panel.set_xlabel("speed-up over plain decoding, end to end", fontsize=9)
+    for place, value in enumerate(middle):
+        panel.text(0.03, place, f"{value:.2f}x", va="center", fontsize=8, color="white")
