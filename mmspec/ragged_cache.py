@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -68,7 +69,10 @@ class RaggedBuffer:
         """Write [B, heads, n, width] after each row's own length; returns views of all slots up to the last one."""
         n = keys.shape[2]
         end = at.longest + n
-        self.keys, self.values = self._room(self.keys, keys, end), self._room(self.values, values, end)
+        if not (_has_room(self.keys, keys, end) and _has_room(self.values, values, end)):
+            with lasting():
+                self.keys, self.values = self._room(self.keys, keys, end), self._room(self.values, values, end)
+        assert self.keys is not None and self.values is not None
         if at.even:
             self.keys[:, :, end - n : end] = keys
             self.values[:, :, end - n : end] = values
@@ -84,14 +88,12 @@ class RaggedBuffer:
 
         Its dtype is wide enough for the old and the new entries, which differ if only one of them was under autocast.
         """
-        slots, dtype = (0, like.dtype) if buffer is None else (buffer.shape[2], buffer.dtype)
-        if dtype != like.dtype:
-            dtype = torch.promote_types(dtype, like.dtype)
-        if buffer is not None and end <= slots and buffer.dtype == dtype:
+        if _has_room(buffer, like, end):
             return buffer
+        slots, dtype = (0, like.dtype) if buffer is None else (buffer.shape[2], buffer.dtype)
         capacity = max(end, slots + slots // 4 if slots else self.reserve)
-        with lasting():
-            grown = like.new_zeros(like.shape[0], like.shape[1], capacity, like.shape[3], dtype=dtype)
+        size = (like.shape[0], like.shape[1], capacity, like.shape[3])
+        grown = like.new_zeros(size, dtype=torch.promote_types(dtype, like.dtype))
         if buffer is not None:
             grown[:, :, :slots] = buffer
         return grown
@@ -133,6 +135,13 @@ class RaggedBuffer:
         if self.keys is None or self.values is None or other.keys is None or other.values is None:
             raise ValueError("both caches must hold a prompt before their rows can be joined")
         self.keys, self.values = _joined(self.keys, other.keys, end), _joined(self.values, other.values, end)
+
+
+def _has_room(buffer: Tensor | None, like: Tensor, end: int) -> TypeGuard[Tensor]:
+    """Whether `end` slots of entries like these fit into a buffer as it is."""
+    if buffer is None or end > buffer.shape[2]:
+        return False
+    return buffer.dtype == like.dtype or buffer.dtype == torch.promote_types(buffer.dtype, like.dtype)
 
 
 def closed_ranks(keep: Sequence[int]) -> list[int]:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from operator import attrgetter, itemgetter
 from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -24,7 +25,8 @@ Marks = list[Any]  # values that are compared by ==
 _READ: ContextVar[dict[int, tuple[nn.Module, Version]] | None] = ContextVar("mmspec_versions", default=None)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _BARE = tuple(vars(nn.Module()))  # attributes of every module, in this order
-_INSIDE = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")  # dicts whose items are read
+# dicts of a module whose items are read
+_INSIDE = itemgetter("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
 _SEEN: WeakKeyDictionary[nn.Module, _Seen] = WeakKeyDictionary()  # the latest version, by module
 _REFRESHED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how often `refresh` was called, by module
 
@@ -153,18 +155,22 @@ class _Seen:
     def __init__(self, root: nn.Module) -> None:
         modules, self.version = list(each_module(root)), _version(root)
         self._modules = list(map(ref, modules))
-        self._skipped = [len(_BARE) * (tuple(islice(vars(m), len(_BARE))) == _BARE) for m in modules]
+        self._lengths = list(map(len, map(vars, modules)))
+        # how many attributes a module has after those of every nn.Module
+        bare = [tuple(islice(vars(m), len(_BARE))) == _BARE for m in modules]
+        self._counts = [n - len(_BARE) * has for n, has in zip(self._lengths, bare, strict=True)]
         outer = [value for m in modules for name, value in vars(m).items() if _is_config(name, value)]
         inner = {id(one): one for config in outer for one in _with_nested(config)}
         self._configs = [vars(one) for one in inner.values()]
-        self._names, values = self._attributes(modules)
-        own = sum(len(vars(m)) - n for m, n in zip(modules, self._skipped, strict=True))
-        named = list(enumerate(zip(self._names, values, strict=True)))
+        self._names, values = self._attributes(list(map(vars, modules)))
+        named, own = list(enumerate(zip(self._names, values, strict=True))), sum(self._counts)
         self._ignored = [i for i, (name, _) in named[:own] if name in _ASIDE]
         self._results = [i for i, (_, value) in named[:own] if isinstance(value, Tensor)]
         self._ids = self._compared(values)
         self._plain = [value for value in values if type(value) in PLAIN]
         self._tensors = [i for i, (_, value) in named[own:] if isinstance(value, Tensor)]
+        self._counted = [i for i in self._tensors if not values[i].is_inference()]
+        self._placed = [i for i in self._tensors if _placed(values[i])]
         self._containers = [i for i, (name, value) in named if isinstance(value, _CONTAINERS) and name not in _ASIDE]
         self._state = self._state_of(modules, values)
 
@@ -172,7 +178,10 @@ class _Seen:
         modules = [module() for module in self._modules]
         if None in modules or any(thing() is None for thing in self.version._alive):
             return False
-        names, values = self._attributes(modules)
+        own = list(map(vars, modules))
+        if list(map(len, own)) != self._lengths:
+            return False
+        names, values = self._attributes(own)
         same = names == self._names and self._compared(values) == self._ids
         return same and self._state_of(modules, values) == self._state
 
@@ -185,14 +194,16 @@ class _Seen:
             ids[i] = 0 if values[i] is None or isinstance(values[i], Tensor) else ids[i]
         return ids
 
-    def _attributes(self, modules: list[Any]) -> tuple[list[str], list[Any]]:
-        """Names and values of the modules' attributes, without those of every nn.Module, and of configurations."""
-        own = list(map(vars, modules))
-        inside = [*(one[name] for one in own for name in _INSIDE if one[name]), *self._configs]
-        pairs = list(zip(own, self._skipped, strict=True))
-        names = chain(chain.from_iterable(islice(one, n, None) for one, n in pairs), *inside)
-        values = chain.from_iterable(islice(one.values(), n, None) for one, n in pairs)
-        return list(names), [*values, *chain.from_iterable(map(dict.values, inside))]
+    def _attributes(self, own: list[dict[str, Any]]) -> tuple[list[str], list[Any]]:
+        """Names and values of the modules' attributes, the last ones first and without those of every nn.Module, then
+        of their parameters, buffers, submodules and hooks, and of configurations."""
+        inside = [*filter(None, chain.from_iterable(map(_INSIDE, own))), *self._configs]
+        names = map(islice, map(reversed, own), self._counts)
+        values = map(islice, map(reversed, map(dict.values, own)), self._counts)
+        return (
+            [*chain.from_iterable(names), *chain.from_iterable(inside)],
+            [*chain.from_iterable(values), *chain.from_iterable(map(dict.values, inside))],
+        )
 
     def _state_of(self, modules: list[Any], values: list[Any]) -> Any:
         """State that may change while all attributes keep their values."""
@@ -202,8 +213,11 @@ class _Seen:
             sum(_REFRESHED.get(module, 0) for module in modules) if _REFRESHED else 0,
             kinds,
             [kind.forward for kind in dict.fromkeys(kinds)],
-            [module.training for module in modules],
-            [(t.dtype, t.device, t.shape, *_written(t)) for t in tensors],
+            list(map(attrgetter("training"), modules)),
+            list(map(attrgetter("dtype"), tensors)),
+            list(map(attrgetter("shape"), tensors)),
+            list(map(attrgetter("_version"), map(values.__getitem__, self._counted))),
+            list(map(Tensor.data_ptr, map(values.__getitem__, self._placed))),
             [_parts(values[i]) for i in self._containers],
         )
 
@@ -215,8 +229,12 @@ def refresh(*models: nn.Module) -> None:
 
 
 def _written(t: Tensor) -> tuple[int, int]:
-    where = t.data_ptr() if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided else 0
-    return 0 if t.is_inference() else t._version, where
+    return 0 if t.is_inference() else t._version, t.data_ptr() if _placed(t) else 0
+
+
+def _placed(t: Tensor) -> bool:
+    """Whether a tensor has an address."""
+    return type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
 
 
 def _is_config(name: str, value: Any) -> bool:

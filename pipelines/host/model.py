@@ -49,7 +49,7 @@ class HostModel:
     def of(cls, model: GenerativeModel) -> HostModel:
         """The model's current properties."""
         cached, now = _CACHE.get(model), version(model)
-        if cached is None or cached[0] != now or not cached[1]._is_of(model):
+        if cached is None or (cached[0] is not now and cached[0] != now) or not cached[1]._is_of(model):
             cached = _CACHE[model] = now, cls._read(model)
         return cached[1]
 
