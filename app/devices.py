@@ -10,11 +10,8 @@ import huggingface_hub
 import torch
 
 from mmspec.app import embedded
+from mmspec.app.extras import EngineError as EngineError  # also for those who import it from here
 from mmspec.app.options import did_you_mean
-
-
-class EngineError(Exception):
-    """The model or the drafter cannot be used at all."""
 
 
 def first_line(error: Exception) -> str:

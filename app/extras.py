@@ -1,9 +1,13 @@
-"""Cores and installed packages of this machine, and how to install an extra; nothing here imports torch."""
+"""Cores and installed packages of this machine, and what else needs no import of torch."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
+
+
+class EngineError(Exception):
+    """The model or the drafter cannot be used at all."""
 
 
 def cores() -> int:

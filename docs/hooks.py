@@ -36,8 +36,6 @@ def verbs() -> Iterator[str]:
     for name, (module, said) in COMMANDS.items():
         parser = argparse.ArgumentParser(prog=f"mmspec {name}", description=said[0].upper() + said[1:] + ".")
         importlib.import_module(module).configure(parser)
-        if flags := parser.get_default("flags"):
-            flags.reveal()  # what its --help-all tells
         yield from section(parser, 2)
 
 

@@ -17,18 +17,16 @@ from typing import Any
 
 from mmspec import zoo
 from mmspec.app import embedded
-from mmspec.app.caption import report, settings
-from mmspec.app.caption.crew import Crew
-from mmspec.app.caption.finals import FAILURES, OutputError
-from mmspec.app.caption.mirror import Mirror, push_to_hub
+from mmspec.app.caption import options as settings
+from mmspec.app.caption import report
+from mmspec.app.caption.mirror import Mirror
 from mmspec.app.caption.model import FatalError
-from mmspec.app.caption.options import BESIDE, ENGINE, Options
-from mmspec.app.caption.outputs import Outputs
+from mmspec.app.caption.options import BESIDE, ENGINE, FILE, Options, SettingsError
+from mmspec.app.caption.outputs import FAILURES, OutputError, Outputs
 from mmspec.app.caption.plan import Plan, Planner
 from mmspec.app.caption.report import RunTally, TooManyErrorsError, plain
 from mmspec.app.caption.run import Job
-from mmspec.app.caption.settings import SettingsError
-from mmspec.app.caption.workers import Alone, places
+from mmspec.app.caption.workers import Alone, Crew, places
 from mmspec.app.enabling import EnableError
 from mmspec.app.files import write_whole
 from mmspec.app.media.inputs import Inputs, open_inputs
@@ -89,23 +87,22 @@ def _terminable() -> Iterator[None]:
 def _caption(options: Options) -> int:
     inputs = open_inputs(
         options.inputs or [zoo.samples()], recursive=options.recursive, column_image=options.column_image,
-        column_text=options.column_text, column_tags=options.column_tags, split=options.split,
+        column_text=options.column_text, column_tags=options.column_tags,
     )  # fmt: skip
-    options = settings.fitted(options)
+    options = options.fitted()
     first, *further = options.prompt
     system, start = options.system or "", options.start_with or ""
     prompts = Prompts(first, system, start, options.prepend, options.append, tuple(further))
-    settings.enable(options)  # report invalid options before anything is read or loaded
-    shaping = settings.shaping(options)
+    options.enabled  # noqa: B018 - reports invalid options before anything is read or loaded
+    shaping = options.shaping
     slots = f"shard-{options.shard.replace('/', '-of-')}-" if options.shard else ""
     folder, origin = _folders(options, inputs)
-    overwrite = options.on_existing == "overwrite"
+    how: dict[str, Any] = {"look_only": options.dry_run, "overwrite": options.on_existing == "overwrite"}
     mirror = Mirror(options.out) if is_address(options.out) else None
     if mirror is not None:
-        folder = mirror.folder
         mirror.pull(options.extension)
-    outputs = Outputs(folder, origin, slots, look_only=options.dry_run, overwrite=overwrite, mirror=mirror)
-    with contextlib.closing(outputs):
+        folder, how = mirror.folder, how | {"fetch": mirror.fetch_logs, "elsewhere": mirror.tars}
+    with contextlib.closing(Outputs(folder, origin, slots, **how)) as outputs:
         listed = [getattr(place, "path", None) for place in inputs.places]  # of lists, tables and tars
         outputs.finals.claim(options.kinds, filter(None, [options.config, *listed]), options.report)
         todo = Planner(options, shaping, prompts, outputs).plan(inputs)
@@ -117,10 +114,7 @@ def _caption(options: Options) -> int:
         if options.dry_run:
             return run.dry()
         with mirror.kept_up() if mirror is not None else contextlib.nullcontext():
-            code = run.work()
-        if options.push_to_hub and code in (OK, SOME_FAILED):
-            print(f"uploaded to {push_to_hub(folder, options.push_to_hub)}")
-        return code
+            return run.work()
 
 
 def _folders(options: Options, inputs: Inputs) -> tuple[Path, str]:
@@ -230,13 +224,13 @@ class Run:
 
     def _write_settings(self) -> None:
         """Write the file for --config beside the captions, or in the state folder where it could replace a caption."""
-        options, outputs, name = self.options, self.outputs, f"{self.outputs.slots}{settings.FILE}"
+        options, outputs, name = self.options, self.outputs, f"{self.outputs.slots}{FILE}"
         path = outputs.folder / name
         if options.out == BESIDE or options.extension == path.suffix or not outputs.finals.free(path):
             path = outputs.state / name
         else:
             outputs.finals.note(path)
-        write_whole(path, settings.dumped(options), outputs.state / f"{outputs.slots}run.partial")
+        write_whole(path, options.dumped(), outputs.state / f"{outputs.slots}run.partial")
 
     def _finish(self) -> list[Path]:
         return self.outputs.finish(self.options.kinds, self.inputs.items, self.options.max_bytes)

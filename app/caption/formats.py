@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mmspec.app.caption.journal import Record, line_of
 from mmspec.app.files import replacing
-from mmspec.app.media.items import HEAD, FileSource, Source, need, sniff
+from mmspec.app.media.items import HEAD, Source, file_source, need, sniff
 from mmspec.media import MAX_BYTES, MediaError
 
 COLUMNS = {  # columns of the parquet file; other fields of a record are not published
@@ -18,17 +18,16 @@ COLUMNS = {  # columns of the parquet file; other fields of a record are not pub
         ("file_name", "text", "kind", "existing", "prompt", "system", "start", "model", "drafter", "finish"), "string"
     ),
     **dict.fromkeys(("tokens", "seed"), "int64"),
-    **dict.fromkeys(("prompts", "captions"), "strings"),  # only with several prompts
-    "scores": "numbers",  # only with several prompts
+    **dict.fromkeys(("prompts", "captions"), "list_string"),  # only with several prompts
+    "scores": "list_float64",  # only with several prompts
     **dict.fromkeys(("temperature", "seconds", "length", "score"), "float64"),
     "content": "string",  # sha256 of the item
 }
 SHOWN = ("file_name", "text", "captions", "score", "scores")  # fields of metadata.jsonl
-LISTS = {"strings": "string", "numbers": "float64"}  # types of the elements
 CHUNK = 4096  # records per write
 SHARD_SIZE = 1000  # samples per tar
 NAMES = {"metadata": "metadata.jsonl", "parquet": "captions.parquet"}  # by kind; tars are numbered
-LIBRARIES = {"parquet": ("pyarrow",), "webdataset": ("webdataset",)}  # by kind
+LIBRARIES = {"parquet": "pyarrow", "webdataset": "webdataset"}  # by kind
 Note = Callable[[Path], None]  # called with a file's path before it is put there
 
 
@@ -49,11 +48,11 @@ def parquet(records: Iterable[Record], folder: Path, note: Note | None = None) -
     if rest is None:
         return []
     arrow, writers = need("pyarrow", str(path)), need("pyarrow.parquet", str(path))
-    types = {"strings": arrow.list_(arrow.string()), "numbers": arrow.list_(arrow.float64())}
+    types = {"list_string": arrow.list_(arrow.string()), "list_float64": arrow.list_(arrow.float64())}
     schema = arrow.schema([(name, types.get(kind) or getattr(arrow, kind)()) for name, kind in COLUMNS.items()])
     with replacing(path, note) as file, writers.ParquetWriter(file, schema) as writer:
         while part := list(itertools.islice(rest, CHUNK)):
-            rows = [{name: cell(record.get(name), kind) for name, kind in COLUMNS.items()} for record in part]
+            rows = [{name: _unicode(record.get(name)) for name in COLUMNS} for record in part]
             writer.write_table(arrow.Table.from_pylist(rows, schema))
     return [path]
 
@@ -64,13 +63,21 @@ def webdataset(
 ) -> list[Path]:  # fmt: skip
     """Write `webdataset/00000.tar` and so on, with .jpg (.mp4 ...), .txt and .json of each record.
 
-    A record is left out if its item is not in `sources` (by `file_name`) and the record has no `path`.
+    A record is left out, with a warning, if its item cannot be read, or if it is not in `sources` (by `file_name`) and
+    the record has no `path`.
     """
     written: list[Path] = []
-    rest = iter(records)
+    rest, writers = iter(records), need("webdataset", str(folder))
     while shard := list(itertools.islice(rest, shard_size)):
         path = folder / "webdataset" / f"{len(written):05}.tar"
-        _write_shard(shard, path, len(written) * shard_size, sources or {}, max_bytes, note)
+        with replacing(path, note) as file, writers.TarWriter(file, encoder=False, mtime=0) as tar:
+            for number, record in enumerate(shard, len(written) * shard_size):
+                try:
+                    data = _source(record, sources or {}).read(max_bytes)
+                except MediaError as error:
+                    warnings.warn(f"left out of {path}: {error}", stacklevel=2)
+                else:
+                    tar.write({"__key__": f"{number:09}", **_sample(record, data)})
         written.append(path)
     return written
 
@@ -78,22 +85,13 @@ def webdataset(
 FORMATS: dict[str, Callable[..., list[Path]]] = {"metadata": metadata, "parquet": parquet, "webdataset": webdataset}
 
 
-def _write_shard(
-    shard: list[Record], path: Path, first: int, sources: Mapping[str, Source], max_bytes: int, note: Note | None
-) -> None:
-    """Write one tar; items that cannot be read are left out, with a warning."""
-    writers = need("webdataset", str(path))
-    with replacing(path, note) as file, writers.TarWriter(file, encoder=False, mtime=0) as tar:
-        for number, record in enumerate(shard, first):
-            try:
-                data = _source(record, sources).read(max_bytes)
-            except MediaError as error:
-                warnings.warn(f"left out of {path}: {error}", stacklevel=2)
-                continue
-            _, extension = sniff(data[:HEAD]) or ("", Path(record["file_name"]).suffix.lower() or ".bin")
-            facts = {name: record[name] for name in COLUMNS if record.get(name) is not None}
-            text = str(record["text"]).encode("utf-8", "replace")
-            tar.write({"__key__": f"{number:09}", extension[1:]: data, "txt": text, "json": json.dumps(facts).encode()})
+def _sample(record: Record, data: bytes) -> dict[str, bytes]:
+    """The files of one sample by extension."""
+    _, extension = sniff(data[:HEAD]) or ("", Path(record["file_name"]).suffix.lower() or ".bin")
+    facts = {name: record[name] for name in COLUMNS if record.get(name) is not None}
+    return {
+        extension[1:]: data, "txt": str(record["text"]).encode("utf-8", "replace"), "json": json.dumps(facts).encode()
+    }  # fmt: skip
 
 
 def _source(record: Record, sources: Mapping[str, Source]) -> Source:
@@ -101,21 +99,13 @@ def _source(record: Record, sources: Mapping[str, Source]) -> Source:
     if name in sources:
         return sources[name]
     if "path" in record:
-        return FileSource(Path(record["path"]))
+        return file_source(Path(record["path"]))
     raise MediaError(name, "is not among the inputs of this run", "name all inputs whose captions belong in the tars")
 
 
-def cell(value: object, kind: str) -> object:
-    """A value converted to its column's type; None if it has another type."""
-    if value is None:
-        return None
-    if kind in LISTS:
-        return [cell(one, LISTS[kind]) for one in value] if isinstance(value, list) else None
-    if kind == "string":
-        return str(value).encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return int(value) if kind == "int64" else float(value)
+def _unicode(value: object) -> object:
+    """A value without the characters of file names that are not valid Unicode."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 def _unless_empty(records: Iterable[Record]) -> Iterator[Record] | None:

@@ -18,7 +18,9 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 Record = dict[str, Any]
+STATE = ".mmspec"  # folder in the output folder: journals, locks, partial files
 FAILED = "failed"  # `status` of a line that says why there is no caption; a caption's line has none
+LONGEST = 2**24  # bytes of a last line that are checked for completeness; no line of ours is longer
 
 
 def digest(data: bytes) -> str:
@@ -26,9 +28,14 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def key(content: str, **settings: object) -> str:
-    """A hash of one piece of work: the digest of its content and everything that shapes the answer."""
-    return digest(json.dumps([content, settings], sort_keys=True).encode())
+def key(**settings: object) -> str:
+    """A hash of everything that shapes an answer besides the item's content."""
+    return digest(json.dumps(["", settings], sort_keys=True).encode())
+
+
+def facts_of(**facts: object) -> Record:
+    """The facts without empty ones (None or "")."""
+    return {name: value for name, value in facts.items() if value not in (None, "")}
 
 
 class Journal:
@@ -49,8 +56,10 @@ class Journal:
             self._file.close()
             raise OSError(errno.EBUSY, f"another process writes to {path.name}")
         _heal(self._file)
-        if fresh:
-            _sync_folder(path.parent)
+        if fresh and os.name == "posix":  # make its name durable, too; Windows cannot open folders
+            handle = os.open(path.parent, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
 
     def __enter__(self) -> Journal:
         return self
@@ -58,9 +67,9 @@ class Journal:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def append(self, *records: Record) -> None:
-        """Write one line per record and wait until they are on the disk."""
-        self._file.writelines(map(line_of, records))
+    def append(self, record: Record) -> None:
+        """Write one line and wait until it is on the disk."""
+        self._file.write(line_of(record))
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -69,77 +78,67 @@ class Journal:
 
 
 class Ledger:
-    """Finds the newest line of every item in several journals; only the positions of the lines are in memory.
+    """Finds the lines of every item in several journals; only the positions of the lines are in memory.
 
-    `captions` and `failures` map names to positions; `get` and `failure` read the line. A failure older than a caption
-    of the same item is dropped. Nothing is written; an incomplete last line is skipped.
+    Nothing is written; lines that are not records, such as an incomplete last one, are counted in `damaged`.
     """
 
     def __init__(self, paths: Sequence[Path]):
         self.damaged = 0
-        self.captions: dict[str, int] = {}
-        self.failures: dict[str, int] = {}
-        self._older: dict[str, list[int]] = {}  # positions of captions that newer ones replaced
+        self._lines: dict[str, list[int]] = {}  # positions by item, in the order of time; ~position for a failure
         self._files = [open(path, "rb") for path in paths]  # noqa: SIM115
         for number, file in enumerate(self._files):
-            self._load(number, file)
+            place = number << 48
+            for line in file:
+                record = parse(line)
+                if record is not None and "file_name" in record:
+                    self._enter(str(record["file_name"]), place, record)
+                elif line.strip():
+                    self.damaged += 1
+                place += len(line)
 
     def get(self, name: str) -> Record | None:
-        """The caption of an item."""
-        return self._read(self.captions[name]) if name in self.captions else None
+        """The newest caption of an item."""
+        return next((self._read(place) for place in reversed(self._lines.get(name, [])) if place >= 0), None)
 
     def failure(self, name: str) -> Record | None:
-        """Why an item has no caption, if its last attempt failed."""
-        return self._read(self.failures[name]) if name in self.failures else None
+        """Why the last attempt at an item failed; None if it did not."""
+        last = self._lines.get(name, [0])[-1]
+        return self._read(last) if last < 0 else None
 
     def texts(self, name: str) -> set[str]:
         """All captions that the journals ever recorded for the item."""
-        places = [*self._older.get(name, ()), *([self.captions[name]] if name in self.captions else [])]
-        return {str(self._read(place).get("text")).strip() for place in places}
+        return {str(self._read(place).get("text")).strip() for place in self._lines.get(name, ()) if place >= 0}
+
+    def captioned(self) -> list[str]:
+        """Names of the items that have a caption, sorted."""
+        return sorted(name for name, places in self._lines.items() if max(places) >= 0)
 
     def all_captions(self) -> Iterator[Record]:
-        return (self._read(self.captions[name]) for name in sorted(self.captions))
+        return (self.get(name) or {} for name in self.captioned())
 
     def all_failures(self) -> Iterator[Record]:
-        return (self._read(self.failures[name]) for name in sorted(self.failures))
+        return (self._read(places[-1]) for _, places in sorted(self._lines.items()) if places[-1] < 0)
 
     def close(self) -> None:
         for file in self._files:
             file.close()
 
-    def _load(self, number: int, file: BinaryIO) -> None:
-        place = number << 48
-        for line in file:
-            record = parse(line)
-            if record is not None and "file_name" in record:
-                self._enter(str(record["file_name"]), place, record)
-            elif line.strip():
-                self.damaged += 1
-            place += len(line)
-
     def _enter(self, name: str, place: int, record: Record) -> None:
-        last = self.captions.get(name)
-        if record.get("status") == FAILED:
-            rivals = [rival for rival in (last, self.failures.get(name)) if rival is not None]
-            if all(self._newer(place, record, rival) for rival in rivals):
-                self.failures[name] = place
-            return
-        if last is not None and not self._newer(place, record, last):
-            self._older.setdefault(name, []).append(place)
-            return
-        if last is not None:
-            self._older.setdefault(name, []).append(last)
-        self.captions[name] = place
-        if name in self.failures and self._newer(place, record, self.failures[name]):
-            del self.failures[name]
+        places = self._lines.setdefault(name, [])
+        at = len(places)
+        while at and not self._newer(place, record, places[at - 1]):
+            at -= 1
+        places.insert(at, ~place if record.get("status") == FAILED else place)
 
     def _newer(self, place: int, record: Record, rival: int) -> bool:
         """Lines of one journal are in order; lines of two journals are compared by their time stamps."""
-        if place >> 48 == rival >> 48:
-            return place > rival
+        if place >> 48 == max(rival, ~rival) >> 48:
+            return True
         return time_of(record) >= time_of(self._read(rival))
 
     def _read(self, place: int) -> Record:
+        place = max(place, ~place)
         file = self._files[place >> 48]
         file.seek(place & (1 << 48) - 1)
         return parse(file.readline()) or {}
@@ -161,13 +160,6 @@ def parse(line: bytes) -> Record | None:
     except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deeply
         return None
     return record if isinstance(record, dict) else None
-
-
-def lines_of(path: Path) -> Iterator[bytes]:
-    """The lines of a file; none if it does not exist."""
-    if path.is_file():
-        with open(path, "rb") as file:
-            yield from file
 
 
 def time_of(record: Record) -> float:
@@ -196,34 +188,10 @@ def hold(handle: int, shared: bool = False, patience: float = 0) -> bool:
 def _heal(file: BinaryIO) -> None:
     """Cut off an incomplete last line, or end a complete one that lacks its newline; then seek to the end."""
     end = file.seek(0, os.SEEK_END)
-    start = _last_line(file, end)
-    file.seek(start)
-    tail = file.read()
+    file.seek(max(0, end - LONGEST))
+    tail = file.read().rpartition(b"\n")[2]
+    if tail and parse(tail) is None:
+        file.truncate(end - len(tail))
+    file.seek(0, os.SEEK_END)
     if tail and parse(tail) is not None:
         file.write(b"\n")
-    elif tail:
-        file.truncate(start)
-        file.seek(start)
-
-
-def _last_line(file: BinaryIO, end: int) -> int:
-    """Where the last line without a newline begins; `end` if there is none."""
-    at = end
-    while at > 0:
-        first = max(0, at - 2**16)
-        file.seek(first)
-        newline = file.read(at - first).rfind(b"\n")
-        if newline >= 0:
-            return first + newline + 1
-        at = first
-    return 0
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a new file's name durable; Windows cannot open folders and does not need this."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -9,18 +9,16 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from mmspec.app.caption.finals import FAILURES, LOG, SHARD, OutputError, noted
 from mmspec.app.caption.formats import NAMES
-from mmspec.app.caption.journal import digest
-from mmspec.app.caption.outputs import STATE
-from mmspec.app.caption.settings import FILE
+from mmspec.app.caption.journal import STATE, digest
+from mmspec.app.caption.options import FILE
+from mmspec.app.caption.outputs import FAILURES, SHARD, OutputError
 from mmspec.app.files import stamp, write_whole
 from mmspec.app.media.remote import filesystem, unreachable
 
 EVERY = 300.0  # seconds between two uploads
 LOGS = (".jsonl", ".log")  # files in STATE that only grow
 UPLOADED = (*LOGS, ".yaml")  # files of STATE that are uploaded; locks and partial files are not
-ELSEWHERE = ""  # the stamp of a remote tar that is not on this disk
 
 
 class Mirror:
@@ -51,18 +49,19 @@ class Mirror:
         Raises MediaError: it cannot be reached.
         """
         sizes = self.fetch_logs()
+        self.tars = [name for name in sizes if SHARD.fullmatch(name)]
+        for path in self.folder.glob("webdataset/*.tar"):
+            name = path.relative_to(self.folder).as_posix()
+            if path.stat().st_size == sizes.get(name):
+                self._synced[name] = stamp(path)
+            else:  # another machine has written all tars since
+                path.unlink()
         for name, size in sizes.items():
             path = self.folder / name
             if _looked_at(name, extension):
                 if not path.is_file() or path.stat().st_size != size:
                     write_whole(path, self._read(name))
                 self._synced[name] = stamp(path)
-        self.tars = [name for name in sizes if SHARD.fullmatch(name)]
-        ours = noted(self.folder / STATE / LOG)
-        for name in filter(ours.__contains__, self.tars):
-            path = self.folder / name
-            same = path.is_file() and path.stat().st_size == sizes[name]
-            self._synced[name] = stamp(path) if same else ELSEWHERE
 
     def fetch_logs(self) -> dict[str, int]:
         """Download what others have added to the journals; returns the sizes of all remote files by name.
@@ -90,20 +89,20 @@ class Mirror:
 
         Raises OutputError: an upload failed; the files stay on this disk.
         """
-        here, folders = dict(self._files()), set[str]()
+        here = {path.relative_to(self.folder).as_posix(): path for path in sorted(self.folder.rglob("*"))}
+        here = {name: path for name, path in here.items() if _uploaded(name) and path.is_file()}
         try:
             for name in sorted(here, key=lambda name: not name.startswith(STATE)):
                 now = stamp(here[name])
                 if self._synced.get(name) != now:
                     place = f"{self.root}/{name}"
-                    if (folder := place.rpartition("/")[0]) not in folders:
-                        self.fs.makedirs(folder, exist_ok=True)
-                        folders.add(folder)
+                    self.fs.makedirs(place.rpartition("/")[0], exist_ok=True)
                     self.fs.put_file(str(here[name]), place)
+                    if SHARD.fullmatch(name):  # all tars are written together, so that the other ones are outdated
+                        self._synced |= dict.fromkeys(self.tars)
+                        self.tars = []
                     self._synced[name] = now
-            written = any(map(SHARD.fullmatch, here))  # all tars are written together, so that others are outdated
-            gone = [name for name in self._synced if name not in here and not _log(name)]
-            for name in gone if written else [name for name in gone if self._synced[name] != ELSEWHERE]:
+            for name in [name for name in self._synced if name not in here and not _log(name)]:
                 self.fs.rm_file(f"{self.root}/{name}")
                 del self._synced[name]
         except Exception as error:  # each library has its own errors
@@ -142,14 +141,6 @@ class Mirror:
         except OutputError as error:
             print(f"note: {error}", file=sys.stderr, flush=True)
 
-    def _files(self) -> Iterator[tuple[str, Path]]:
-        """The local files to upload, with their names."""
-        for path in sorted(self.folder.rglob("*")):
-            name = path.relative_to(self.folder).as_posix()
-            state = path.parent == self.folder / STATE and path.suffix in UPLOADED
-            if (state or not any(part.startswith(".") for part in name.split("/"))) and path.is_file():
-                yield name, path
-
     def _merge(self, name: str, path: Path) -> None:
         """Download a journal or log: keep the longer one if it continues the other, else keep the lines of both."""
         theirs = self._read(name)
@@ -158,41 +149,27 @@ class Mirror:
             if ours == theirs:
                 self._synced[name] = stamp(path)
             return
-        if theirs.startswith(ours):
-            write_whole(path, theirs)
-            self._synced[name] = stamp(path)
-        elif path.suffix == ".log":  # lines may be repeated
+        if path.suffix == ".log" and not theirs.startswith(ours):  # lines may be repeated
             write_whole(path, theirs.removesuffix(b"\n") + b"\n" + ours)
-        else:  # the ledger reads all journals, whatever their names
+            return
+        if not theirs.startswith(ours):  # the ledger reads all journals, whatever their names
             write_whole(path.with_stem(f"{path.stem}-{digest(ours)[:8]}"), ours)
-            write_whole(path, theirs)
-            self._synced[name] = stamp(path)
-
-
-def push_to_hub(folder: Path, repo: str) -> str:
-    """Upload an output folder, without its journals, as a data set on the Hub, private if it is new; returns its URL.
-
-    Raises OutputError: the name is invalid, no token may write to it, or there is no network.
-    """
-    from huggingface_hub import HfApi
-
-    hub = HfApi()
-    try:
-        address = hub.create_repo(repo, repo_type="dataset", private=True, exist_ok=True)
-        hub.upload_folder(
-            folder_path=folder, repo_id=address.repo_id, repo_type="dataset", ignore_patterns=[".*", "*/.*"],
-            commit_message="Captions by mmspec",
-        )  # fmt: skip
-    except (OSError, ValueError) as error:  # the Hub's errors are among the former, wrong names among the latter
-        raise OutputError(f"cannot upload to {repo} ({error}); all captions are in {folder}") from error
-    return str(address)
+        write_whole(path, theirs)
+        self._synced[name] = stamp(path)
 
 
 def _log(name: str) -> bool:
     return name.startswith(f"{STATE}/") and name.endswith(LOGS) and name.count("/") == 1
 
 
+def _hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in name.split("/"))  # .. as well
+
+
+def _uploaded(name: str) -> bool:
+    return not _hidden(name) or (name.startswith(f"{STATE}/") and name.endswith(UPLOADED) and name.count("/") == 1)
+
+
 def _looked_at(name: str, extension: str) -> bool:
     """Whether a run may read or replace a file of that name in its output folder."""
-    hidden = any(part.startswith(".") for part in name.split("/"))  # .. as well
-    return not hidden and (name in (FAILURES, FILE, *NAMES.values()) or name.endswith(extension))
+    return not _hidden(name) and (name in (FAILURES, FILE, *NAMES.values()) or name.endswith(extension))

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from PIL import Image
 
-from mmspec.app.caption import settings
-from mmspec.app.caption.options import AUTO, Options
+from mmspec.app.caption.options import AUTO, NEVER, Options
+from mmspec.app.extras import EngineError
 from mmspec.app.prompt import PromptChoice
 
 TOKENS = 1280  # limit of visual tokens per picture, for models whose token count grows with the pixels
@@ -49,7 +49,6 @@ class Model(Protocol):
 
 def load(options: Options, place: str) -> Model:
     """Load the engine; FatalError if that fails. The options of --enable are passed as keyword arguments."""
-    enabled = settings.enable(options)
     module, _, function = options.engine.partition(":")
     try:
         loader = getattr(importlib.import_module(module), function)
@@ -59,14 +58,14 @@ def load(options: Options, place: str) -> Model:
         ) from error
     try:
         arguments = (options.model, options.drafter, place, options.dtype, options.max_new_tokens, options.temperature)
-        engine: Any = loader(*arguments, **enabled)
-        if (schema := settings.schema(options)) is not None:
+        engine: Any = loader(*arguments, **options.enabled)
+        if (schema := options.schema) is not None:
             engine.keep_to(schema)
         if options.score:
             engine.scored = True
         return engine  # type: ignore[no-any-return]
     except Exception as error:  # any error of a model or a user's engine while it loads ends the run
-        named = isinstance(error, FatalError) or type(error).__name__ == "EngineError"
+        named = isinstance(error, FatalError | EngineError)
         raise FatalError(str(error) if named else f"{type(error).__name__}: {error}") from error
 
 
@@ -79,9 +78,7 @@ def rows_for(wanted: int | str, frames: int, engine: Any, size: tuple[int, int] 
 
 def compiles(options: Options, items: int, frames: int, engine: Any) -> tuple[bool, str]:
     """Whether a worker with so many items compiles its model, and a note for the user if it does, or cannot."""
-    chosen = settings.enable(options).get("compile", options.compile)
-    if chosen == AUTO:  # mmspec decides during the run whether it pays
-        return False, ""
+    chosen = options.enabled.get("compile", options.compile)
     able = getattr(engine, "compilable", False)
     if chosen is not None or not able:
         note = COMPILING if able else "this model cannot be compiled"
@@ -98,7 +95,7 @@ def area_for(wanted: int | str, engine: Any) -> tuple[int | None, str]:
     every few hundred pixels; `auto` limits them to TOKENS. Other models scale pictures down by themselves.
     """
     if wanted != AUTO:
-        return (None if wanted == "none" else int(wanted)), ""
+        return (None if wanted == NEVER else int(wanted)), ""
     reader = getattr(getattr(engine, "processor", None), "image_processor", None)
     patch, merge = (getattr(reader, name, None) for name in ("patch_size", "merge_size"))
     if type(patch) is not int or type(merge) is not int:

@@ -1,35 +1,40 @@
-"""The flags of `mmspec caption`: a dataclass with one field for each, with its type, default and help text."""
+"""The options of `mmspec caption`: one dataclass, from which the flags and the fields of a config file follow."""
 
-# ruff: noqa: RUF009 - `_flag` returns a field
+# ruff: noqa: RUF009 - `_flag` and `_switch` return a field
 from __future__ import annotations
 
 import argparse
+import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from mmspec import media
 from mmspec.app import embedded, enabling
+from mmspec.app.caption.journal import digest, key
 from mmspec.app.media import video
 from mmspec.app.media.clips import policy
 from mmspec.app.media.items import kind_of
-from mmspec.app.options import DTYPES, above_zero, count, from_zero
+from mmspec.app.options import DTYPES, above_zero, count, did_you_mean, from_zero
 from mmspec.config import size_in_bytes
 
-BESIDE, AUTO = "beside", "auto"
-ENGINE, VLLM = "mmspec.app.engine:load", "mmspec.app.caption.vllm_engine:load"
-ON_EXISTING = ("skip", "overwrite", "append")
-PAGES = (".html", ".htm")
-REPORTS = (".json", ".jsonl", *PAGES)
+BESIDE, AUTO, NEVER = "beside", "auto", "none"
+ENGINE = "mmspec.app.engine:load"
 OUTPUTS = ("txt", "metadata", "parquet", "webdataset")
-RARE = (  # flags that few people change; only `--help-all` and docs/captioning.md describe them
-    "--column-image", "--column-text", "--column-tags", "--split", "--system", "--start-with",
-    "--prepend", "--append", "--temperature", "--seed", "--dtype", "--max-frames",
-    "--max-pixels", "--max-aspect", "--max-duration", "--timeout", "--max-bytes", "--max-memory", "--decoders",
-    "--extension", "--on-existing", "--resume", "--limit", "--dedup", "--max-errors", "--push-to-hub", "--compare",
-)  # fmt: skip
+PROMPT = "Describe this image in two or three sentences."  # for models other than the embedded one
+FILE = "run.yaml"  # beside the captions
+HEAD = b"# Repeat this run by: mmspec caption --config FILE\n"
+ONCE = ("config", "retry_failed", "resume", "limit")  # flags that apply to one run and are not written to run.yaml
+KEPT = "1GB"  # default prefix_cache where a picture has several prompts
+SHAPING = ("model", "drafter", "max_new_tokens", "temperature", "dtype", "engine", "max_pixels_per_image")
+
+
+class SettingsError(Exception):
+    """The options, or the file that holds them, are invalid."""
 
 
 def _frames(text: str) -> str:
@@ -41,92 +46,48 @@ def _count_or(*words: str) -> Callable[[str], int | str]:
     return lambda text: text if text in words else count(text)
 
 
-def _devices(text: str) -> str:
-    if not text.replace(",", "").strip():
-        raise argparse.ArgumentTypeError(f"{text!r} names no device; give auto, cpu, cuda, mps, or a list as 0,1")
-    return text
-
-
 def _size(text: str) -> int:
     """Bytes; 512M and 2G are multiples of 1024."""
     try:
-        size = size_in_bytes(text)
+        if size := size_in_bytes(text):
+            return size
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    if not size:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size above 0")
-    return size
+    raise argparse.ArgumentTypeError(f"{text!r} is not a size above 0")
 
 
-def _shard(text: str) -> str:
-    parts = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not parts or not int(parts[1]) < int(parts[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 0 to N-1, as 0/4 ... 3/4")
-    return text
+def _text(pattern: str, wanted: str) -> Callable[[str], str]:
+    """The type of a flag whose value matches a pattern; `wanted` describes it."""
 
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return text
 
-def _formats(text: str) -> str:
-    wrong = [name for name in text.split(",") if name not in OUTPUTS]
-    if wrong:
-        raise argparse.ArgumentTypeError(f"unknown {', '.join(map(repr, wrong))}; choose from {', '.join(OUTPUTS)}")
-    return text
+    return check
 
 
 def _extension(text: str) -> str:
-    if not re.fullmatch(r"\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not an extension such as .txt or .caption")
     text = text if text.startswith(".") else f".{text}"
     if kind_of(f"x{text}"):
         raise argparse.ArgumentTypeError(f"{text!r} is the extension of pictures or videos, which would be replaced")
-    return text
-
-
-def _report(text: str) -> Path:
-    if kind_of(text):  # the shell expands `--report photos/*.png` to such a name
-        raise argparse.ArgumentTypeError(f"{text!r} is the name of a picture or video; give a name like report.json")
-    if Path(text).suffix.lower() not in REPORTS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a report's name; give one like report.json or report.html")
-    return Path(text)
-
-
-def _repo(text: str) -> str:
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a name like owner/name")
-    return text
-
-
-class _Once(argparse.Action):
-    """Stores a value; a second value is an error, so that it does not silently replace the first."""
-
-    def __call__(self, parser: argparse.ArgumentParser, args: argparse.Namespace, values: object, *_: object) -> None:
-        if hasattr(args, self.dest):
-            parser.error(f"{self.option_strings[0]} is given twice, {getattr(args, self.dest)} and {values}; name one")
-        setattr(args, self.dest, values)
-
-
-def _engine(text: str) -> str:
-    text = VLLM if text == "vllm" else text
-    if not re.fullmatch(r"[\w.]+:\w+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not vllm, or MODULE:FUNCTION as {ENGINE}")
-    return text
+    return _text(r"(\.[A-Za-z0-9_-]+)+", "an extension such as .txt or .caption")(text)
 
 
 def _flag(
-    metavar: str | None, default: Any, help: str, *, section: str = "", shown: str | None = None,
-    names: tuple[str, ...] = (), **takes: Any,
+    metavar: str | None, default: Any, help: str, *, section: str = "", shown: str | None = None, **takes: Any
 ) -> Any:  # fmt: skip
     """A field that carries the arguments for argparse's `add_argument`.
 
     Args:
         section: title of the help section that begins with this flag.
         shown: how the help shows the default, where that is not the default itself.
-        names: other spellings of the flag.
     """
     if shown is None:
         shown = "" if default in (None, "", []) or isinstance(default, bool) else str(default)
     takes = {"help": help + f" ({shown})" * bool(shown), **({"metavar": metavar} if metavar else {}), **takes}
-    about = {"section": section, "names": names, "takes": takes}
-    return field(metadata=about, **({"default_factory": list} if default == [] else {"default": default}))  # type: ignore[call-overload]
+    usual = {"default_factory": list} if default == [] else {"default": default}
+    return field(metadata={"section": section, "takes": takes}, **usual)  # type: ignore[call-overload]
 
 
 def _switch(default: bool | None, help: str) -> Any:
@@ -138,13 +99,11 @@ def _switch(default: bool | None, help: str) -> Any:
 @dataclass(frozen=True)
 class Options:
     inputs: list[str] = _flag("INPUT", [], "folders, files, globs, lists (.txt), tables (.jsonl .csv .parquet), "
-        "webdataset tars, hf:owner/name, s3://...; default: the sample drawings", section="inputs",
-        nargs="*")
+        "webdataset tars, hf:owner/name:split, s3://...; default: the sample drawings", section="inputs", nargs="*")
     recursive: bool = _switch(False, "look into subfolders too")
     column_image: str | None = _flag("NAME", None, "column of a table that holds paths or bytes; default: by name")
     column_text: str | None = _flag("NAME", None, "column of a table that holds existing captions")
     column_tags: str | None = _flag("NAME", None, "column of a table that fills {tags}")
-    split: str = _flag("NAME", "train", "split of a data set hf:owner/name")
 
     prompt: list[str] = _flag("TEXT", [], "prompt for every item; may contain {name} {dir} {tags} {existing}; give it "
         "several times for several captions", section="prompts", action="append")
@@ -153,7 +112,6 @@ class Options:
     prepend: str = _flag("TEXT", "", "put before every caption")
     append: str = _flag("TEXT", "", "put after every caption")
     json_schema: Path | None = _flag("FILE", None, "make every caption JSON of this schema (extra: json)", type=Path)
-
     score: bool = _switch(False, "record each caption's mean log-probability")
 
     model: str = _flag("NAME", None, "name on the Hugging Face Hub, or a folder; default: the embedded one, "
@@ -165,11 +123,11 @@ class Options:
     max_new_tokens: int = _flag("N", 128, "maximum length of a caption, in tokens", type=count)
     temperature: float = _flag("T", 0.0, "sampling temperature; 0 is greedy decoding", type=from_zero)
     max_pixels_per_image: int | str = _flag("N", AUTO, "larger pictures are scaled down; auto: as suits the model, "
-        "none: never", type=_count_or(AUTO, "none"))
+        "none: never", type=_count_or(AUTO, NEVER))
     seed: int = _flag("N", 0, "random seed, for a temperature above 0", type=int)
     dtype: str = _flag(None, AUTO, "dtype of the weights", choices=DTYPES)
-    engine: str = _flag("NAME", ENGINE, "vllm: vLLM's offline engine (extra: vllm); or MODULE:FUNCTION, your own",
-        shown="", type=_engine)
+    engine: str = _flag("MODULE:FUNCTION", ENGINE, "an engine of your own, which is called as mmspec.app.engine.load",
+        shown="", type=_text(r"[\w.]+:\w+", f"MODULE:FUNCTION, as {ENGINE}"))
 
     frames: str = _flag("POLICY", "8", "frames of a video: N evenly spaced, fps:R for R a second, or keyframes",
         type=_frames, section="videos, and limits for hostile files")
@@ -187,10 +145,12 @@ class Options:
     out: str = _flag("FOLDER", "captions", "output folder, also s3://..., or 'beside' to write beside the files",
         section="outputs")
     format: str | None = _flag("LIST", None, f"any of {','.join(OUTPUTS)}; default: metadata, and txt for items that "
-        "are separate files", type=_formats)
+        "are separate files", type=_text("({0})(,({0}))*".format("|".join(OUTPUTS)), f"a list of {','.join(OUTPUTS)}"))
     extension: str = _flag(".EXT", ".txt", "extension of caption files", type=_extension)
-    on_existing: str = _flag(None, "skip", "what to do with captions and final files not written by mmspec: keep or "
-        "overwrite them, or append to the captions", choices=ON_EXISTING)
+    on_existing: str = _flag(None, "skip", "keep or overwrite captions and final files that mmspec did not write",
+        choices=("skip", "overwrite"))
+    report: Path | None = _flag("FILE", None, "write speeds and counts as .json, or as a .html page",
+        type=lambda text: Path(_text(r".*\.(json|html)", "a report's name, as report.json or report.html")(text)))
 
     config: Path | None = _flag("FILE", None, "YAML file of flags, such as an earlier run's run.yaml", type=Path,
         section="the run")
@@ -198,17 +158,13 @@ class Options:
     retry_failed: bool = _switch(False, "retry items that failed before")
     limit: int | None = _flag("N", None, "caption at most N items in this run", type=count)
     dry_run: bool = _switch(False, "write nothing; print counts, the first prompt and a measured time estimate")
-    shard: str | None = _flag("I/N", None, "only part I of N (0/4 ... 3/4), for several machines", type=_shard)
+    shard: str | None = _flag("I/N", None, "only part I of N (0/4 ... 3/4), for several machines",
+        type=_text(r"\d+/[1-9]\d*", "I/N with I from 0 to N-1, as 0/4 ... 3/4"))
     devices: str = _flag("LIST", AUTO, "auto, cpu, cuda, mps, or one worker each: 0,1 or cuda:0,cuda:1 or cpu,cpu",
-        names=("--device",), type=_devices)
+        type=_text(r"[\w:]+( *, *[\w:]+)*", "auto, cpu, cuda, mps, or a list as 0,1"))
     batch_size: int | str = _flag("N", AUTO, "items in a batch on each device; auto: as many as fit, by the sizes of "
         "the pictures", type=_count_or(AUTO))
-    dedup: str | None = _flag(None, None, "exact: caption identical files once", choices=("exact",))
     max_errors: int | None = _flag("N", None, "give up after N failures", type=count)
-    push_to_hub: str | None = _flag("REPO", None, "at the end, upload the output folder as a data set owner/name",
-        type=_repo)
-    report: Path | None = _flag("FILE", None, "write speeds and counts as .json, or as a .html page", type=_report,
-        action=_Once)
     compare: bool = _switch(True, "measure the speed-up over stock generate on a few items")
     quiet: bool = _switch(False, "do not print the captions")
     # fmt: on
@@ -227,3 +183,129 @@ class Options:
     @property
     def policy(self) -> video.FramePolicy:
         return video.FramePolicy.parse(self.frames, self.max_frames)
+
+    @property
+    def schema(self) -> dict[str, object] | None:
+        """The schema in the file of --json-schema; SettingsError if the file is not a JSON object."""
+        if self.json_schema is None:
+            return None
+        try:
+            parsed = json.loads(self.json_schema.read_text(encoding="utf-8-sig"))
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"--json-schema {self.json_schema} cannot be read as JSON ({error})") from error
+        if not isinstance(parsed, dict):
+            raise SettingsError(f"--json-schema {self.json_schema} holds a {type(parsed).__name__}; give an object")
+        return parsed
+
+    @property
+    def enabled(self) -> dict[str, object]:
+        """The options of --enable by name, and a prefix cache for several prompts; EnableError if one is invalid."""
+        if self.engine != ENGINE:
+            return enabling.unchecked(self.enable)
+        several = {"prefix_cache": KEPT} if len(self.prompt) > 1 else {}
+        return several | enabling.given(self.enable, self.drafter)
+
+    @property
+    def shaping(self) -> dict[str, object]:
+        """The options that shape an answer besides the item and its prompt; the seed is None for greedy decoding."""
+        drawn = sorted(word for word in self.enable if word.partition("=")[0] in enabling.DRAWN)
+        seed = self.seed if self.temperature > 0 else None
+        schema = self.schema
+        grammar = {} if schema is None else {"json_schema": digest(json.dumps(["", schema], sort_keys=True).encode())}
+        return {name: getattr(self, name) for name in SHAPING} | {"enable": " ".join(drawn), "seed": seed} | grammar
+
+    def fitted(self) -> Options:
+        """The options with the default model, and with the prompt and drafter that fit it, where none were given."""
+        model = self.model or embedded.MODEL
+        prompt = self.prompt or [embedded.prompt() if embedded.speaks(model) else PROMPT]
+        return replace(self, model=model, prompt=prompt, drafter=self.drafter or embedded.drafter(model))
+
+    def dumped(self) -> bytes:
+        """The options as a config file that repeats the run."""
+        plain = {name.replace("_", "-"): str(value) if isinstance(value, Path) else value
+                 for name, value in vars(self).items() if name not in ONCE and value is not None}  # fmt: skip
+        plain["prompt"] = self.prompt[0] if len(self.prompt) == 1 else self.prompt
+        return HEAD + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode()
+
+    def check(self) -> None:
+        """SettingsError for options that cannot be combined."""
+        if self.shard and not int(self.shard.partition("/")[0]) < int(self.shard.partition("/")[2]):
+            raise SettingsError(f"--shard {self.shard!r} is not I/N with I from 0 to N-1, as 0/4 ... 3/4")
+        own = {"several --prompt": len(self.prompt) > 1, "--score": self.score, "--json-schema": self.schema}
+        if self.engine != ENGINE and any(own.values()):
+            name = next(name for name, given in own.items() if given)
+            raise SettingsError(f"--engine {self.engine} does not support {name}; leave it out")
+        around = [name for name in ("start_with", "prepend", "append") if getattr(self, name)]
+        if self.json_schema is not None and around:
+            what = f"--{around[0].replace('_', '-')}"
+            raise SettingsError(f"--json-schema and {what} cannot be combined; leave one of them out")
+
+
+OPTIONS = {one.name: one for one in fields(Options)}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the flags, without their defaults: a parsed namespace holds only what was given."""
+    group: Any = parser
+    for name, one in OPTIONS.items():
+        about = one.metadata
+        group = parser.add_argument_group(about["section"]) if about["section"] else group
+        takes = about["takes"] | {"help": about["takes"]["help"].replace("%", "%%")}
+        flag = "inputs" if name == "inputs" else f"--{name.replace('_', '-')}"
+        group.add_argument(flag, default=argparse.SUPPRESS, **takes)
+    parser.set_defaults(parser=parser)
+
+
+def resolve(args: argparse.Namespace) -> Options:
+    """All options. The command line overrides the config file, which overrides the defaults."""
+    given = {name: value for name, value in vars(args).items() if name in OPTIONS}
+    options = Options(**((_from_file(given["config"], args.parser) if given.get("config") else {}) | given))
+    options.check()
+    return options
+
+
+def ask(facts: Mapping[str, object]) -> str:
+    """A hash of everything that shapes an answer except the content.
+
+    Only what differs from its default counts, so that a newly added option does not invalidate recorded captions.
+    """
+    usual = {"further": (), "max_frames": video.MAX_FRAMES, "engine": ENGINE}
+    usual |= dict.fromkeys(("dtype", "max_pixels_per_image"), AUTO)
+    return key(**{name: value for name, value in facts.items() if value not in ("", usual.get(name, ""))})
+
+
+def _from_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """The options in a config file, which are parsed as if they were given on the command line."""
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SettingsError(f"{path} cannot be read as YAML ({error}); give lines like `model: name`") from error
+    if not isinstance(entries, dict):
+        raise SettingsError(f"{path} is not a YAML mapping; give lines like `max-new-tokens: 64`")
+    inputs = entries.pop("inputs", None) or []
+    words = [word for name, value in entries.items() for word in _words(str(name), value, path)]
+    prog, parser.prog = parser.prog, f"{parser.prog} --config {path}"  # for its error messages
+    try:
+        args = parser.parse_args([*words, "--", *([inputs] if isinstance(inputs, str) else map(str, inputs))])
+    finally:
+        parser.prog = prog
+    return {name: value for name, value in vars(args).items() if name in OPTIONS}
+
+
+def _words(name: str, value: object, origin: Path) -> list[str]:
+    """An entry of a config file as command-line arguments."""
+    one = OPTIONS.get(name.replace("-", "_"))
+    if one is None or one.name == "config":
+        hint = did_you_mean(name.replace("_", "-"), [each.replace("_", "-") for each in OPTIONS])
+        raise SettingsError(f"{origin}: unknown setting {name!r}{hint} (mmspec caption --help lists them)")
+    flag, action = f"--{one.name.replace('_', '-')}", one.metadata["takes"].get("action")
+    switch = action is argparse.BooleanOptionalAction
+    if value is None:
+        return []
+    if switch != isinstance(value, bool):
+        raise SettingsError(f"{origin}: {name} is{' not' * (not switch)} true or false; got {value!r}")
+    if switch:
+        return [flag if value else flag.replace("--", "--no-")]
+    if isinstance(value, dict) or (isinstance(value, list) and one.default_factory is not list):
+        raise SettingsError(f"{origin}: {name} takes one value; got {value!r}")
+    return [f"{flag}={each}" for each in (value if isinstance(value, list) else [value])]

@@ -1,25 +1,30 @@
-"""The output folder of a captioning run: locks, journals, caption files, and files of earlier runs or other tools."""
+"""The output folder of a captioning run: locks, journals, caption files, and which files a run may replace."""
 
 from __future__ import annotations
 
 import os
 import posixpath
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Protocol
 
 from mmspec.app.caption import formats
-from mmspec.app.caption.finals import FAILURES, Finals, OutputError
-from mmspec.app.caption.journal import FAILED, Journal, Ledger, Record, digest, hold, line_of
+from mmspec.app.caption.journal import FAILED, STATE, Journal, Ledger, Record, digest, hold, line_of, parse
 from mmspec.app.files import replacing, write_whole
-from mmspec.app.media.items import Item
+from mmspec.app.media.items import Item, need
 
-STATE = ".mmspec"  # folder in the output folder: journals, locks, the resolved options
+FAILURES = "failed.jsonl"  # written by every run in which something failed
+LOG = "finals.log"  # in STATE: names of the files that runs wrote, one JSON object a line
+SHARD = re.compile(r"webdataset/\d+\.tar")
 LONGEST = 2**20  # bytes of a caption file that are read; mmspec writes none that is longer
 FINISHING = 600.0  # seconds to wait while another shard's run writes the final files
 PATIENCE = 60.0  # seconds to wait while the last workers of a killed run are still writing
+
+
+class OutputError(Exception):
+    """The output folder cannot be used."""
 
 
 class UnwritableTextError(Exception):
@@ -42,19 +47,18 @@ class Sidecars:
             self._names.add(name.casefold())
             self._stems[_stem(name).casefold()] += 1
 
-    def of(self, name: str) -> str:
-        """Path in the output folder. OutputError if the name points outside of it."""
+    def of(self, name: str, record: Record | None = None) -> str:
+        """Path in the output folder; an item keeps the one of its record. OutputError if it would lead outside."""
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or "\0" in name:
             raise OutputError(f"the name {name!r} points outside of the output folder; rename it")
-        here = _stem(name).casefold()
-        alone = self._stems[here] == 1 and (here == name.casefold() or here not in self._names)
-        return (_stem(name) if alone else name) + self.extension
-
-    def kept(self, record: Record | None, name: str) -> str:
-        """The caption file of an item; an item keeps the one that an earlier run gave it."""
+        stem = _stem(name)
         before = (record or {}).get("sidecar")
-        return before if before in (_stem(name) + self.extension, name + self.extension) else self.of(name)
+        if before in (stem + self.extension, name + self.extension):
+            return str(before)
+        here = stem.casefold()
+        alone = self._stems[here] == 1 and (here == name.casefold() or here not in self._names)
+        return (stem if alone else name) + self.extension
 
 
 class Writer:
@@ -65,48 +69,118 @@ class Writer:
         self.journal = Journal(folder / STATE / f"{slot}.jsonl")
         self._partial = folder / STATE / f"{slot}.partial"
 
-    def write(self, name: str, text: str, sidecar: str | None, facts: Record) -> None:
-        """Record one caption, then write its caption file if it has one."""
-        self.journal.append({"file_name": name, "text": text, "sidecar": sidecar, "time": time.time(), **facts})
-        if sidecar is not None:
-            write_text(self.folder, sidecar, text, self._partial)
+    def write(self, name: str, text: str, sidecar: str | None, facts: Record) -> Record:
+        """Record one caption, then write its caption file if it has one.
 
-    def fail(self, name: str, error: Exception, facts: Record) -> None:
-        why = {"error": type(error).__name__, "message": str(error)}
-        self.journal.append({"file_name": name, "status": FAILED, **why, "time": time.time(), **facts})
+        Returns the record, with `error` and `message` if the caption file cannot be written.
+        """
+        record = {"file_name": name, "text": text, "sidecar": sidecar, "time": time.time(), **facts}
+        self.journal.append(record)
+        try:
+            if sidecar is not None:
+                write_text(self.folder, sidecar, text, self._partial)
+        except UnwritableTextError as error:
+            return record | {"error": type(error).__name__, "message": str(error)}
+        return record
+
+    def fail(self, name: str, error: Exception, facts: Record) -> Record:
+        """Record why an item has no caption; returns the record."""
+        why = {"error": type(error).__name__, "message": str(error) or repr(error)}
+        record = {"file_name": name, "status": FAILED, **why, "time": time.time(), **facts}
+        self.journal.append(record)
+        return record
 
     def close(self) -> None:
         self.journal.close()
 
 
-class Elsewhere(Protocol):
-    """The interface of `Mirror`, which synchronizes a remote folder with the local one."""
+class Finals:
+    """The files that runs wrote besides caption files: a run replaces no other ones, unless `overwrite` is set.
 
-    tars: list[str]
+    Each is recorded in the log before it is put in its place.
 
-    def fetch_logs(self) -> object: ...
+    Args:
+        elsewhere: names of tars that exist only in the remote copy of the folder.
+    """
+
+    def __init__(self, folder: Path, overwrite: bool = False, elsewhere: Collection[str] = ()):
+        self.folder, self._overwrite, self._elsewhere = folder, overwrite, elsewhere
+        self.log = folder / STATE / LOG
+        self.reserved: set[str] = set()  # names in the folder that no caption file may have
+
+    def claim(self, kinds: Collection[str], read: Iterable[Path] = (), report: Path | None = None) -> None:
+        """OutputError if files of these kinds would replace a file that no run wrote, or one that this run reads.
+
+        MediaError if a library that this run needs to write its files is not installed.
+        """
+        for kind in kinds:
+            if kind in formats.LIBRARIES:
+                need(formats.LIBRARIES[kind], f"--format {kind}")
+        names = [FAILURES, *(formats.NAMES[kind] for kind in kinds if kind in formats.NAMES)]
+        written = [*(self.folder / name for name in names), *([report] if report else [])]
+        if "webdataset" in kinds:
+            here = {f"webdataset/{path.name}" for path in (self.folder / "webdataset").glob("*")}
+            written += [self.folder / name for name in sorted({*here, *self._elsewhere}) if SHARD.fullmatch(name)]
+        inputs = {path.resolve() for path in read}
+        if foreign := [str(path) for path in written if not self.free(path)]:
+            raise OutputError(
+                f"{', '.join(foreign)} would be replaced, but no run wrote it; move it away, choose another name, "
+                "or use --on-existing overwrite"
+            )
+        if lost := [str(path) for path in written if path.resolve() in inputs]:
+            raise OutputError(f"{', '.join(lost)} is read by this run and would be replaced; choose another name")
+        self.reserved = {*names, *map(self._name, [*inputs, *([report] if report else [])])}
+
+    def free(self, path: Path) -> bool:
+        """Whether a file may be put there: nothing is there, or a run wrote it, or all files may be replaced."""
+        name = self._name(path)
+        there = os.path.lexists(path) or name in self._elsewhere
+        return not there or self._overwrite or name in self.noted()
+
+    def noted(self) -> set[str]:
+        lines = self.log.read_bytes().splitlines() if self.log.is_file() else []
+        return {str(line.get("file")) for line in map(parse, lines) if line is not None}
+
+    def note(self, path: Path) -> None:
+        """Record that a file is about to be put at `path`; only one run at a time calls this."""
+        if (name := self._name(path)) not in self.noted():
+            with Journal(self.log) as log:
+                log.append({"file": name})
+
+    def drop_shards(self, written: Collection[Path]) -> None:
+        """Remove tars that earlier runs wrote and this one did not, since there are fewer captions now."""
+        for name in self.noted():
+            if SHARD.fullmatch(name) and self.folder / name not in written:
+                (self.folder / name).unlink(missing_ok=True)
+
+    def _name(self, path: Path) -> str:
+        """The name in the log: the path relative to the output folder, or the whole path outside of it."""
+        place, folder = Path(os.path.abspath(path)), Path(os.path.abspath(self.folder))
+        return (place.relative_to(folder) if place.is_relative_to(folder) else place).as_posix()
 
 
 class Outputs:
     """The output folder in the planning process: locks it and reads all journals.
 
-    `slots` is the prefix of this run's journal names; the run of a shard leaves the journals of other shards alone.
-    `mirror` synchronizes a remote folder with this one.
+    Args:
+        slots: prefix of this run's journal names; the run of a shard leaves the journals of other shards alone.
+        fetch: downloads the journals of other shards into this folder, if it is the copy of a remote one.
+        elsewhere: names of tars that exist only in the remote folder.
     """
 
     def __init__(
         self, folder: Path, origin: str, slots: str = "", look_only: bool = False, overwrite: bool = False,
-        mirror: Elsewhere | None = None,
+        fetch: Callable[[], object] = lambda: None, elsewhere: Collection[str] = (),
     ):  # fmt: skip
         self.folder, self.origin, self.slots = folder, digest(os.fsencode(origin))[:16], slots
-        self.state, self.look_only, self._mirror = folder / STATE, look_only, mirror
-        self.finals = Finals(folder, self.state, overwrite, mirror.tars if mirror is not None else ())
+        self.state, self._fetch = folder / STATE, fetch
+        self.finals = Finals(folder, overwrite, elsewhere)
         self._locks: list[int] = []
         try:
             if not look_only:
                 self.state.mkdir(parents=True, exist_ok=True)
                 self._lock()
-            self.ledger = Ledger(self._journals())
+            self.ledger = Ledger(sorted(self.state.glob("*.jsonl")))
         except OSError as error:
             self.close()
             reason = error.strerror or error
@@ -148,22 +222,22 @@ class Outputs:
         """
         if not self._alone("finish.lock", FINISHING):
             raise OutputError(f"another run is still finishing {self.folder}; run the command again")
-        if self._mirror is not None:  # get the results of other shards
-            self._mirror.fetch_logs()
+        self._fetch()
         self.ledger.close()
-        self.ledger = Ledger(self._journals())  # now with the workers' results
-        self.finals.refuse_strangers(kinds)
+        self.ledger = Ledger(sorted(self.state.glob("*.jsonl")))  # now with the workers' results
+        self.finals.claim(kinds)
         written: list[Path] = []
         for kind in kinds:
             if kind == "txt":
                 continue  # written when the items were finished
-            sources = {item.name: item.source for item in items()} if kind == "webdataset" else {}
-            more = {"sources": sources, "max_bytes": most} if kind == "webdataset" else {}
+            more: Record = {}
+            if kind == "webdataset":
+                more = {"sources": {item.name: item.source for item in items()}, "max_bytes": most}
             written += formats.FORMATS[kind](self.ledger.all_captions(), self.folder, note=self.finals.note, **more)
             if kind == "webdataset":
                 self.finals.drop_shards(written)
         failures = self.folder / FAILURES
-        lines = [line_of(record) for record in self.standing_failures(items)]
+        lines = [line_of(record) for record in self._standing_failures(items)]
         if lines:
             with replacing(failures, self.finals.note) as file:
                 file.writelines(lines)
@@ -171,16 +245,11 @@ class Outputs:
             failures.unlink(missing_ok=True)
         return written
 
-    def standing_failures(self, items: Callable[[], Iterable[Item]]) -> Iterator[Record]:
-        """Failures of items that have no caption since, without those of files and rows that no longer exist."""
-        named: set[str] | None = None
-        for record in self.ledger.all_failures():
-            path = record.get("path")
-            there = os.path.lexists(str(path)) if path is not None else record.get("folder") != self.origin
-            if not there and named is None:
-                named = {item.name for item in items()}
-            if there or record["file_name"] in (named or ()):
-                yield record
+    def _standing_failures(self, items: Callable[[], Iterable[Item]]) -> Iterator[Record]:
+        """Failures of items that have no caption since, without items of these inputs that no longer exist."""
+        failures = list(self.ledger.all_failures())
+        names = {item.name for item in items()} if failures else set()
+        return (one for one in failures if one["file_name"] in names or one.get("folder") != self.origin)
 
     def close(self) -> None:
         if hasattr(self, "ledger"):
@@ -188,9 +257,6 @@ class Outputs:
         for handle in self._locks:
             os.close(handle)
         self._locks.clear()
-
-    def _journals(self) -> list[Path]:
-        return sorted(self.state.glob("*.jsonl")) if self.state.is_dir() else []
 
     def _lock(self) -> None:
         """Lock the folder until `close` or the end of the process; wait for the last workers of a killed run."""
@@ -219,11 +285,6 @@ def write_text(folder: Path, sidecar: str, text: str, partial: Path) -> None:
     except OSError as error:
         reason = f"cannot write {path}: {error.strerror or error}"
         raise UnwritableTextError(f"{reason}; the caption itself is in {folder / STATE}") from error
-
-
-def facts_of(**facts: object) -> Record:
-    """The facts without empty ones (None or "")."""
-    return {name: value for name, value in facts.items() if value not in (None, "")}
 
 
 def _stem(name: str) -> str:

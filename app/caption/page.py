@@ -39,7 +39,7 @@ def render(facts: Mapping[str, Any], ledger: Ledger, items: Iterable[Item], opti
     Args:
         items: items of the run; those that are shown are decoded again, in a separate process.
     """
-    names = sorted(ledger.captions)
+    names = ledger.captioned()
     chosen = set(names[:: max(1, -(-len(names) // SHOWN))])
     pictures = _pictures([item for item in items if item.name in chosen], options)
     figures = [_figure(ledger.get(name) or {}, pictures.get(name)) for name in sorted(chosen)]

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmspec.app.caption.journal import Record, digest
-from mmspec.app.caption.options import Options
+from mmspec.app.caption.options import Options, ask
 from mmspec.app.caption.outputs import OutputError, Outputs, Sidecars, UnwritableTextError
-from mmspec.app.caption.settings import ask
-from mmspec.app.files import stamp
 from mmspec.app.media.inputs import Inputs
 from mmspec.app.media.items import VIDEO, Item
-from mmspec.app.media.remote import RemoteSource
 from mmspec.app.media.video import FramePolicy
 from mmspec.app.prompt import PromptChoice, Prompts
 from mmspec.media import MediaError
@@ -70,7 +66,7 @@ class Planner:
 
     def __init__(self, options: Options, shaping: dict[str, Any], prompts: Prompts, outputs: Outputs):
         self.options, self.shaping, self.prompts, self.outputs = options, shaping, prompts, outputs
-        self.frames = options.policy.named
+        self.overwrite = options.on_existing == "overwrite"
         self.reads_existing = any("{existing}" in prompt for prompt in prompts.texts)
 
     def plan(self, inputs: Inputs) -> Plan:
@@ -92,48 +88,46 @@ class Planner:
     def _sort(self, item: Item, sidecars: Sidecars | None, todo: Plan) -> None:
         options, outputs, name = self.options, self.outputs, item.name
         record, failure = outputs.ledger.get(name), outputs.ledger.failure(name)
-        sidecar = sidecars.kept(record, name) if sidecars else None
+        sidecar = sidecars.of(name, record) if sidecars else None
         if sidecar in outputs.finals.reserved:
             raise OutputError(f"{sidecar} would be the caption file of {name} and another file of this run as well; "
                 "choose another --extension, or rename the item")  # fmt: skip
-        came_with = stamp_of(item)
-        same = record is not None and self._unchanged(record, item, came_with)
+        stamp = item.source.stamp
+        same = record is not None and self._unchanged(record, item, stamp)
         came = item.existing or (record or {}).get("existing")  # the caption before mmspec wrote one
         if record and same and options.resume and record.get("ask") == self._choice(item, came)[1]:
             todo.done += 1
             self._restore(record, sidecar, todo)
             return
         there = outputs.existing(name, sidecar)
-        if options.on_existing == "skip" and (there or (item.existing and not record and not self.reads_existing)):
+        if not self.overwrite and (there or (item.existing and not record and not self.reads_existing)):
             todo.kept += 1
             return
         existing = there or came
         choice, named = self._choice(item, existing)
-        if failure and failure.get("ask") == named and failure.get("stamp") == came_with and not options.retry_failed:
+        if failure and failure.get("ask") == named and failure.get("stamp") == stamp and not options.retry_failed:
             todo.failed_before += 1
             return
-        if record and not same and record.get("folder") != outputs.origin and options.on_existing != "overwrite":
+        if record and not same and record.get("folder") != outputs.origin and not self.overwrite:
             raise OutputError(
                 f"{outputs.folder} already holds a caption of {name}, from another folder; "
                 "choose another --out, or --on-existing overwrite"
             )
         todo.again += same
-        todo.pending.append(Task(item, choice, named, came_with, existing, sidecar))
+        todo.pending.append(Task(item, choice, named, stamp, existing, sidecar))
 
     def _choice(self, item: Item, existing: str | None) -> tuple[PromptChoice, str]:
         """The prompt for an item, and the hash of everything that shapes the answer except the item's content."""
-        choice = self.prompts.of(replace(item, existing=existing))
+        choice, policy = self.prompts.of(replace(item, existing=existing)), self.options.policy
         more: Record = {}
         if item.kind == VIDEO:
-            more = {"frames": self.frames}
-            if not self.frames.startswith("uniform"):  # that one already includes the limit
+            more = {"frames": policy.named}
+            if policy.kind != "uniform":  # its name already includes the limit
                 more["max_frames"] = self.options.max_frames
-        if existing and self.options.on_existing == "append":
-            more |= {"on_existing": self.options.on_existing, "existing": existing}
         return choice, ask(self.shaping | vars(choice) | more)
 
-    def _unchanged(self, record: Record, item: Item, came_with: str | None) -> bool:
-        if came_with and record.get("stamp") == came_with and record.get("folder") == self.outputs.origin:
+    def _unchanged(self, record: Record, item: Item, stamp: str | None) -> bool:
+        if stamp and record.get("stamp") == stamp and record.get("folder") == self.outputs.origin:
             return True
         try:
             return record.get("content") == digest(item.source.read(self.options.max_bytes))
@@ -144,8 +138,7 @@ class Planner:
         if sidecar is None or self.options.dry_run:
             return
         try:
-            force = self.options.on_existing == "overwrite"
-            todo.restored += self.outputs.restore(record, sidecar, force)
+            todo.restored += self.outputs.restore(record, sidecar, self.overwrite)
         except UnwritableTextError as error:
             todo.unwritable.append(str(error))
 
@@ -154,17 +147,3 @@ class Planner:
             return True
         shard, shards = map(int, self.options.shard.split("/"))
         return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8]) % shards == shard
-
-
-def stamp_of(item: Item) -> str | None:
-    """Size and modification time of the item's file, tar or table; an unchanged one need not be read again."""
-    if isinstance(item.source, RemoteSource):
-        return item.source.stamp
-    for attribute in ("path", "tar", "table"):
-        path = getattr(item.source, attribute, None)
-        if path is not None:
-            return stamp(path) if attribute == "path" else _stamp_of_many(path)
-    return None
-
-
-_stamp_of_many = functools.lru_cache(maxsize=64)(stamp)  # items of one tar follow each other

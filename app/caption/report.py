@@ -15,9 +15,8 @@ from tqdm import tqdm
 
 from mmspec.app.caption import page
 from mmspec.app.caption.journal import Ledger, Record
-from mmspec.app.caption.options import PAGES, Options
+from mmspec.app.caption.options import Options
 from mmspec.app.caption.plan import Plan
-from mmspec.app.caption.run import Result
 from mmspec.app.caption.workers import places
 from mmspec.app.files import write_whole
 from mmspec.app.media.items import Item
@@ -43,7 +42,6 @@ class RunTally:
     captioned: int = 0  # of these
     captions: int = 0  # one for each prompt of an item
     tokens: int = 0
-    twins: int = 0
     failed: int = 0
     cut: int = 0  # captions cut off at --max-new-tokens
     animated: int = 0  # animations of which the model saw only the first frame
@@ -61,22 +59,22 @@ class RunTally:
         self._begun = time.perf_counter()
         self._bar.reset()
 
-    def add(self, result: Result) -> None:
+    def add(self, record: Record) -> None:
         """Count an item, which is on the disk already. TooManyErrorsError if --max-errors is reached."""
+        texts = record.get("captions") or ([record["text"]] if "text" in record else [])
         self.seconds = time.perf_counter() - self._begun
         self.items += 1
-        self.captioned += bool(result.captions)
-        self.captions += result.captions
-        self.tokens += result.tokens
-        self.twins += bool(result.twin_of)
-        self.cut += result.finish == "length"
-        self.animated += result.animated
-        if result.text and not self.quiet:
-            tqdm.write(f"{plain(result.name)}: {plain(result.text)}")
-        if result.error:
+        self.captioned += bool(texts)
+        self.captions += len(texts)
+        self.tokens += record.get("tokens", 0)
+        self.cut += record.get("finish") == "length"
+        self.animated += record.get("animated", False)
+        if texts and not self.quiet:
+            tqdm.write(f"{plain(record['file_name'])}: {plain(' | '.join(texts))}")
+        if "error" in record:
             self.failed += 1
-            self.errors[result.error] += 1
-            tqdm.write(f"failed: {plain(result.message)}", file=sys.stderr)
+            self.errors[record["error"]] += 1
+            tqdm.write(f"failed: {plain(record['message'])}", file=sys.stderr)
         self._bar.set_postfix_str(f"{self.tokens / max(self.seconds, 1e-9):.0f} tokens/s", refresh=False)
         self._bar.update()
         self._say()
@@ -104,10 +102,9 @@ class RunTally:
 
     def __str__(self) -> str:
         pace = f"{self.captioned / max(self.seconds, 1e-9):.2f} items/s" if self.captioned else ""
-        same = f"{self.twins} of them copied from one that is the same" if self.twins else ""
         cut = f"{self.cut} cut off at --max-new-tokens" if self.cut else ""
         first = f"{self.animated} by the first frame of an animation" if self.animated else ""
-        return ", ".join(filter(None, [self.counted, pace, same, cut, first]))
+        return ", ".join(filter(None, [self.counted, pace, cut, first]))
 
 
 def write(
@@ -132,7 +129,6 @@ def write(
             "items": todo.items,
             "captioned": tally.captioned,
             "captions": tally.captions,
-            "copied_from_twins": tally.twins,
             "cut_off_at_max_new_tokens": tally.cut,
             "first_frame_of_an_animation": tally.animated,
             "done_before": todo.done,
@@ -155,7 +151,7 @@ def write(
     }
     path = options.report
     assert path is not None, "no --report was given"
-    if path.suffix.lower() in PAGES:
+    if path.suffix == ".html":
         data = page.render(facts, ledger, items(), options)
     else:
         data = json.dumps(facts, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"

@@ -6,14 +6,14 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.caption.journal import Ledger, Record, digest, key
+from mmspec.app.caption.journal import Record, digest, facts_of
 from mmspec.app.caption.model import Answers, FatalError, area_for, compiles, dtype_of, load, peak_memory, rows_for
 from mmspec.app.caption.options import Options
-from mmspec.app.caption.outputs import STATE, UnwritableTextError, Writer, facts_of
+from mmspec.app.caption.outputs import Writer
 from mmspec.app.caption.plan import Task
 from mmspec.app.extras import cores
 from mmspec.app.media.decoder import AHEAD, Decoder, DecoderError
@@ -37,81 +37,31 @@ class Job:
     items: int = 1  # approximate number of items for a worker
 
 
-@dataclass(frozen=True)
-class Result:
-    """The result of one item, which is on the disk already."""
-
-    name: str
-    text: str = ""
-    captions: int = 0  # one for each prompt
-    tokens: int = 0
-    seconds: float = 0.0
-    error: str = ""  # class of the error; there is also a text if only its caption file could not be written
-    message: str = ""
-    twin_of: str = ""
-    finish: str = ""  # "length": cut off at --max-new-tokens
-    animated: bool = False  # an animated image, of which the model saw only the first frame
-
-
-@dataclass(eq=False)
-class Twin:
-    """The first of several identical items: its answer, once there is one, and the items that wait for it."""
-
-    name: str
-    texts: list[str] | None = None
-    finish: str = ""
-    scores: tuple[float, ...] = ()
-    followers: list[tuple[Task, Media]] = field(default_factory=list)
-
-
-def recorded_twins(folder: Path) -> dict[tuple[str, str], Twin]:
-    with contextlib.closing(Ledger(sorted((folder / STATE).glob("*.jsonl")))) as ledger:
-        return {
-            (record["ask"], str(record.get("content"))): Twin(
-                str(record["file_name"]), _answers(record), record.get("finish", ""), _scores(record)
-            )
-            for record in ledger.all_captions() if "ask" in record
-        }  # fmt: skip
-
-
-def _answers(record: Record) -> list[str]:
-    """The model's answers as recorded; the captions are the answers unless both were recorded."""
-    return record.get("answers") or record.get("captions") or [str(record.get("answer", record["text"]))]
-
-
-def _scores(record: Record) -> tuple[float, ...]:
-    return tuple(record.get("scores") or ([record["score"]] if "score" in record else []))
-
-
 class Worker:
-    """Takes tasks by `give` and returns results by `step`; in between it decodes, captions and records them."""
+    """Takes tasks by `give` and returns their records by `step`; in between it decodes, captions and records them."""
 
     def __init__(self, job: Job, place: str, slot: str):
         options, self.job, self.slot = job.options, job, slot
         self.engine: Any = load(options, place)
         self.flow: Answers | None = None  # opened when the first pictures are decoded, since their sizes set the batch
         self.rows = SIZED
-        self._area, capped = area_for(options.max_pixels_per_image, self.engine)
+        area, capped = area_for(options.max_pixels_per_image, self.engine)
         self._compiles, compiling = compiles(options, job.items, job.frames, self.engine)
         self.notes = [*self.engine.notes, *filter(None, (capped, compiling))]
         self._decoders = options.decoders or max(1, min(4, cores() // (2 * job.workers)))
         self.sampler: Callable[..., None] | None = None  # called with the frames and prompt of every request
-        self._twins: dict[tuple[str, str], Twin] = {}  # by `ask` and content, for --dedup
-        if options.dedup and options.resume:
-            self._twins = recorded_twins(job.folder)
         self._inbox: deque[Task] = deque()
         self._decoding: dict[str, Task] = {}
         self._waiting: deque[tuple[Task, Media]] = deque()
         self._asked: dict[str, tuple[Task, Media]] = {}
-        self._following = 0  # items that wait for the answer to an identical one
         self._failures: list[tuple[Task, str, Exception]] = []  # not recorded until the model has answered once
-        self._results: list[Result] = []
+        self._results: list[Record] = []
         self._answered = self._lost = False
         with contextlib.ExitStack() as stack:
             self._writer = Writer(job.folder, slot)
             stack.callback(self._writer.close)
-            self._decoder = stack.enter_context(Decoder(self._decoders, options.limits(self._area), options.policy))
-            self._close = stack.pop_all()
+            self._decoder = stack.enter_context(Decoder(self._decoders, options.limits(area), options.policy))
+            self.close = stack.pop_all().close
 
     @property
     def window(self) -> int:
@@ -130,13 +80,13 @@ class Worker:
 
     @property
     def _at_work(self) -> int:
-        return len(self._inbox) + len(self._decoding) + len(self._waiting) + len(self._asked) + self._following
+        return len(self._inbox) + len(self._decoding) + len(self._waiting) + len(self._asked)
 
     def give(self, tasks: Sequence[Task]) -> None:
         self._inbox.extend(tasks)
 
-    def step(self) -> list[Result]:
-        """Do a part of the work, such as one round of the model, and return the finished results.
+    def step(self) -> list[Record]:
+        """Do a part of the work, such as one round of the model, and return the records of finished items.
 
         Raises FatalError: the model fails on every item, or the decoder cannot run.
         """
@@ -163,19 +113,11 @@ class Worker:
         }
         facts |= facts_of(dtype=dtype_of(self.engine), prefix=getattr(stats, "prefix", None) or None)
         if stats is not None and stats.rounds:
-            facts |= {
-                "target_calls": stats.target_calls,
-                "row_rounds": stats.row_rounds,
-                "gained": stats.gained,
-                "accepted": stats.accepted,
-                "tokens_per_target_call": round(stats.tokens_per_target_call, 4),
-                "accepted_draft_tokens_per_call": round(stats.accepted_draft_tokens_per_call, 4),
-                "lossless": stats.lossless,
-            }
+            names = ("target_calls", "row_rounds", "gained", "accepted", "lossless")
+            facts |= {name: getattr(stats, name) for name in names}
+            means = ("tokens_per_target_call", "accepted_draft_tokens_per_call")
+            facts |= {name: round(getattr(stats, name), 4) for name in means}
         return facts
-
-    def close(self) -> None:
-        self._close.close()
 
     def _decode(self) -> None:
         while self._inbox and self._decoder.room:
@@ -192,22 +134,9 @@ class Worker:
         for name, media in decoded:
             task = self._decoding.pop(str(name))
             if isinstance(media, Media):
-                self._sort(task, media)
+                self._waiting.append((task, media))
             else:
                 self._fail(task, "", media)
-
-    def _sort(self, task: Task, media: Media) -> None:
-        """Queue an item; with --dedup, one that is identical to an earlier one gets its caption instead."""
-        twin = self._twins.get((task.ask, media.content))
-        if not self.job.options.dedup or twin is None or twin.name == task.item.name:
-            if self.job.options.dedup:
-                self._twins[task.ask, media.content] = Twin(task.item.name)
-            self._waiting.append((task, media))
-        elif twin.texts is not None:
-            self._record(task, media, twin.texts, twin_of=twin.name, finish=twin.finish, scores=twin.scores)
-        else:
-            self._following += 1
-            twin.followers.append((task, media))
 
     def _open(self) -> None:
         """Open the model's batch, sized for the largest picture so far; compile the model first where that pays."""
@@ -230,60 +159,38 @@ class Worker:
 
     def _answer(self, answer: Any) -> None:
         task, media = self._asked.pop(answer.ticket)
-        twin = self._twins.get((task.ask, media.content), Twin(task.item.name))
-        followers, twin.followers = twin.followers, []
-        self._following -= len(followers)
-        if answer.error is not None:
-            self._twins.pop((task.ask, media.content), None)
-            for follower, its in followers:  # the first of them is captioned, the others wait for it
-                self._sort(follower, its)
-            self._model_failed(task, media.content, answer.error)
+        if answer.error is None:
+            self._answered, self._lost = True, False
+            self._record_failures()
+            self._record(task, media, answer)
             return
-        self._answered, self._lost = True, False
-        self._record_failures()
-        texts = twin.texts = [answer.text, *getattr(answer, "further", ())]
-        twin.finish = getattr(answer, "finish", "")  # not every engine sets it
-        twin.scores = getattr(answer, "scores", ())
-        self._record(task, media, texts, answer.tokens, answer.seconds, finish=twin.finish, scores=twin.scores)
-        for follower, its in followers:
-            self._record(follower, its, texts, twin_of=twin.name, finish=twin.finish, scores=twin.scores)
-
-    def _model_failed(self, task: Task, content: str, error: Exception) -> None:
-        lost, self._lost = self._lost, type(error).__name__ == LOST
+        lost, self._lost = self._lost, type(answer.error).__name__ == LOST
         if lost and self._lost:  # the first item may have broken the device; the second one is not the cause
-            raise FatalError(f"the device no longer works; run the same command again to resume. {error}") from error
-        self._failures.append((task, content, error))
+            raise FatalError(
+                f"the device no longer works; run the same command again to resume. {answer.error}"
+            ) from answer.error
+        self._failures.append((task, media.content, answer.error))
         if self._answered:
             self._record_failures()
         elif len(self._failures) == PATIENCE:
-            raise FatalError(f"the model fails on every item. {type(error).__name__}: {error}") from error
+            why = f"{type(answer.error).__name__}: {answer.error}"
+            raise FatalError(f"the model fails on every item. {why}") from answer.error
 
-    def _record(
-        self, task: Task, media: Media, answers: list[str], tokens: int = 0, seconds: float = 0.0, twin_of: str = "",
-        finish: str = "", scores: tuple[float, ...] = (),
-    ) -> None:  # fmt: skip
-        further = task.choice.further
-        before = f"{task.existing} " if task.existing and self.job.options.on_existing == "append" else ""
-        texts = [before + task.choice.caption(answer) for answer in answers]
-        facts = about(task, media.content, self.job) | self.job.shaping | {"tokens": tokens}
+    def _record(self, task: Task, media: Media, answer: Any) -> None:
+        choice, scores = task.choice, getattr(answer, "scores", ())  # not every engine sets it
+        answers = [answer.text, *getattr(answer, "further", ())]
+        texts = [choice.caption(text) for text in answers]
+        facts = about(task, media.content, self.job) | self.job.shaping | {"tokens": answer.tokens}
         facts |= facts_of(
-            prompt=task.choice.text, system=task.choice.system, start=task.choice.start, existing=task.existing,
-            twin_of=twin_of, length=media.seconds, seconds=round(seconds, 4), finish=finish,
+            prompt=choice.text, system=choice.system, start=choice.start, existing=task.existing, length=media.seconds,
+            seconds=round(answer.seconds, 4), finish=getattr(answer, "finish", ""), animated=media.animated or None,
             answer=answers[0] if answers[0] != texts[0] else None, score=scores[0] if scores else None,
         )  # fmt: skip
-        if further:
-            facts |= {"prompts": [task.choice.text, *further], "captions": texts}
+        if choice.further:
+            facts |= {"prompts": [choice.text, *choice.further], "captions": texts}
             facts |= {"answers": answers} if answers != texts else {}
             facts |= {"scores": list(scores)} if scores else {}
-        result = Result(
-            task.item.name, " | ".join(texts), len(texts), tokens, seconds, twin_of=twin_of, finish=finish,
-            animated=media.animated,
-        )  # fmt: skip
-        try:
-            self._writer.write(task.item.name, texts[0], task.sidecar, facts)
-        except UnwritableTextError as error:
-            result = replace(result, error=type(error).__name__, message=str(error))
-        self._results.append(result)
+        self._results.append(self._writer.write(task.item.name, texts[0], task.sidecar, facts))
 
     def _record_failures(self) -> None:
         failures, self._failures = self._failures, []
@@ -291,19 +198,13 @@ class Worker:
             self._fail(task, content, error)
 
     def _fail(self, task: Task, content: str, error: Exception) -> None:
-        self._results.append(failed(task, content, error, self._writer, self.job))
-
-
-def failed(task: Task, content: str, error: Exception, writer: Writer, job: Job) -> Result:
-    """Record that an item got no caption; `content` is empty if the item could not be read."""
-    writer.fail(task.item.name, error, about(task, content, job))
-    return Result(task.item.name, error=type(error).__name__, message=str(error) or repr(error))
+        self._results.append(self._writer.fail(task.item.name, error, about(task, content, self.job)))
 
 
 def about(task: Task, content: str, job: Job) -> Record:
-    """What the journal records of an item besides its caption."""
+    """What the journal records of an item besides its caption; `content` is empty if the item could not be read."""
     path = task.item.source.path
     return facts_of(
-        key=key(content, ask=task.ask), ask=task.ask, content=content, stamp=task.stamp, folder=job.origin,
-        kind=task.item.kind, path=os.path.abspath(path) if path is not None else None,
+        ask=task.ask, content=content, stamp=task.stamp, folder=job.origin, kind=task.item.kind,
+        path=os.path.abspath(path) if path is not None else None,
     )  # fmt: skip

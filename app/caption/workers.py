@@ -1,26 +1,35 @@
-"""Where items are captioned: in this process, or in one process per device, which requests items from its parent."""
+"""Where items are captioned: in this process, or in one process per device to which a parent sends items."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from mmspec.app.caption.journal import STATE, Ledger, Record, time_of
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.options import AUTO
+from mmspec.app.caption.outputs import Writer
 from mmspec.app.caption.plan import Task
-from mmspec.app.caption.run import Job, Result, Worker
+from mmspec.app.caption.run import Job, Worker, about
 from mmspec.app.cli import quiet
 from mmspec.app.extras import cores
 
-POLL = 0.03  # seconds
-Report = Callable[[Result], None]
+GOODBYE = 30.0  # seconds that a process has for its last round after it was told to stop
+STARTS = 2  # starts of a worker in a row without a finished item, after which its device is given up
+Report = Callable[[Record], None]
+
+
+class KilledWorkerError(Exception):
+    """The process died while this item was the only one it worked on."""
 
 
 class Alone:
@@ -38,18 +47,18 @@ class Alone:
             self.comparison = Sampled(items)
             self.worker.sampler = self.comparison.show
 
-    def run(self, tasks: Sequence[Task], report: Report, started: Callable[[], object] | None = None) -> None:
-        """Do all tasks; calls `report` for each result once it is on the disk, `started` when the model begins."""
-        rest, worker = deque(tasks), self.worker
+    def run(self, tasks: Sequence[Task], report: Report, started: Callable[[], object] = lambda: None) -> None:
+        """Do all tasks; calls `report` for each record once it is on the disk, `started` when the model begins."""
+        rest, worker, opened = deque(tasks), self.worker, False
         while rest or worker.busy:
             room = max(0, worker.window - worker.in_hand)
             worker.give([rest.popleft() for _ in range(min(room, len(rest)))])
-            results = worker.step()
-            if started is not None and worker.flow is not None:
+            records = worker.step()
+            if worker.flow is not None and not opened:
                 started()
-                started = None
-            for result in results:
-                report(result)
+                opened = True
+            for record in records:
+                report(record)
 
     def compared(self, ready: Callable[[], None]) -> Any:
         """Measure the comparison with stock generate; `ready` is called before the first line is printed."""
@@ -67,7 +76,11 @@ class Alone:
 
 
 def serve(job: Job, place: str, slot: str, pipe: Connection) -> None:
-    """The main function of a worker process: requests items and sends results until the parent stops it or is gone."""
+    """The main function of a worker process: works on the tasks it is sent until the parent stops it or is gone.
+
+    It sends a message with `records` and `window`, and the parent answers with more tasks (None: stop) once it has
+    some, or at once if the process is busy. The last message has a `summary`, or the `trouble` that ended the work.
+    """
     quiet()
     for number in (signal.SIGINT, signal.SIGTERM):  # may be sent to all processes; the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)
@@ -77,27 +90,183 @@ def serve(job: Job, place: str, slot: str, pipe: Connection) -> None:
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has gone
         try:
             with contextlib.closing(Worker(job, place, slot)) as worker:
-                pipe.send({"notes": worker.notes})
-                results, opened = list[Result](), False
+                records, opened = list[Record](), False
                 while True:
-                    room = max(0, min(worker.window, job.items) - worker.in_hand)
-                    if results or room or opened != (worker.flow is not None):
-                        opened = worker.flow is not None
-                        pipe.send({"results": results, "room": room, "opened": opened})
-                        tasks = pipe.recv()  # the parent answers every such message
-                        if tasks is None:
-                            break
-                        worker.give(tasks)
-                    elif pipe.poll() and pipe.recv() is None:  # the parent stops the run, or is gone: EOFError
+                    window = min(worker.window, job.items)
+                    pipe.send({"notes": worker.notes, "records": records, "window": window, "opened": opened})
+                    if (tasks := pipe.recv()) is None:
                         break
-                    if not worker.busy:  # another worker may still die, and its items come here
-                        time.sleep(POLL)
-                    results = worker.step()
+                    worker.give(tasks)
+                    records = []
+                    while worker.busy and not records and opened == (worker.flow is not None) and not pipe.poll():
+                        records = worker.step()
+                    opened = worker.flow is not None
                 pipe.send({"summary": worker.summary()})
         except ConnectionError:
             raise
         except (FatalError, OSError) as error:
             pipe.send({"trouble": f"{slot} on {place}: {error}"})
+
+
+@dataclass(eq=False)
+class WorkerProcess:
+    """A worker process as its parent sees it."""
+
+    process: Any
+    pipe: Connection
+    slot: str
+    place: str
+    failed_starts: int  # starts in a row before this one in which no item was finished
+    tasks: dict[str, Task] = field(default_factory=dict)  # its unfinished tasks by name
+    window: int = 0  # maximum number of unfinished tasks; 0 until its model is loaded
+    waiting: bool = False  # whether it waits for an answer to its last message
+    alone: bool = False  # whether its only task is one that a killed worker had
+    worked: bool = False
+    trouble: str = ""  # why it cannot go on, if it reported an error
+
+    def end(self) -> str:
+        """End the process, and return how it ended."""
+        self.pipe.close()
+        self.process.join(1)  # a process that ended by itself may need a moment to exit
+        self.process.kill()
+        self.process.join()
+        code = self.process.exitcode
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+class Crew:
+    """One process per device, each with its own model, decoder and journal; with the interface of `Alone`.
+
+    A process that dies is restarted, unless it never finishes anything. The items that a killed one had are given out
+    one at a time; an item during which a second process dies, with no other item, is recorded as a failure.
+    """
+
+    def __init__(self, job: Job, places: Sequence[str], slots: str) -> None:
+        count = len(places)
+        self.job = replace(job, folder=job.folder.resolve(), workers=count, items=max(1, -(-job.items // count)))
+        self.workers: list[WorkerProcess] = []
+        self.summaries: list[dict[str, Any]] = []
+        self._rest, self._suspects, self._unfinished = deque[Task](), deque[Task](), set[str]()
+        self._notes, self._begun, self._why = set[str](), time.time(), ""
+        for number, place in enumerate(places):
+            self._start(f"{slots}worker-{number}", place)
+
+    def run(self, tasks: Sequence[Task], report: Report, started: Callable[[], object] = lambda: None) -> None:
+        """Do all tasks. FatalError if no worker is left."""
+        self._rest.extend(tasks)
+        self._unfinished = {task.item.name for task in tasks}
+        opened = False
+        while self._unfinished:
+            if not self.workers:
+                raise FatalError(f"all workers have ended ({self._why}); finished captions are saved, run the same "
+                    "command again to resume")  # fmt: skip
+            ready = wait([worker.pipe for worker in self.workers])
+            for worker in [worker for worker in self.workers if worker.pipe in ready]:
+                try:
+                    message = worker.pipe.recv()
+                except (EOFError, OSError):
+                    self._replace(worker, report)
+                    continue
+                self._note(worker, message)
+                if message.get("opened") and not opened:
+                    started()
+                    opened = True
+                self._finish(worker, message.get("records", ()), report)
+            for worker in self.workers:
+                self._give(worker)
+
+    def compared(self, ready: Callable[[], None]) -> None:
+        """Several workers are not compared with stock generate."""
+
+    def stop(self) -> None:
+        give_up = time.monotonic() + GOODBYE
+        try:
+            for worker in self.workers:
+                with contextlib.suppress(OSError):
+                    worker.pipe.send(None)
+            for worker in self.workers:
+                with contextlib.suppress(EOFError, OSError):
+                    while worker.window and worker.pipe.poll(max(0.0, give_up - time.monotonic())):
+                        self._note(worker, worker.pipe.recv())
+        finally:
+            for worker in self.workers:
+                worker.end()
+
+    def _note(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
+        notes = message.get("notes", ())
+        say([note for note in notes if note not in self._notes])
+        self._notes |= {*notes}
+        self.summaries += [message["summary"]] if "summary" in message else []
+        worker.window, worker.waiting = message.get("window", worker.window), True
+        worker.trouble = message.get("trouble", worker.trouble)
+
+    def _finish(self, worker: WorkerProcess, records: Sequence[Record], report: Report) -> None:
+        for record in records:
+            worker.worked, worker.failed_starts = True, 0
+            worker.tasks.pop(record["file_name"], None)
+            if record["file_name"] in self._unfinished:
+                self._unfinished.remove(record["file_name"])
+                report(record)
+
+    def _give(self, worker: WorkerProcess) -> None:
+        """Answer a worker with as many tasks as it has room for; those of killed workers come last, each alone."""
+        if not worker.waiting:
+            return
+        tasks: list[Task] = []
+        if not worker.tasks or not worker.alone:
+            room = max(0, worker.window - len(worker.tasks))
+            tasks = [self._rest.popleft() for _ in range(min(room, len(self._rest)))]
+            worker.alone = not tasks and not worker.tasks and bool(self._suspects)
+            if worker.alone:
+                tasks = [self._suspects.popleft()]
+        worker.tasks |= {task.item.name: task for task in tasks}
+        if worker.tasks:
+            worker.waiting = False
+            with contextlib.suppress(OSError):  # it has just died, and the next `recv` raises EOFError
+                worker.pipe.send(tasks)
+
+    def _start(self, slot: str, place: str, failed_starts: int = 0) -> None:
+        pipe, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(target=serve, args=(self.job, place, slot, theirs))
+        process.start()
+        theirs.close()  # so that `recv` raises EOFError when the process ends
+        self.workers.append(WorkerProcess(process, pipe, slot, place, failed_starts))
+
+    def _replace(self, worker: WorkerProcess, report: Report) -> None:
+        """Give the tasks of a dead worker to the others, and restart it where that may help."""
+        self.workers.remove(worker)
+        how = worker.end()
+        self._finish(worker, self._recorded(worker), report)
+        for task in worker.tasks.values():
+            if worker.alone and not worker.trouble:
+                self._unfinished.remove(task.item.name)
+                report(self._blamed(worker.slot, task))
+            elif worker.trouble and not worker.alone:  # it reported an error of its own: no item is the cause
+                self._rest.append(task)
+            else:
+                self._suspects.append(task)
+        self._why = worker.trouble or f"{worker.slot} on {worker.place} has ended ({how})"
+        again = worker.worked or (not worker.trouble and worker.failed_starts + 1 < STARTS)
+        if again:
+            self._start(worker.slot, worker.place, 0 if worker.worked else worker.failed_starts + 1)
+        then = "it is restarted" if again else "the other workers go on" if self.workers else "no worker is left"
+        print(f"{' '.join(self._why.split())}; {then}", file=sys.stderr)
+
+    def _recorded(self, worker: WorkerProcess) -> list[Record]:
+        """Records that a dead worker wrote but did not send."""
+        path = self.job.folder / STATE / f"{worker.slot}.jsonl"
+        with contextlib.closing(Ledger([path] if path.exists() else [])) as ledger:
+            found = [ledger.failure(name) or ledger.get(name) or {} for name in worker.tasks]
+        return [record for record in found if record and time_of(record) >= self._begun]
+
+    def _blamed(self, slot: str, task: Task) -> Record:
+        """Record, in a journal beside that of the dead worker, that workers die on an item."""
+        error = KilledWorkerError(
+            "a worker was killed while it worked on this item among others, and another one on this item alone; "
+            "it may need more memory than there is. --retry-failed retries it"
+        )
+        with contextlib.closing(Writer(self.job.folder, f"{slot}-lost")) as writer:
+            return writer.fail(task.item.name, error, about(task, "", self.job))
 
 
 def say(notes: Sequence[str]) -> None:
@@ -109,7 +278,7 @@ def say(notes: Sequence[str]) -> None:
 def places(devices: str) -> list[str]:
     """One device name per worker: those of --devices, or all CUDA devices, or `auto` for the fastest device."""
     if devices != AUTO:
-        names = [name.strip() for name in devices.split(",") if name.strip()]
+        names = [name.strip() for name in devices.split(",")]
         return [f"cuda:{name}" if name.isdecimal() else name for name in names]
     import torch
 

@@ -11,7 +11,7 @@ from PIL import Image
 from mmspec.app.demo.answer import MAX_FRAMES, PICTURE, Ask
 from mmspec.app.demo.desk import RefusedError
 from mmspec.app.media.decoder import Decoder
-from mmspec.app.media.items import FileSource, Item
+from mmspec.app.media.items import Item, file_source
 from mmspec.app.media.video import FramePolicy, centres
 from mmspec.media import MediaError, MediaLimits
 
@@ -33,7 +33,7 @@ def look_at(ask: Ask, decoder: Decoder, stop: threading.Event) -> tuple[Image.Im
     """
     assert ask.media is not None
     ticket, end = object(), time.monotonic() + 2 * LIMITS.seconds
-    decoder.submit(ticket, Item("upload", ask.kind, FileSource(Path(ask.media))))
+    decoder.submit(ticket, Item("upload", ask.kind, file_source(Path(ask.media))))
     while not stop.is_set() and time.monotonic() < end:
         for whose, media in decoder.ready(PATIENCE):
             if whose is not ticket:  # left over from a stopped run

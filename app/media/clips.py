@@ -11,7 +11,7 @@ from PIL import Image
 
 from mmspec import media
 from mmspec.app.media.decoder import Decoder
-from mmspec.app.media.items import VIDEO, BytesSource, Item
+from mmspec.app.media.items import VIDEO, Item, bytes_source
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaLimits
 
@@ -57,4 +57,4 @@ class VideoReader:
         if self._decoder is None:
             assert self._open is not None, "use a VideoReader inside a `with` block"
             self._decoder = self._open.enter_context(Decoder(1, MediaLimits(), self.frames))
-        return list(self._decoder.one(Item(where, VIDEO, BytesSource(data))).frames)
+        return list(self._decoder.one(Item(where, VIDEO, bytes_source(data))).frames)

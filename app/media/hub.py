@@ -5,19 +5,25 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from mmspec import media
-from mmspec.app.media.items import VIDEO, DatasetSource, Item, need
+from mmspec.app.media.items import VIDEO, Item, Source, need
 from mmspec.app.media.tables import CHUNK, Columns, kind_by_name
-from mmspec.media import MediaError
+from mmspec.media import COPY_AGAIN, MediaError
+
+SPLIT = "train"  # where nothing names a split
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set of the `datasets` library: `hf:owner/name`, `hf:owner/name/config:split`, or one saved to a folder."""
+    """A data set of the `datasets` library: `hf:owner/name`, `hf:owner/name/config:split`, or one saved to a folder.
+
+    Attributes:
+        split: the split of a data set of the Hub whose address names none; None: all of them.
+    """
 
     where: str
     columns: Columns
@@ -29,25 +35,25 @@ class Dataset:
             self._column(part)
 
     def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
-        folders = tuple(media.dataset_folders(self._address[0] if self.where.startswith("hf:") else self.where))
+        address, folders = self._address[0], tuple(media.dataset_folders(self._address[0]))
+        whole = Path(address).resolve().name if Path(address).is_dir() else address
         for split, part in self.parts.items():
-            name, (column, kind) = f"{self._name}/{split}", self._column(part)
+            name, (column, kind) = f"{whole}/{split}", self._column(part)
             pickled = pickle.dumps(part.select_columns([column]))
             notes = part.select_columns(self.columns.notes) if self.columns.notes else None
             for row in range(len(part)):
                 if row % CHUNK == 0:
                     chunk = notes[row : row + CHUNK] if notes is not None else {}
                 cells = {note: values[row % CHUNK] for note, values in chunk.items()}
-                source = DatasetSource(name, pickled, row, column, folders)
+                label = f"{name}: row {row + 1}, column {column!r}"
+                source = Source(label, partial(_read, pickled, row, column, folders, label))
                 yield Item(f"{name}/{row}", kind, source, *self.columns.notes_of(cells))
 
     @property
-    def _name(self) -> str:
-        name = self._address[0] if self.where.startswith("hf:") else self.where
-        return Path(name).resolve().name if Path(name).is_dir() else name
-
-    @property
     def _address(self) -> tuple[str, str | None]:
+        """Name and split, or the path of a folder."""
+        if not self.where.startswith("hf:"):
+            return self.where, None
         name, _, split = self.where.removeprefix("hf:").partition(":")
         return name, split or self.split
 
@@ -57,19 +63,14 @@ class Dataset:
         datasets = need("datasets", self.where)
         name, split = self._address
         try:
-            if not self.where.startswith("hf:"):
-                loaded = datasets.load_from_disk(self.where)
-                split = self.split
-            else:
+            if self.where.startswith("hf:"):
                 loaded = datasets.load_dataset(*_name_and_config(name), split=split)
+            else:
+                loaded = datasets.load_from_disk(self.where)
         except Exception as error:  # no network, no such data set or split, a damaged cache; the message says which
             reason = f"cannot be loaded ({type(error).__name__}: {error})"
             raise MediaError(self.where, reason, "check the name (owner/name:split) and the network") from error
-        parts = dict(loaded) if isinstance(loaded, dict) else {split or str(loaded.split or "train"): loaded}
-        if isinstance(loaded, dict) and split:
-            if split not in parts:
-                raise MediaError(self.where, f"has no split {split!r}; it has {', '.join(parts)}", "name one of them")
-            parts = {split: parts[split]}
+        parts = dict(loaded) if isinstance(loaded, dict) else {split or str(loaded.split or SPLIT): loaded}
         return {split: _undecoded(part) for split, part in parts.items()}
 
     def _column(self, part: Any) -> tuple[str, str]:
@@ -77,6 +78,20 @@ class Dataset:
         typed = {name: kind for name, kind in typed.items() if kind in ("Image", "Video")}
         column = self.columns.choose(part.column_names, self.where, typed)
         return column, VIDEO if typed.get(column) == "Video" else kind_by_name(column)
+
+
+def _read(pickled: bytes, row: int, column: str, folders: tuple[Path, ...], label: str, max_bytes: int) -> bytes:
+    """The bytes of a cell; the data set is pickled as paths, without the pictures."""
+    try:
+        cell = _dataset(pickled)[row][column]
+    except Exception as error:  # any error of the library on a damaged disk or cache
+        raise MediaError(label, f"cannot be read ({type(error).__name__}: {error})", COPY_AGAIN) from error
+    return media.cell(cell, folders, label, max_bytes)
+
+
+@lru_cache(maxsize=4)
+def _dataset(pickled: bytes) -> Any:
+    return pickle.loads(pickled)
 
 
 def _name_and_config(address: str) -> tuple[str, str | None]:

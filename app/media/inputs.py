@@ -8,14 +8,13 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 from mmspec.app.media import hub, tables, tars
-from mmspec.app.media.folders import Folder
-from mmspec.app.media.items import HEAD, IMAGE, Item, broken, file_item, kind_of, need, sniff
+from mmspec.app.media.folders import Files, Folder
+from mmspec.app.media.items import HEAD, IMAGE, Item, broken, kind_of, need, sniff
 from mmspec.app.media.remote import Remote, is_address
 from mmspec.app.media.tables import Columns
 from mmspec.media import MediaError
@@ -40,17 +39,11 @@ class Place(Protocol):
     def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]: ...
 
 
-@dataclass(frozen=True)
-class Files:
-    """Single files named by hand or by a glob."""
-
-    paths: tuple[Path, ...]
-    root: Path
-
-    def check(self) -> None: ...
-
-    def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
-        return (file_item(path, name_of) for path in self.paths)
+CONTAINERS: dict[str, Callable[[Path, Columns], Place]] = {  # by extension
+    **dict.fromkeys(tables.LISTS | tables.LINES | tables.SHEETS, tables.TableRows),
+    **dict.fromkeys(tables.PARQUETS, tables.Parquet),
+    ".tar": tars.Tar,
+}
 
 
 class Inputs:
@@ -63,24 +56,25 @@ class Inputs:
 
     def items(self) -> Iterator[Item]:
         """All items; an item that is given twice comes once, and a different item with the same name fails."""
-        again: Counter[str] = Counter()
         seen: dict[bytes, bytes] = {}  # digests, because the names of a hundred million items are too long to keep
         for item in itertools.chain.from_iterable(place.items(self._name_of) for place in self.places):
-            name, source = _digest(item.name), _digest(str(item.source))
+            name, source = _digest(item.name), _digest(item.source.label)
             if name not in seen:
                 seen[name] = source
                 yield item
             elif seen[name] != source:
-                again[item.name] += 1
-                yield self._renamed(item, again[item.name], seen)
+                reason, advice = f"has the name of another item before it, {item.name!r}", "rename one of them"
+                own = next(one for n in itertools.count(2) if _digest(one := f"{item.name}#{n}") not in seen)
+                seen[_digest(own)] = b""
+                yield broken(own, MediaError(item.source.label, reason, f"{advice}, or caption them in two runs"))
 
     def skipped(self) -> list[str]:
-        """Names of subfolders that are not read."""
-        return [name for place in self.places if isinstance(place, Folder) for name in place.skipped()]
+        """Names of subfolders that are not read; known once the items were listed."""
+        return [name for place in self.places if isinstance(place, Folder) for name in place.skipped]
 
     def left_out(self) -> Counter[str]:
-        """Counts, by extension, of files in the folders whose names are not those of images or videos."""
-        return sum((place.left_out() for place in self.places if isinstance(place, Folder | Remote)), Counter())
+        """Counts, by extension, of files that are no images or videos; known once the items were listed."""
+        return sum((place.others for place in self.places if isinstance(place, Folder | Remote)), Counter())
 
     def _name_of(self, path: Path) -> str:
         """Path relative to the root; the full path for files outside of it, which a list may name."""
@@ -92,16 +86,6 @@ class Inputs:
     def _above(self) -> str:
         return os.path.join(os.path.abspath(self.root or ""), "")
 
-    @staticmethod
-    def _renamed(item: Item, times: int, seen: dict[bytes, bytes]) -> Item:
-        """A failing item in place of one whose name is taken."""
-        own = f"{item.name}#{times + 1}"
-        while _digest(own) in seen:
-            own += "#"
-        seen[_digest(own)] = b""
-        reason = f"has the name of another item before it, {item.name!r}"
-        return broken(own, str(item.source), reason, "rename one of them, or caption them in two runs")
-
 
 def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).digest()
@@ -109,18 +93,17 @@ def _digest(text: str) -> bytes:
 
 def open_inputs(
     where: Sequence[str | Path], *, recursive: bool = False, column_image: str | None = None,
-    column_text: str | None = None, column_tags: str | None = None, split: str | None = None,
+    column_text: str | None = None, column_tags: str | None = None,
 ) -> Inputs:  # fmt: skip
     """Open the inputs with these names; MediaError if one of them has nothing to caption."""
     columns = Columns(column_image, column_text, column_tags)
-    places: list[Place] = []
     several = sum(map(is_address, where)) > 1
+    places: list[Place] = []
     for name in map(str, where):
-        if is_address(name) and Path(name).suffix.lower() in tables.EXTENSIONS | tars.EXTENSIONS:
+        if is_address(name) and Path(name).suffix.lower() in CONTAINERS:
             why = "is a remote list, table or tar; these are read from local disks only"
             raise MediaError(name, why, "download it first")
-        remote = is_address(name)
-        found = [Remote(name, recursive, several)] if remote else [*_places(name, recursive, columns, split)]
+        found = [Remote(name, recursive, several)] if is_address(name) else [*_places(name, recursive, columns)]
         _check(found)
         places += found
     if not places:
@@ -145,40 +128,34 @@ def images(where: str | Path) -> list[Path]:
     return [item.source.path for item in items if item.kind == IMAGE and item.source.path is not None]
 
 
-def _places(name: str, recursive: bool, columns: Columns, split: str | None) -> Iterator[Place]:
+def _places(name: str, recursive: bool, columns: Columns) -> Iterator[Place]:
     path = Path(name)
     if name.startswith("hf:"):
-        yield hub.Dataset(name, columns, split)
+        yield hub.Dataset(name, columns, hub.SPLIT)
     elif os.path.lexists(path):
-        yield _place(path, recursive, columns, split)
+        yield _place(path, recursive, columns)
     elif "{" in name or glob.has_magic(name):
-        yield from _pattern(name, recursive, columns, split)
+        yield from _pattern(name, recursive, columns)
     else:
         raise MediaError(path, "no such file or folder", f"give {KNOWN}")
 
 
-def _place(path: Path, recursive: bool, columns: Columns, split: str | None) -> Place:
-    suffix = path.suffix.lower()
+def _place(path: Path, recursive: bool, columns: Columns) -> Place:
     if path.is_dir():
         saved = any((path / name).is_file() for name in SAVED_DATASET)
-        return hub.Dataset(str(path), columns, split) if saved else Folder(path, recursive)
-    if suffix in tars.EXTENSIONS:
-        return tars.Tar(path, columns)
+        return hub.Dataset(str(path), columns) if saved else Folder(path, recursive)
+    if path.suffix.lower() in CONTAINERS:
+        return CONTAINERS[path.suffix.lower()](path, columns)
     if path.name.lower().endswith(tars.PACKED):
         raise MediaError(path, "is a compressed tar, which cannot be read by byte offsets", "unpack it to a .tar")
-    if suffix in tables.PARQUETS:
-        return tables.Parquet(path, columns)
-    if suffix in tables.EXTENSIONS:
-        return tables.TableRows(path, columns)
     if not kind_of(path.name) and not _begins_like_media(path):
         raise MediaError(path, f"is of no known kind ({path.suffix or 'no extension'})", f"give {KNOWN}")
     return Files((path,), path.parent)
 
 
-def _pattern(name: str, recursive: bool, columns: Columns, split: str | None) -> Iterator[Place]:
+def _pattern(name: str, recursive: bool, columns: Columns) -> Iterator[Place]:
     """The matches of a pattern with * ? [a-z] {0..9} {a,b}: media files, and tars or tables if it ends like those."""
     ending = Path(name).suffix.lower()
-    tabular = tars.EXTENSIONS | tables.EXTENSIONS
     paths: list[Path] = []
     for part in need("braceexpand", name).braceexpand(name) if "{" in name else [name]:
         matches = sorted(glob.glob(part, recursive=True), key=lambda match: Path(match).parts)
@@ -186,19 +163,14 @@ def _pattern(name: str, recursive: bool, columns: Columns, split: str | None) ->
             raise MediaError(part, "matches no file", f"check the pattern {name}" if part != name else f"give {KNOWN}")
         paths += map(Path, matches)
     files = tuple(path for path in paths if kind_of(path.name) and not path.is_dir())
-    others = [path for path in paths if ending in tabular and path.suffix.lower() == ending]
-    folders = [path for path in paths if recursive and path.is_dir()]
-    if not (files or others or folders):
+    others = [path for path in paths if ending in CONTAINERS and path.suffix.lower() == ending]
+    others += [path for path in paths if recursive and path.is_dir()]
+    if not (files or others):
         raise MediaError(name, f"matches {len(paths)} files, but no image or video", f"give {KNOWN}")
-    if files:
-        yield Files(files, _fixed_part(name))
-    yield from (_place(path, recursive, columns, split) for path in others + folders)
-
-
-def _fixed_part(pattern: str) -> Path:
-    """The folder that all possible matches of a pattern share."""
-    fixed = itertools.takewhile(lambda part: not glob.has_magic(part) and "{" not in part, Path(pattern).parts[:-1])
-    return Path(*fixed)
+    if files:  # named below the folder that all possible matches share
+        fixed = itertools.takewhile(lambda part: not glob.has_magic(part) and "{" not in part, Path(name).parts[:-1])
+        yield Files(files, Path(*fixed))
+    yield from (_place(path, recursive, columns) for path in others)
 
 
 def _common(folders: Sequence[Path]) -> Path:

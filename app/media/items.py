@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, NoReturn
 
 from mmspec import media
 from mmspec.app.extras import installing
-from mmspec.media import COPY_AGAIN, MediaError
+from mmspec.app.files import stamp
+from mmspec.media import MediaError
 
 IMAGE, VIDEO = "image", "video"
 VIDEO_EXTENSIONS = {
@@ -40,21 +41,34 @@ SIGNATURES = (
     (0, b"OggS", VIDEO, ".ogv"),
 )
 HEAD = 16  # bytes that `sniff` reads
-ROWS = 16  # rows of a parquet file that a worker holds in memory at a time
 
 
-class Source(Protocol):
-    """Where the bytes of an item are; pickled for worker processes, so it holds no open file.
+@dataclass(frozen=True)
+class Source:
+    """Where the bytes of an item are; pickled for decoder processes, so it holds no open file.
 
-    Its `str` describes the place for users; sources with the same `str` are the same item.
+    Attributes:
+        label: describes the place for users; sources with the same label are the same item.
+        load: returns all bytes, given the maximum number of bytes; MediaError if they cannot be read.
+        path: the item's file on this machine, if it is a separate file.
+        within: the tar or table that holds the item, if it is not.
+        dated: changes when a remote file does.
     """
 
-    @property
-    def path(self) -> Path | None:
-        """The item's file on this machine, if it is a separate file."""
+    label: str
+    load: Callable[[int], bytes]
+    path: Path | None = None
+    within: Path | None = None
+    dated: str | None = None
 
     def read(self, max_bytes: int = media.MAX_BYTES) -> bytes:
-        """All bytes; MediaError if they cannot be read, or are more than `max_bytes`."""
+        return self.load(max_bytes)
+
+    @property
+    def stamp(self) -> str | None:
+        """Changes if the content may have changed; an item with the same stamp need not be read again."""
+        file = self.path or self.within
+        return stamp(file) if file is not None else self.dated
 
 
 @dataclass(frozen=True)
@@ -66,119 +80,35 @@ class Item:
     tags: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class FileSource:
-    """A file, and the row of the table that names it, if any."""
-
-    path: Path
-    named: str = ""
-
-    def __str__(self) -> str:
-        return os.path.abspath(self.path)
-
-    def read(self, max_bytes: int = media.MAX_BYTES) -> bytes:
-        try:
-            return media.read(self.path, max_bytes)
-        except MediaError as error:
-            if not self.named:
-                raise
-            raise MediaError(error.path, f"{error.reason} (named in {self.named})", error.what_to_do) from error
+def file_source(path: Path, named: str = "") -> Source:
+    """A file; `named` is the row of the table that names it, for messages."""
+    return Source(os.path.abspath(path), partial(_read_file, path, named), path)
 
 
-@dataclass(frozen=True)
-class BytesSource:
-    data: bytes
-    path: ClassVar[None] = None
-
-    def read(self, max_bytes: int = media.MAX_BYTES) -> bytes:
-        return self.data
+def bytes_source(data: bytes) -> Source:
+    return Source("bytes", partial(_given, data))
 
 
-@dataclass(frozen=True)
-class TarSource:
-    """A member of an uncompressed tar, read by its offset without another pass over the tar."""
-
-    tar: Path
-    member: str
-    offset: int
-    size: int
-    path: ClassVar[None] = None
-
-    def __str__(self) -> str:
-        return f"{self.tar}: {self.member} at byte {self.offset}"
-
-    def read(self, max_bytes: int = media.MAX_BYTES) -> bytes:
-        media.check_bytes(self.size, str(self), max_bytes)
-        try:
-            with open(self.tar, "rb") as file:
-                file.seek(self.offset)
-                data = file.read(self.size)
-        except OSError as error:
-            raise MediaError(self.tar, f"cannot be read ({error.strerror or error})", "check the disk") from error
-        if not data or len(data) < self.size:
-            reason = "is cut off" if self.size else "is empty (0 bytes)"
-            raise MediaError(str(self), reason, COPY_AGAIN)
-        return data
+def broken(name: str, error: MediaError) -> Item:
+    """An item that fails with this error when it is read."""
+    return Item(name, IMAGE, Source(str(error), partial(_fail, error)))
 
 
-@dataclass(frozen=True)
-class ParquetSource:
-    """A cell of a parquet file, by row group and row in it: bytes, or {bytes, path}, the image format of `datasets`."""
-
-    table: Path
-    group: int
-    row: int
-    column: str
-    path: ClassVar[None] = None
-
-    def __str__(self) -> str:
-        return f"{self.table}: row {self.row + 1} of row group {self.group + 1}, column {self.column!r}"
-
-    def read(self, max_bytes: int = media.MAX_BYTES) -> bytes:
-        try:
-            cell = _cursor(self.table, self.group, self.column).cell(self.row)
-        except MediaError:
+def _read_file(path: Path, named: str, max_bytes: int) -> bytes:
+    try:
+        return media.read(path, max_bytes)
+    except MediaError as error:
+        if not named:
             raise
-        except Exception as error:  # a damaged file may make the reader raise any error
-            _cursor.cache_clear()
-            raise MediaError(str(self), f"cannot be read ({type(error).__name__}: {error})", COPY_AGAIN) from error
-        return media.cell(cell, [self.table.parent], str(self), max_bytes)
+        raise MediaError(error.path, f"{error.reason} (named in {named})", error.what_to_do) from error
 
 
-@dataclass(frozen=True)
-class DatasetSource:
-    """A row of a data set of the `datasets` library, which is pickled as paths, without the pictures."""
-
-    name: str
-    dataset: bytes
-    row: int
-    column: str
-    folders: tuple[Path, ...] = ()  # a row may name files below these
-    path: ClassVar[None] = None
-
-    def __str__(self) -> str:
-        return f"{self.name}: row {self.row + 1}, column {self.column!r}"
-
-    def read(self, max_bytes: int = media.MAX_BYTES) -> bytes:
-        try:
-            cell = _dataset(self.dataset)[self.row][self.column]
-        except Exception as error:  # any error of the library on a damaged disk or cache
-            raise MediaError(str(self), f"cannot be read ({type(error).__name__}: {error})", COPY_AGAIN) from error
-        return media.cell(cell, self.folders, str(self), max_bytes)
+def _given(data: bytes, max_bytes: int) -> bytes:
+    return data
 
 
-@dataclass(frozen=True)
-class BrokenSource:
-    """An input that cannot be opened; the run records the error and goes on."""
-
-    error: MediaError
-    path: ClassVar[None] = None
-
-    def __str__(self) -> str:
-        return str(self.error)
-
-    def read(self, max_bytes: int = media.MAX_BYTES) -> bytes:
-        raise self.error
+def _fail(error: MediaError, max_bytes: int) -> NoReturn:
+    raise error
 
 
 def kind_of(name: str) -> str | None:
@@ -204,46 +134,12 @@ def file_item(
                 kind, _ = sniff(file.read(HEAD)) or (IMAGE, "")
         except (OSError, ValueError):  # ValueError: a list has an invalid path
             kind = IMAGE
-    return Item(name_of(path), kind, FileSource(path, named), existing, tags)
-
-
-def broken(name: str, where: Path | str, reason: str, what_to_do: str) -> Item:
-    """An item that fails with this error when it is read."""
-    return Item(name, IMAGE, BrokenSource(MediaError(where, reason, what_to_do)))
+    return Item(name_of(path), kind, file_source(path, named), existing, tags)
 
 
 def need(module: str, what_for: str) -> Any:
     """Import a library of the extra `caption`; MediaError if it is missing."""
-    import importlib
-
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise MediaError(what_for, f"needs the library {module}", installing("caption")) from error
-
-
-class _ColumnReader:
-    """Reads a column of one row group forward, a few rows at a time, so that a large row group needs little memory."""
-
-    def __init__(self, table: Path, group: int, column: str):
-        self._file = need("pyarrow.parquet", str(table)).ParquetFile(table, pre_buffer=False, buffer_size=2**16)
-        self._where = {"batch_size": ROWS, "row_groups": [group], "columns": [column], "use_threads": False}
-        self._batches: Iterator[Any] = iter(())
-        self._batch: Any = ()
-        self._first = 2**63  # row; after every row, so that the first call starts the reading
-
-    def cell(self, row: int) -> Any:
-        if row < self._first:
-            self._batches, self._first, self._batch = self._file.iter_batches(**self._where), 0, ()
-        while row >= self._first + len(self._batch):
-            self._first += len(self._batch)
-            self._batch = next(self._batches).column(0)
-        return self._batch[row - self._first].as_py()
-
-
-_cursor = lru_cache(maxsize=2)(_ColumnReader)
-
-
-@lru_cache(maxsize=4)
-def _dataset(pickled: bytes) -> Any:
-    return pickle.loads(pickled)

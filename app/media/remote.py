@@ -6,14 +6,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from fsspec.core import url_to_fs
 
 from mmspec import media
-from mmspec.app.media.items import IMAGE, Item, kind_of
+from mmspec.app.media.items import IMAGE, Item, Source, kind_of
 from mmspec.media import MediaError
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+(::[a-z][a-z0-9+.-]+)*://")  # a single letter is a drive
@@ -38,49 +38,25 @@ def filesystem(address: str) -> tuple[Any, str]:
 
 def unreachable(address: str, error: Exception) -> MediaError:
     """The error for an address that cannot be used."""
+    if isinstance(error, FileNotFoundError):
+        return MediaError(address, "is missing: no such file or folder", CHECK)
     return MediaError(address, f"cannot be reached ({type(error).__name__}: {error})", CHECK)
-
-
-@dataclass(frozen=True)
-class RemoteSource:
-    """One remote file; `stamp` changes when the file does."""
-
-    address: str
-    size: int | None = None
-    stamp: str | None = None
-    path: ClassVar[None] = None
-
-    def __str__(self) -> str:
-        return self.address
-
-    def read(self, max_bytes: int = media.MAX_BYTES) -> bytes:
-        if self.size is not None:
-            media.check_bytes(self.size, self.address, max_bytes)
-        fs, path = filesystem(self.address)
-        try:
-            with fs.open(path, "rb") as file:
-                data: bytes = file.read(max_bytes + 1)
-        except FileNotFoundError as error:
-            raise MediaError(self.address, "is missing", "was it moved or deleted?") from error
-        except Exception as error:
-            raise unreachable(self.address, error) from error
-        media.check_bytes(len(data), self.address, max_bytes)
-        return data
 
 
 @dataclass(frozen=True)
 class Remote:
     """The images and videos of a remote folder or pattern, in the order of their paths; or one remote file.
 
-    Args:
+    Attributes:
         whole: name items by their full path instead of the path in the folder, for several folders at once.
+        others: counts, by extension, of files that are no images or videos; filled while the items are listed.
     """
 
     address: str
     recursive: bool = False
     whole: bool = False
+    others: Counter[str] = field(default_factory=Counter, compare=False)
     root: ClassVar[None] = None
-    _others: Counter[str] = field(default_factory=Counter, compare=False)
 
     def check(self) -> None:
         if not self._files:
@@ -88,26 +64,15 @@ class Remote:
             raise MediaError(self.address, "no images or videos found", advice)
 
     def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
-        fs, _ = filesystem(self.address)
-        above = "" if self.whole else self._above
+        fs, where = filesystem(self.address)
+        fixed = re.split(r"[*\[]", where)[0]
+        above = f"{where.rstrip('/')}/" if fixed == where and where not in self._files else fixed.rpartition("/")[0]
         for path, facts in self._files.items():
-            dated = next((str(facts[key]) for key in DATED if facts.get(key)), None)
-            stamp = f"{facts.get('size')}-{dated}" if dated else None
-            source = RemoteSource(fs.unstrip_protocol(path), facts.get("size"), stamp)
-            parts = path.removeprefix(above).split("/")
+            address, size = fs.unstrip_protocol(path), facts.get("size")
+            dated = next((f"{size}-{facts[key]}" for key in DATED if facts.get(key)), None)
+            parts = path.removeprefix("" if self.whole else above).split("/")
             name = "/".join(part for part in parts if part not in ("", ".", ".."))
-            yield Item(name, kind_of(path) or IMAGE, source)
-
-    def left_out(self) -> Counter[str]:
-        """Counts, by extension, of files whose names are not those of images or videos."""
-        return self._others if self._files else Counter()
-
-    @cached_property
-    def _above(self) -> str:
-        """The folder that names of its items are relative to."""
-        _, path = filesystem(self.address)
-        fixed = re.split(r"[*\[]", path)[0]
-        return f"{path.rstrip('/')}/" if fixed == path and path not in self._files else f"{fixed.rpartition('/')[0]}/"
+            yield Item(name, kind_of(path) or IMAGE, Source(address, partial(_read, address, size), dated=dated))
 
     @cached_property
     def _files(self) -> dict[str, dict[str, Any]]:
@@ -119,8 +84,6 @@ class Remote:
                 listed = fs.glob(path, detail=True)
             else:
                 return {path: fs.info(path)}
-        except FileNotFoundError as error:
-            raise MediaError(self.address, "no such file or folder", CHECK) from error
         except Exception as error:
             raise unreachable(self.address, error) from error
         files = {
@@ -128,5 +91,19 @@ class Remote:
             for name, facts in sorted(listed.items())
             if facts.get("type") != "directory" and "/." not in name.removeprefix(path)
         }
-        self._others.update(Path(name).suffix.lower() for name in files if not kind_of(name))
+        self.others.update(Path(name).suffix.lower() for name in files if not kind_of(name))
         return {name: facts for name, facts in files.items() if kind_of(name)}
+
+
+def _read(address: str, size: int | None, max_bytes: int) -> bytes:
+    """The bytes of a remote file, whose size is None if it is unknown."""
+    if size is not None:
+        media.check_bytes(size, address, max_bytes)
+    fs, path = filesystem(address)
+    try:
+        with fs.open(path, "rb") as file:
+            data: bytes = file.read(max_bytes + 1)
+    except Exception as error:
+        raise unreachable(address, error) from error
+    media.check_bytes(len(data), address, max_bytes)
+    return data

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from mmspec import media
-from mmspec.app.media.items import IMAGE, VIDEO, Item, ParquetSource, broken, file_item, kind_of, need
-from mmspec.media import COPY_AGAIN, MediaError, OutsideError
+from mmspec.app.media.items import IMAGE, VIDEO, Item, Source, broken, file_item, kind_of, need
+from mmspec.media import COPY_AGAIN, MediaError
 
 if TYPE_CHECKING:  # an extra
     from pyarrow import Schema
     from pyarrow.parquet import ParquetFile
 
 LISTS, LINES, SHEETS, PARQUETS = {".txt", ".lst"}, {".jsonl", ".ndjson"}, {".csv", ".tsv"}, {".parquet"}
-EXTENSIONS = LISTS | LINES | SHEETS | PARQUETS
 USUAL = (  # columns that are tried, in this order, if none is named
     *("image", "video", "file_name", "path", "image_path", "video_path", "filepath", "filename", "file", "img"),
     *("jpg", "png", "mp4", "picture"),
 )
-FORM = dict.fromkeys(LINES, "write one JSON object with a path a line")
+ONE_A_LINE = "write one path, or one row, a line"
 NAME_IT = "name the column of paths or bytes with --column-image"
 CHUNK = 4096  # rows of small columns read at once
-LONGEST = 2**24  # maximum bytes of a line
+ROWS = 16  # rows with bytes that a decoder process holds in memory at a time
 
 Namer = Callable[[Path], str]
 
@@ -45,14 +44,13 @@ class Columns:
     ) -> str:
         """The column of images or videos in a table whose columns have these names; one row may lack its `notes`."""
         names = list(names)
-        for wanted in filter(None, (self.image, *((self.text, self.tags) if notes else ()))):
+        there = f"it has {', '.join(map(repr, names))}"
+        for wanted in filter(None, (self.image, *(self.notes if notes else ()))):
             if wanted not in names:
-                raise MediaError(
-                    where, f"has no column {wanted!r}; it has {', '.join(map(repr, names))}", "name another"
-                )
+                raise MediaError(where, f"has no column {wanted!r}; {there}", "name another")
         usual = (self.image,) if self.image else (*media_columns, *(name for name in USUAL if name in names))
         if not usual:
-            raise MediaError(where, f"has none of the usual columns; it has {', '.join(map(repr, names))}", NAME_IT)
+            raise MediaError(where, f"has none of the usual columns; {there}", NAME_IT)
         return usual[0]
 
     @property
@@ -63,30 +61,9 @@ class Columns:
         return text_of(row.get(self.text) if self.text else None), tags_of(row.get(self.tags) if self.tags else None)
 
 
-@dataclass
-class Strays:
-    """Collects the rows of a table that name files outside of its folder; all of them are one failure, at the end."""
-
-    table: str  # the name of the failing item
-    first: OutsideError | None = None
-    count: int = 0
-
-    @contextlib.contextmanager
-    def collecting(self) -> Iterator[None]:
-        try:
-            yield
-        except OutsideError as error:
-            self.first, self.count = self.first or error, self.count + 1
-
-    def items(self) -> Iterator[Item]:
-        if self.first is not None:
-            more = f", and so {'do' if self.count > 2 else 'does'} {self.count - 1} more" if self.count > 1 else ""
-            yield broken(self.table, self.first.path, self.first.reason + more, self.first.what_to_do)
-
-
 @dataclass(frozen=True)
-class Table:
-    """A file whose rows have paths or bytes of images and videos."""
+class TableRows:
+    """A text file whose lines name files: a list of paths, JSONL or CSV. Paths are relative to the file's folder."""
 
     path: Path
     columns: Columns
@@ -95,55 +72,36 @@ class Table:
     def root(self) -> Path:
         return self.path.parent
 
-    def _named(
-        self, cell: object, own: str, where: str, name_of: Namer, notes: tuple[str | None, tuple[str, ...]]
-    ) -> Item:
-        """The file that a cell names, below the table's folder; a list may name any file, since the user wrote it."""
-        try:
-            if self.path.suffix.lower() in LISTS:
-                return file_item(self.root / media.path_of(cell, where), name_of, *notes, named=where)
-            return file_item(media.below(self.root, cell, where), name_of, *notes, named=where)
-        except OutsideError:
-            raise
-        except MediaError as error:
-            return broken(own, where, error.reason, error.what_to_do)
-
-
-@dataclass(frozen=True)
-class TableRows(Table):
-    """A text file whose lines name files: a list of paths, JSONL or CSV. Paths are relative to the file's folder."""
-
     def check(self) -> None:
         try:
             first = next(self._rows(), None)
         except (OSError, ValueError, csv.Error) as error:
             raise self._unreadable(error) from error
         if first is None:
-            raise MediaError(self.path, "names no files", "write one path, or one row, a line")
+            raise MediaError(self.path, "names no files", ONE_A_LINE)
         if isinstance(first, dict):
             self.columns.choose(first, self.path)
 
     def items(self, name_of: Namer) -> Iterator[Item]:
         name = name_of(self.path)
         try:
-            strays = Strays(name)
             for number, row in enumerate(self._rows()):
-                with strays.collecting():
-                    yield self._item(row, f"{name}/{number}", f"{self.path}: row {number + 1}", name_of)
-            yield from strays.items()
+                try:
+                    yield self._item(row, f"{self.path}: row {number + 1}", name_of)
+                except MediaError as error:
+                    yield broken(f"{name}/{number}", error)
         except (OSError, ValueError, csv.Error) as error:
-            trouble = self._unreadable(error)
-            yield broken(name, self.path, trouble.reason, trouble.what_to_do)
+            yield broken(name, self._unreadable(error))
 
-    def _item(self, row: dict | str, name: str, where: str, name_of: Namer) -> Item:
+    def _item(self, row: dict | str, where: str, name_of: Namer) -> Item:
+        """The file that a row names; a list may name any file, since the user wrote it. MediaError for a bad row."""
         if isinstance(row, str):
-            return broken(name, where, row, FORM.get(self.path.suffix.lower(), "write one path, or one row, a line"))
-        try:
-            cell = row[self.columns.choose(row, where, notes=False)]
-        except MediaError as error:
-            return broken(name, where, error.reason, error.what_to_do)
-        path = cell.get("path") if isinstance(cell, dict) else cell
-        return self._named(path, name, where, name_of, self.columns.notes_of(row))
+            raise MediaError(where, row, ONE_A_LINE)
+        cell = row[self.columns.choose(row, where, notes=False)]
+        cell = cell.get("path") if isinstance(cell, dict) else cell
+        if self.path.suffix.lower() in LISTS:
+            return file_item(self.root / media.path_of(cell, where), name_of, named=where)
+        return file_item(media.below(self.root, cell, where), name_of, *self.columns.notes_of(row), named=where)
 
     def _rows(self) -> Iterator[dict | str]:
         """Each row as a dictionary, or a message that says what is wrong with it; a broken line affects no other.
@@ -154,64 +112,58 @@ class TableRows(Table):
         with open(self.path, "rb") as file:
             if file.read(2) in (b"\xff\xfe", b"\xfe\xff"):
                 raise ValueError("it is UTF-16")
-        if suffix in SHEETS:
-            yield from self._cells("\t" if suffix == ".tsv" else ",")
-            return
-        with open(self.path, "rb") as file:
-            for line in _lines(file):
-                if line is None:
-                    yield f"is longer than {LONGEST} bytes"
-                elif suffix in LISTS:
-                    yield {"path": line.decode("utf-8", "surrogateescape")}
-                else:
-                    yield json_object(line)
-
-    def _cells(self, delimiter: str) -> Iterator[dict | str]:
-        with open(self.path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-            rows = csv.DictReader(file, delimiter=delimiter, restkey="", restval="")
-            if rows.fieldnames is None:
+            file.seek(0)
+            if suffix in SHEETS:
+                yield from _cells(self.path, "\t" if suffix == ".tsv" else ",")
                 return
-            while True:
-                try:
-                    row: dict | str | None = next(rows, None)
-                except csv.Error as error:  # the reader goes on after the line
-                    row = f"is not a row of a table ({error}); is a quote left open?"
-                if row is None:
-                    return
-                yield row
+            for number, line in enumerate(file):
+                text = (line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line).strip()
+                if text:
+                    yield {"path": text.decode("utf-8", "surrogateescape")} if suffix in LISTS else json_object(text)
 
     def _unreadable(self, error: Exception) -> MediaError:
         return MediaError(self.path, f"cannot be read ({error})", "save it again as UTF-8 text")
 
 
 @dataclass(frozen=True)
-class Parquet(Table):
+class Parquet:
     """A parquet file with a column of paths, of bytes, or of {bytes, path}; only the workers read the bytes."""
+
+    path: Path
+    columns: Columns
+
+    @property
+    def root(self) -> Path:
+        return self.path.parent
 
     def check(self) -> None:
         self._column(self._open().schema_arrow)
 
     def items(self, name_of: Namer) -> Iterator[Item]:
-        name = name_of(self.path)
+        name, number = name_of(self.path), 0
         try:
             file = self._open()
-            column, holds, kind = self._column(file.schema_arrow)
-            number, strays = 0, Strays(name)
+            column, paths, kind = self._column(file.schema_arrow)
             for group in range(file.num_row_groups):
-                small = self.columns.notes + [column] * (holds == "paths")
+                small = self.columns.notes + [column] * paths
                 for row, cells in enumerate(_small_columns(file, group, small)):
-                    own, notes = f"{name}/{number}", self.columns.notes_of(cells)
-                    if holds == "bytes":
-                        yield Item(own, kind, ParquetSource(self.path, group, row, column), *notes)
-                    else:
-                        with strays.collecting():
-                            yield self._named(cells[column], own, f"{self.path}: row {number + 1}", name_of, notes)
+                    own, notes, where = (
+                        f"{name}/{number}",
+                        self.columns.notes_of(cells),
+                        f"{self.path}: row {number + 1}",
+                    )
                     number += 1
-            yield from strays.items()
+                    if not paths:
+                        yield Item(own, kind, _cell_source(self.path, group, row, column), *notes)
+                        continue
+                    try:
+                        yield file_item(media.below(self.root, cells[column], where), name_of, *notes, named=where)
+                    except MediaError as error:
+                        yield broken(own, error)
         except MediaError as error:
-            yield broken(name, self.path, error.reason, error.what_to_do)
+            yield broken(name, error)
         except Exception as error:  # a damaged file may make the reader raise any error
-            yield broken(name, self.path, f"is damaged ({type(error).__name__}: {error})", COPY_AGAIN)
+            yield broken(name, MediaError(self.path, f"is damaged ({type(error).__name__}: {error})", COPY_AGAIN))
 
     def _open(self) -> ParquetFile:
         parquet = need("pyarrow.parquet", str(self.path))
@@ -220,8 +172,8 @@ class Parquet(Table):
         except Exception as error:
             raise MediaError(self.path, f"is not a parquet file ({error})", COPY_AGAIN) from error
 
-    def _column(self, schema: Schema) -> tuple[str, str, str]:
-        """The column of media, whether it holds "paths" or "bytes", and their kind (IMAGE or VIDEO)."""
+    def _column(self, schema: Schema) -> tuple[str, bool, str]:
+        """The column of media, whether it holds paths, and their kind (IMAGE or VIDEO)."""
         types = need("pyarrow", str(self.path)).types
         notes: Any = json_object((schema.metadata or {}).get(b"huggingface", b"{}"))
         for part in ("info", "features"):
@@ -232,15 +184,11 @@ class Parquet(Table):
         column = self.columns.choose(schema.names, self.path, typed)
         kind = VIDEO if typed.get(column) == "Video" else kind_by_name(column)
         form = schema.field(column).type
-        if types.is_string(form) or types.is_large_string(form):
-            return column, "paths", kind
-        if (
-            types.is_binary(form)
-            or types.is_large_binary(form)
-            or (types.is_struct(form) and form.get_field_index("bytes") >= 0)
-        ):
-            return column, "bytes", kind
-        raise MediaError(self.path, f"column {column!r} holds {form}, not paths, bytes or {{bytes, path}}", NAME_IT)
+        paths = types.is_string(form) or types.is_large_string(form)
+        binary = types.is_binary(form) or types.is_large_binary(form)
+        if not (paths or binary or (types.is_struct(form) and form.get_field_index("bytes") >= 0)):
+            raise MediaError(self.path, f"column {column!r} holds {form}, not paths, bytes or {{bytes, path}}", NAME_IT)
+        return column, paths, kind
 
 
 def kind_by_name(column: str) -> str:
@@ -270,22 +218,20 @@ def json_object(line: bytes | str) -> dict | str:
         return f"is not JSON ({error})"
     except RecursionError:
         return "is not JSON that can be read (nested too deep)"
-    return row if isinstance(row, dict) else f"is JSON of a {type(row).__name__}, not an object"
+    return row if isinstance(row, dict) else f"is JSON of a {type(row).__name__}, not an object with a path"
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes | None]:
-    """The lines that are not blank, without a byte order mark; None for one that is too long."""
-    first = True
-    while line := file.readline(LONGEST):
-        whole = line.endswith(b"\n") or len(line) < LONGEST
-        while not whole:
-            rest = file.readline(LONGEST)
-            whole = rest.endswith(b"\n") or len(rest) < LONGEST
-            line = b""
-        text = line.removeprefix(b"\xef\xbb\xbf").strip() if first else line.strip()
-        first = False
-        if text or not line:
-            yield text or None
+def _cells(path: Path, delimiter: str) -> Iterator[dict | str]:
+    """The rows of a CSV file; a row that the reader refuses is a message, and the reader goes on after it."""
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        rows = csv.DictReader(file, delimiter=delimiter, restkey="", restval="")
+        while rows.fieldnames is not None:
+            try:
+                yield next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield f"is not a row of a table ({error}); is a quote left open?"
 
 
 def _small_columns(file: ParquetFile, group: int, names: list[str]) -> Iterator[dict[str, object]]:
@@ -294,3 +240,41 @@ def _small_columns(file: ParquetFile, group: int, names: list[str]) -> Iterator[
         return
     for batch in file.iter_batches(batch_size=CHUNK, row_groups=[group], columns=names, use_threads=False):
         yield from batch.to_pylist()
+
+
+def _cell_source(table: Path, group: int, row: int, column: str) -> Source:
+    label = f"{table}: row {row + 1} of row group {group + 1}, column {column!r}"
+    return Source(label, partial(_read_cell, table, group, row, column, label), within=table)
+
+
+def _read_cell(table: Path, group: int, row: int, column: str, label: str, max_bytes: int) -> bytes:
+    try:
+        cell = _cursor(table, group, column).cell(row)
+    except MediaError:
+        raise
+    except Exception as error:  # a damaged file may make the reader raise any error
+        _cursor.cache_clear()
+        raise MediaError(label, f"cannot be read ({type(error).__name__}: {error})", COPY_AGAIN) from error
+    return media.cell(cell, [table.parent], label, max_bytes)
+
+
+class _ColumnReader:
+    """Reads a column of one row group forward, a few rows at a time, so that a large row group needs little memory."""
+
+    def __init__(self, table: Path, group: int, column: str):
+        self._file = need("pyarrow.parquet", str(table)).ParquetFile(table, pre_buffer=False, buffer_size=2**16)
+        self._where = {"batch_size": ROWS, "row_groups": [group], "columns": [column], "use_threads": False}
+        self._batches: Iterator[Any] = iter(())
+        self._batch: Any = ()
+        self._first = 2**63  # row; after every row, so that the first call starts the reading
+
+    def cell(self, row: int) -> Any:
+        if row < self._first:
+            self._batches, self._first, self._batch = self._file.iter_batches(**self._where), 0, ()
+        while row >= self._first + len(self._batch):
+            self._first += len(self._batch)
+            self._batch = next(self._batches).column(0)
+        return self._batch[row - self._first].as_py()
+
+
+_cursor = lru_cache(maxsize=2)(_ColumnReader)

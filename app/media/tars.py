@@ -6,15 +6,16 @@ import re
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
-from mmspec.app.media.items import Item, TarSource, broken, kind_of
-from mmspec.app.media.tables import Table, json_object, tags_of, text_of
-from mmspec.media import MediaError
+from mmspec import media
+from mmspec.app.media.items import Item, Source, broken, kind_of
+from mmspec.app.media.tables import Columns, json_object, tags_of, text_of
+from mmspec.media import COPY_AGAIN, MediaError
 
-EXTENSIONS = {".tar"}
 PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
 LONGEST = 2**20  # bytes of a .txt or .json in a tar; longer ones are ignored
 Member = tuple[str, str, tarfile.TarInfo]  # key, extension and the tar's entry
@@ -22,8 +23,15 @@ SAMPLE = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)")  # key and extension, split as
 
 
 @dataclass(frozen=True)
-class Tar(Table):
+class Tar:
     """The samples of one tar; the `.txt` of a sample is its caption, the `.json` may hold caption and tags."""
+
+    path: Path
+    columns: Columns
+
+    @property
+    def root(self) -> Path:
+        return self.path.parent
 
     def check(self) -> None:
         try:
@@ -39,12 +47,10 @@ class Tar(Table):
                     for item in self._items_of(tar, f"{name}/{key}", list(sample)):
                         empty = False
                         yield item
+            if empty:
+                yield broken(name, MediaError(self.path, "holds no images or videos", "check how it was made"))
         except (tarfile.TarError, OSError, EOFError) as error:
-            trouble = self._unreadable(error)
-            yield broken(name, self.path, trouble.reason, trouble.what_to_do)
-            return
-        if empty:
-            yield broken(name, self.path, "holds no images or videos", "check how it was made")
+            yield broken(name, self._unreadable(error))
 
     def _items_of(self, tar: tarfile.TarFile, name: str, sample: list[Member]) -> Iterator[Item]:
         shown = [(extension, info) for _, extension, info in sample if kind_of(info.name)]
@@ -57,12 +63,31 @@ class Tar(Table):
         existing = text_of(texts["txt"] if "txt" in texts and not self.columns.text else caption)
         tags = tags_of(facts.get(self.columns.tags or "tags"))
         for extension, info in shown:
-            source = TarSource(self.path, info.name, info.offset_data, info.size)
             own = name if len(shown) == 1 else f"{name}.{extension}"
+            source = member_source(self.path, info.name, info.offset_data, info.size)
             yield Item(own, kind_of(info.name) or "", source, existing, tags)
 
     def _unreadable(self, error: Exception) -> MediaError:
         return MediaError(self.path, f"is not a whole, uncompressed tar ({error})", "copy, download or unpack it again")
+
+
+def member_source(tar: Path, member: str, offset: int, size: int) -> Source:
+    """A member of an uncompressed tar, read by its offset without another pass over the tar."""
+    label = f"{tar}: {member} at byte {offset}"
+    return Source(label, partial(_read_member, tar, offset, size, label), within=tar)
+
+
+def _read_member(tar: Path, offset: int, size: int, label: str, max_bytes: int) -> bytes:
+    media.check_bytes(size, label, max_bytes)
+    try:
+        with open(tar, "rb") as file:
+            file.seek(offset)
+            data = file.read(size)
+    except OSError as error:
+        raise MediaError(tar, f"cannot be read ({error.strerror or error})", "check the disk") from error
+    if len(data) < size:
+        raise MediaError(label, "is cut off", COPY_AGAIN)
+    return data
 
 
 def _members(tar: tarfile.TarFile) -> Iterator[Member]:

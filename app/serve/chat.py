@@ -15,7 +15,7 @@ from PIL import Image
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from mmspec.app.media.decoder import Decoder
-from mmspec.app.media.items import IMAGE, BytesSource, Item
+from mmspec.app.media.items import IMAGE, Item, bytes_source
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import Media, MediaError, MediaLimits, read
 
@@ -178,7 +178,7 @@ class Pictures:
     def _decoded(self, data: bytes) -> Media:
         decoder = self._free.get()
         try:
-            return decoder.one(Item("picture", IMAGE, BytesSource(data)))
+            return decoder.one(Item("picture", IMAGE, bytes_source(data)))
         finally:
             self._free.put(decoder)
 

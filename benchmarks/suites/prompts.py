@@ -17,7 +17,7 @@ from benchmarks.zoo import clips
 from mmspec.app.bench import report
 from mmspec.app.bench.caption import HELD_OUT
 from mmspec.app.bench.command import Outcome, say
-from mmspec.app.caption.settings import KEPT
+from mmspec.app.caption.options import KEPT
 from mmspec.app.compare import Comparison, Method, over
 from mmspec.app.devices import wait
 from mmspec.app.engine import Engine

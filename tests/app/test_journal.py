@@ -98,8 +98,8 @@ def test_a_name_that_is_no_unicode_can_be_recorded(tmp_path: Path):
 
 def test_a_key_depends_on_everything():
     base = {"prompt": "p", "model": "m", "temperature": 0.0}
-    keys = {key("content", **base), key("other", **base)} | {key("content", **base | {name: "x"}) for name in base}
-    assert len(keys) == 5 and key("content", **base) == key("content", **dict(reversed(base.items())))
+    keys = {key(**base)} | {key(**base | {name: "x"}) for name in base}
+    assert len(keys) == 4 and key(**base) == key(**dict(reversed(base.items())))
 
 
 def test_write_whole_leaves_nothing_else_behind(tmp_path: Path):
@@ -119,7 +119,7 @@ def test_links_in_a_hostile_folder_lead_nowhere(tmp_path: Path):
     assert precious.read_text() == "precious" and (folder / "x.txt").read_bytes() == b"caption"
     (folder / "metadata.jsonl").symlink_to(precious)
     with pytest.raises(OutputError, match="would be replaced"):
-        Outputs(folder, "origin").finals.claim(["metadata"], [], None)
+        Outputs(folder, "origin").finals.claim(["metadata"])
     (folder / ".mmspec" / "worker-0.jsonl").symlink_to(precious)
     with pytest.raises(OSError, match="is a link"):
         Writer(folder, "worker-0")
@@ -137,7 +137,7 @@ def test_a_hostile_journal_deletes_nothing(tmp_path: Path):
     writer.close()
     outputs, sidecars = Outputs(folder, "origin"), Sidecars()
     sidecars.add("x.png")
-    assert sidecars.kept(line, "x.png") == "x.txt"
+    assert sidecars.of("x.png", line) == "x.txt"
     assert outputs.restore(line, "x.txt", force=False) and outputs.existing("y.png", "y.txt") is None
     outputs.close()
     assert precious.read_text() == "precious"

@@ -8,14 +8,12 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import fsspec
-import huggingface_hub
 import pytest
 
-from mmspec.app.caption.finals import OutputError
 from mmspec.app.caption.mirror import Mirror
+from mmspec.app.caption.outputs import OutputError
 from mmspec.app.media.inputs import open_inputs
 from mmspec.media import MediaError
 from tests.app.test_caption import (  # noqa: F401  # noqa: F401
@@ -163,6 +161,25 @@ def test_files_of_others_are_kept_there(caption, photos: Path, away, capsys, tmp
         Path("out", name).unlink()
 
 
+def test_tars_are_kept_there_and_not_sent_again(caption, photos: Path, away, monkeypatch: pytest.MonkeyPatch):
+    out, tar = away("one"), Path("out/webdataset/00000.tar")
+    assert caption("--out", out, "--format", "webdataset") == OK
+    before, sent = tar.read_bytes(), []
+    real = Mirror.push
+
+    def push(self) -> None:
+        put = self.fs.put_file
+        monkeypatch.setattr(self.fs, "put_file", lambda here, there: sent.append(there) or put(here, there))
+        real(self)
+
+    monkeypatch.setattr(Mirror, "push", push)
+    paint(photos / "e.png")
+    for machine in ("one", "two"):
+        assert caption("--out", away(machine), "--format", "metadata") == OK
+        assert tar.read_bytes() == before and not any("webdataset" in name for name in sent)
+    assert len(captions("out")) == 5 and sent
+
+
 def test_checkpoints_go_on_where_one_fails(away, monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path):
     kept = Mirror(away("one"))
     tries: list[str] = []
@@ -187,31 +204,3 @@ def test_checkpoints_go_on_where_one_fails(away, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kept.fs, "put_file", lambda *_: real("/nowhere", "/nowhere/else"))
     with pytest.raises(OutputError, match="all captions are in"), kept.kept_up():
         pass
-
-
-def test_the_output_is_uploaded_as_a_data_set(caption, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    asked: list[dict] = []
-
-    class Hub:
-        def create_repo(self, repo: str, **more) -> SimpleNamespace:
-            asked.append({"repo": repo, **more})
-            if repo.startswith("not-mine/"):
-                raise PermissionError("401")
-            return SimpleNamespace(repo_id=repo, __str__=lambda self: repo)
-
-        def upload_folder(self, **more) -> None:
-            asked.append(more)
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    assert caption("--push-to-hub", "me/captions") == OK
-    made, sent = asked
-    assert made == {"repo": "me/captions", "repo_type": "dataset", "private": True, "exist_ok": True}
-    names = [path.relative_to("captions").as_posix() for path in Path("captions").rglob("*") if path.is_file()]
-    left = list(huggingface_hub.utils.filter_repo_objects(names, ignore_patterns=sent["ignore_patterns"]))
-    assert sorted(left) == ["a.txt", "b.txt", "c.txt", "d.txt", "metadata.jsonl", "run.yaml"]
-    assert sent["repo_id"] == "me/captions" and Path(sent["folder_path"]).name == "captions"
-    assert caption("--push-to-hub", "not-mine/captions") == FATAL
-    assert "cannot upload to not-mine/captions (401)" in capsys.readouterr().err
-    assert caption("--push-to-hub", "me/captions", "--out", "beside") == SENSELESS
-    with pytest.raises(SystemExit):
-        caption("--push-to-hub", "captions")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from mmspec.app.media.items import IMAGE, FileSource, Item
+from mmspec.app.media.items import IMAGE, Item, file_source
 from mmspec.app.prompt import PromptChoice, PromptError, Prompts
 
 
 def item(name: str = "birds/red/1.jpg", **more) -> Item:
-    return Item(name, IMAGE, FileSource(Path(name)), **more)
+    return Item(name, IMAGE, file_source(Path(name)), **more)
 
 
 def test_variables_are_filled_in_everywhere():

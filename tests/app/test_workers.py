@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from mmspec.app import cli
-from mmspec.app.caption import settings
-from mmspec.app.caption.crew import STARTS, Crew
+from mmspec.app.caption import options as settings
+from mmspec.app.caption.journal import STATE
 from mmspec.app.caption.model import FatalError
-from mmspec.app.caption.outputs import STATE, Outputs
+from mmspec.app.caption.outputs import Outputs
 from mmspec.app.caption.plan import Planner
 from mmspec.app.caption.run import Job
-from mmspec.app.caption.workers import places
+from mmspec.app.caption.workers import STARTS, Crew, places
 from mmspec.app.media.inputs import open_inputs
 from mmspec.app.prompt import Prompts
 from tests.app.test_kill import photos  # noqa: F401 - a fixture
@@ -41,8 +41,8 @@ def prepared(few: Path, out: Path, *words: str) -> tuple[Job, list]:
     settings.configure(parser)
     words = ("--engine", "quick_engine:load", "--model", "quick", "--max-new-tokens", "10", *words)
     options = settings.resolve(parser.parse_args([str(few), *words]))
-    options = settings.fitted(options)
-    outputs, shaping = Outputs(out, str(few)), settings.shaping(options)
+    options = options.fitted()
+    outputs, shaping = Outputs(out, str(few)), options.shaping
     todo = Planner(options, shaping, Prompts(*options.prompt), outputs).plan(open_inputs([few]))
     outputs.close()
     return Job(options, shaping, out, outputs.origin, items=len(todo.pending)), todo.pending
@@ -67,7 +67,7 @@ def test_a_killed_worker_loses_nothing(few: Path, tmp_path: Path, capsys: pytest
 
     def report(result) -> None:
         """Kills the worker with the most behind it: on a busy machine the other one may not have begun."""
-        told.append(result.name)
+        told.append(result["file_name"])
         if len(told) == 10:
             lines = {path.stem: path.read_bytes().count(b"\n") for path in (tmp_path / "out").glob(f"{STATE}/*.jsonl")}
             victim = max(crew.workers, key=lambda worker: lines.get(worker.slot, 0))
@@ -93,7 +93,7 @@ def test_an_item_that_kills_its_workers_ends_as_a_failure(workers: int, few: Pat
     job, tasks = prepared(few, tmp_path / "out", "--model", f"deadly:{poison}")
     crew, told = Crew(job, ["cpu"] * workers, ""), {}
     try:
-        crew.run(tasks, lambda result: told.update({result.name: result.error}))
+        crew.run(tasks, lambda result: told.update({result["file_name"]: result.get("error")}))
         assert len(crew.workers) == workers
     finally:
         crew.stop()
@@ -112,21 +112,28 @@ def test_without_workers_the_run_ends_and_says_so(few: Path, tmp_path: Path, cap
     assert capsys.readouterr().err.count("has ended") == STARTS
 
 
+def test_workers_stop_when_the_disk_is_full(few: Path, tmp_path: Path):
+    """A limit on the size of files stands for it: each worker's journal holds a few lines."""
+    resource = pytest.importorskip("resource")
+    job, tasks = prepared(few, tmp_path / "out")
+    told: list[str] = []
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
+    try:
+        crew = Crew(job, ["cpu", "cpu"], "")
+        with pytest.raises(FatalError, match=r"all workers have ended \(worker-. on cpu: .*captions are saved"):
+            crew.run(tasks, lambda record: told.append(record["file_name"]))
+        crew.stop()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert 0 < len(told) < ITEMS and sorted(told) == everything(tmp_path / "out")
+
+
 @pytest.mark.parametrize("trouble", ["unloadable", "lost"])
 def test_one_device_that_fails_does_not_end_the_run(trouble: str, few: Path, tmp_path: Path, capsys):
     out = tmp_path / "out"
-    words = [
-        "caption",
-        str(few),
-        "--out",
-        str(out),
-        "--engine",
-        "quick_engine:load",
-        "--max-new-tokens",
-        "10",
-        "--quiet",
-    ]
-    code = cli.main([*words, "--model", f"{trouble}:cpu:1", "--devices", "cpu,cpu:1"])
+    words = ["caption", str(few), "--out", str(out), "--engine", "quick_engine:load", "--max-new-tokens", "10"]
+    code = cli.main([*words, "--quiet", "--model", f"{trouble}:cpu:1", "--devices", "cpu,cpu:1"])
     said = capsys.readouterr().err
     assert "worker-1 on cpu:1: " in said
     done = [json.loads(line)["file_name"] for line in (out / "metadata.jsonl").read_text().splitlines()]

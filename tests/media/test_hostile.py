@@ -24,7 +24,7 @@ from mmspec import media
 from mmspec.app.media import decoder as decoding
 from mmspec.app.media import video
 from mmspec.app.media.decoder import Decoder, DecoderError
-from mmspec.app.media.items import FileSource, Item
+from mmspec.app.media.items import Item, file_source
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import Media, MediaError, MediaLimits
 
@@ -95,7 +95,7 @@ def peak_memory(process: int) -> int | None:
 def test_the_corpus_gives_right_pictures_or_clear_failures_and_none_stops_the_run(corpus: dict[str, Path]):
     assert len({case.name for case in hostile_files.CASES}) == len(hostile_files.CASES) >= 90
     cases = {case.name: case for case in hostile_files.CASES}
-    items = {name: Item(name, case.kind, FileSource(corpus[name])) for name, case in cases.items()}
+    items = {name: Item(name, case.kind, file_source(corpus[name])) for name, case in cases.items()}
     with Decoder(2, MediaLimits(seconds=PATIENCE, memory=MEMORY), FramePolicy()) as decoder:
         processes = [worker.process.pid for worker in decoder._workers]
         found = run(decoder, items)
@@ -189,7 +189,7 @@ def test_large_pictures_are_made_smaller_before_they_cross(decoder: Decoder):
 def test_limits_are_obeyed(tmp_path: Path):
     (tmp_path / "x.png").write_bytes(bytes(2000))
     with Decoder(1, MediaLimits(max_bytes=1000, max_pixels=63), FramePolicy()) as decoder:
-        items = {0: item(bytes(2000)), 1: Item("x", "image", FileSource(tmp_path / "x.png")), 2: GOOD}
+        items = {0: item(bytes(2000)), 1: Item("x", "image", file_source(tmp_path / "x.png")), 2: GOOD}
         found = run(decoder, items)
     assert "over 0" in found[0].reason and "over 0" in found[1].reason and "8 x 8" in found[2].reason
     assert found[1].path == tmp_path / "x.png"
@@ -324,7 +324,7 @@ def test_small_pictures_lose_little_by_the_way(tmp_path: Path):
     with Decoder(1, MediaLimits(), FramePolicy()) as decoder:
         run(decoder, {0: GOOD})
         begun = time.perf_counter()
-        run(decoder, {path: Item(path.name, "image", FileSource(path)) for path in paths})
+        run(decoder, {path: Item(path.name, "image", file_source(path)) for path in paths})
         there = time.perf_counter() - begun
     print(f"{200 / here:.0f} pictures/s in process, {200 / there:.0f} through one decoder process")
     assert there < 4 * here

@@ -15,7 +15,7 @@ from PIL import Image, ImageFile
 
 from mmspec import media
 from mmspec.app.media.decoder import Decoder
-from mmspec.app.media.items import FileSource, Item
+from mmspec.app.media.items import Item, file_source
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import Media, MediaError, MediaLimits
 
@@ -100,7 +100,7 @@ def test_the_pixel_limit_can_be_lowered():
 def test_the_pixel_limit_can_be_raised_above_that_of_pillow(most: int, tmp_path: Path):
     Image.new("1", (9500, 9500)).save(tmp_path / "large.png")
     with Decoder(1, MediaLimits(max_pixels=most), FramePolicy(), max_side=64) as decoder:
-        decoder.submit("large", Item("large", "image", FileSource(tmp_path / "large.png")))
+        decoder.submit("large", Item("large", "image", file_source(tmp_path / "large.png")))
         [(_, found)] = decoder.ready(None)
     assert isinstance(found, Media) if most > 9500**2 else "raise --max-pixels" in str(found)
 

@@ -344,6 +344,8 @@ def test_pictures_are_turned_as_they_were_taken(tmp_path: Path) -> None:
         (["--shape", "depth=deep"], "--shape: depth is a whole number, such as 5; got 'depth=deep'"),
         (["--set", "steps=1e3"], "--set: steps is a whole number, such as 20000; got 'steps=1e3'"),
         (["--set", "muon"], "--set: muon is true or false, such as False; got 'muon'"),
+        (["--set", "batch=0"], "batch must be at least 1; got 0"),
+        (["--set", "held_out=0"], "held_out must be at least 1; got 0"),
         (["--set", "speed=2"], "--set: there is no 'speed'; choose from anchors, batch, betas"),
         (["--limit", "3"], "3 samples are too few: this recipe holds 64 out to measure τ,"),
         (["--limit", "12"], "give more, or hold fewer out: --set held_out=4"),
