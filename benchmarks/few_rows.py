@@ -1,9 +1,10 @@
-"""What a forward of SmolLM2-135M takes for a few rows of one text, by torch's products and by `kernels/few_rows.py`.
+"""What a forward of SmolLM2-135M takes for a few rows of one text, by torch's products and by `kernels/few_rows.py`, and
+what attention of a few queries takes.
 
     python benchmarks/few_rows.py --out benchmarks/results/few-rows
 
-The decoder reads its rows behind a cache of 200 tokens, which is cut back after each forward. The times are the least
-of the repetitions, the two ways of multiplying in turn.
+The decoder reads its rows behind a cache of 200 tokens, which is cut back after each forward. Attention is that of one
+layer with a mask, behind 1,000 tokens. The times are the least of the repetitions, the two ways in turn.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from real import loaded  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 from mmspec.app.provenance import load_average, provenance  # noqa: E402
 from mmspec.functional import Linear  # noqa: E402
+from mmspec.kernels import few_rows  # noqa: E402
 
 ROWS = (1, 2, 4, 6, 9, 16, 32, 64)
+HEADS = {"SmolLM2-135M": (9, 3, 64), "Qwen2.5-VL-7B": (28, 4, 128)}  # heads, those of keys, and their width
+PAST = 1000
 WAYS = {"torch": torch.nn.Linear, "few_rows": Linear}
 
 
@@ -40,6 +45,23 @@ def seconds(model: torch.nn.Module, ids: torch.Tensor, cache: DynamicCache, way:
     took = time.perf_counter() - began
     cache.crop(before - cache.get_seq_length())  # so many tokens from its end
     return took
+
+
+def attention(heads: tuple[int, int, int], rows: int, repeat: int) -> dict[str, float]:
+    """Milliseconds of the attention of one layer, by way."""
+    many, groups, width = heads
+    q, k, v = (torch.randn(1, n, length, width) for n, length in ((many, rows), *[(groups, PAST + rows)] * 2))
+    mask = torch.zeros(1, 1, rows, PAST + rows)
+    took: dict[str, list[float]] = {name: [] for name in WAYS}
+    for _ in range(20 * repeat):
+        for name in WAYS:
+            began = time.perf_counter()
+            if name == "torch":
+                F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+            else:
+                few_rows.attend(q, k, v, mask, width**-0.5)
+            took[name].append(1e3 * (time.perf_counter() - began))
+    return {name: min(times) for name, times in took.items()}
 
 
 def main() -> None:
@@ -65,12 +87,19 @@ def main() -> None:
                     took = 1e3 * seconds(model, read, cache, way)
                     if turn:  # the first one warms up
                         least[name][rows] = min(took, least[name].get(rows, took))
+        attended = {name: {rows: attention(heads, rows, args.repeat) for rows in ROWS} for name, heads in HEADS.items()}
     facts["load_average_at_end"] = load_average()
-    args.out.with_suffix(".json").write_text(json.dumps({"provenance": facts, "milliseconds": least}, indent=1))
+    args.out.with_suffix(".json").write_text(
+        json.dumps({"provenance": facts, "milliseconds": least, "attention": attended})
+    )
     lines = ["# A forward of SmolLM2-135M-Instruct over a few rows", "", *[f"- {k}: {v}" for k, v in facts.items()], ""]
-    lines += [f"| rows | {' | '.join(map(str, ROWS))} |", "|---|" + "--:|" * len(ROWS)]
+    heading = [f"| rows | {' | '.join(map(str, ROWS))} |", "|---|" + "--:|" * len(ROWS)]
+    lines += heading
     lines += [f"| {name}, ms | {' | '.join(f'{ms:.0f}' for ms in of.values())} |" for name, of in least.items()]
     lines += ["", f"The least of {args.repeat} forwards, behind {args.context} tokens."]
+    for model_name, by_rows in attended.items():
+        lines += ["", f"Attention of one layer of {model_name}, behind {PAST} tokens:", "", *heading]
+        lines += [f"| {way}, ms | {' | '.join(f'{by_rows[r][way]:.3f}' for r in ROWS)} |" for way in WAYS]
     args.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 

@@ -1,8 +1,9 @@
-"""Products of a few rows with weights in the layout of `nn.Linear` on x86 CPUs: few_rows.cpp, compiled on first use.
+"""Products and attention of a few rows on x86 CPUs: the folder `cpu`, compiled on first use.
 
 torch's products take about twice as long for two rows as for one, and on some CPUs three times as long as the memory
-bandwidth allows for one. Here the threads share a weight, which is read once and not copied. `F.linear` is the
-definition; sums differ in their last digits. The result of a row does not depend on the other rows.
+bandwidth allows for one. Here the threads share a weight in the layout of `nn.Linear`, which is read once and not
+copied; attention reads each key once for several queries. `F.linear` and `F.scaled_dot_product_attention` are the
+definitions; sums differ in their last digits. The result of a row does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.nn import functional as F
 from mmspec.kernels.dispatch import VARIABLE
 
 ROWS = 96  # upper limit; torch's products of more rows are as fast
-SOURCE = Path(__file__).with_name("few_rows.cpp")
+FOLDER = Path(__file__).with_name("cpu")
 TORCH = Path(torch.__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", f"-I{TORCH / 'include'}")
 LIBRARIES = (f"-L{TORCH / 'lib'}", "-ltorch_cpu")  # not OpenMP: the threads are those that torch has loaded
@@ -50,16 +51,41 @@ def products(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     return operations().products(x, weights)
 
 
+def attends(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Whether `attend` takes these tensors: plain float32, rows of keys and of values one after the other."""
+    D, E = k.shape[-1], v.shape[-1]
+    plain = all(type(t) is Tensor and t.dtype == torch.float32 and t.is_cpu and t.stride(3) == 1 for t in (q, k, v))
+    if not plain or D % 16 or E % 16 or k.stride(2) != D or v.stride(2) != E:
+        return False
+    fits = mask is None or (mask.dtype in (torch.bool, torch.float32) and mask.shape[1] == 1 and mask.stride(3) == 1)
+    return fits and available(torch.float32)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Scaled dot-product attention with grouped query heads; without autograd.
+
+    Args:
+        q: [B, heads, n, D]; k [B, kv_heads, T, D] and v [B, kv_heads, T, E], where kv_heads divides heads.
+        mask: bool, true where visible, or additive float32; [B or 1, 1, n, T]. A query that sees no key gets zeros.
+        scale: of the scores.
+
+    Returns:
+        [B, n, heads, E].
+    """
+    return operations().attend(q, k, v, mask, scale)
+
+
 @lru_cache(maxsize=1)
 def operations() -> Any:
-    """The operations of torch `linear(x, weight, bias=None)` and `products(x, weights)`, which compilers can trace."""
+    """The operations of torch: `linear(x, weight, bias=None)` and `products(x, weights)`, which compilers can trace,
+    and `attend(q, k, v, mask, scale)`."""
     library = built()[0]
     assert library is not None, "`available` says whether there is one"
-    space = f"mmspec_{library._name.rpartition('-')[2].partition('.')[0]}"  # one for each build of few_rows.cpp
+    space = f"mmspec_{library._name.rpartition('-')[2].partition('.')[0]}"  # one for each build
     found = getattr(torch.ops, space)
     if not hasattr(found, "linear"):
         if not library.mmspec_define(space.encode()):
-            raise RuntimeError("torch refused the operations of few_rows.cpp")
+            raise RuntimeError("torch refused the operations of kernels/cpu")
         torch.library.register_fake(f"{space}::linear", _linear)
         torch.library.register_fake(f"{space}::products", lambda x, weights: [_linear(x, w) for w in weights])
     return found
@@ -79,6 +105,12 @@ def _right(dtype: torch.dtype) -> bool:
     x, w, b = (torch.linspace(-1, 1, n * k).sin().reshape(n, k).to(dtype) for n, k in ((7, 77), (9, 77), (1, 9)))
     wanted = F.linear(x, w, b[0])
     off = [linear(x, w, b[0]) - wanted, *(y - F.linear(x, w) for y in products(x, [w, w]))]
+    if dtype == torch.float32:
+        q, k = (torch.linspace(-3, 3, n * 16 * heads).sin().view(1, heads, n, 16) for n, heads in ((7, 4), (33, 2)))
+        keys = k.repeat_interleave(2, 1)
+        off.append(
+            attend(q, k, k, None, 0.5).transpose(1, 2) - F.scaled_dot_product_attention(q, keys, keys, scale=0.5)
+        )
     return all(bool(one.abs().max() <= _NEAR[dtype] * wanted.abs().max()) for one in off)
 
 
@@ -116,13 +148,17 @@ def _fingerprint(compiler: list[str]) -> str:
     lines = cpu.read_text().splitlines() if cpu.is_file() else [platform.processor()]
     flags = next((line for line in lines if line.startswith("flags")), lines[0])
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=_PATIENCE).stdout
+    sources = b"".join(file.read_bytes() for file in sorted(FOLDER.glob("*.[hc]*")))
     parts = (compiler, FLAGS, flags, torch.__version__)
-    return hashlib.sha256(SOURCE.read_bytes() + version + repr(parts).encode()).hexdigest()[:16]
+    return hashlib.sha256(sources + version + repr(parts).encode()).hexdigest()[:16]
 
 
 def _compile(compiler: list[str], file: Path) -> None:
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         built = [str(Path(folder) / name) for name in ("few_rows.o", "few_rows.so")]
-        for words in ([*FLAGS, "-c", str(SOURCE), "-o", built[0]], ["-shared", built[0], "-o", built[1], *LIBRARIES]):
+        for words in (
+            [*FLAGS, "-c", str(FOLDER / "operations.cpp"), "-o", built[0]],
+            ["-shared", built[0], "-o", built[1], *LIBRARIES],
+        ):
             subprocess.run([*compiler, *words], capture_output=True, check=True, timeout=_PATIENCE)
         os.replace(built[1], file)  # atomic, since other processes may compile it, too

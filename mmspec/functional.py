@@ -36,9 +36,7 @@ def fits(weight: Tensor) -> bool:
 def gains(x: Tensor, weight: Tensor) -> bool:
     """Whether to use `few_rows`: the weight `fits`, x is plain, and no tracing, autocast or grad is on."""
     plain = type(x) is Tensor and x.dtype == torch.float32 and x.device.type == "cpu"
-    if not plain or torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled("cpu"):
-        return False
-    return not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)) and fits(weight)
+    return plain and _plain(x, weight) and fits(weight)
 
 
 class Linear(nn.Linear):
@@ -68,6 +66,9 @@ def sdpa(
     Returns:
         [B, heads, n, E], with the memory layout [B, n, heads, E].
     """
+    few = not causal and q.shape[1] // k.shape[1] * q.shape[2] <= few_rows.ROWS
+    if few and _plain(q, k, v) and few_rows.attends(q, k, v, mask):
+        return few_rows.attend(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale).transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
     if grouped and not _served(q, mask):
         if not causal:
@@ -76,6 +77,13 @@ def sdpa(
         grouped = False
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=causal, enable_gqa=grouped)
     return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _plain(*tensors: Tensor) -> bool:
+    """Whether no tracing, autocast or grad is on for these tensors."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled("cpu"):
+        return False
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
 
 
 def _served(q: Tensor, mask: Tensor | None) -> bool:

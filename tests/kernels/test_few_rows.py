@@ -1,4 +1,4 @@
-"""Products of few rows against `F.linear` in float64, on every instruction set that this CPU has, and without any."""
+"""Products and attention of few rows against torch's in float64, on every instruction set that this CPU has."""
 
 from __future__ import annotations
 
@@ -67,6 +67,69 @@ def test_numbers_that_are_none_stay_so(compiled: None) -> None:
         x, w = torch.ones(2, 40, dtype=dtype), torch.ones(9, 40, dtype=dtype)
         x[1, 39], w[3, 2], w[4, 1] = float("nan"), float("inf"), torch.finfo(dtype).max
         torch.testing.assert_close(few_rows.linear(x, w), F.linear(x, w), equal_nan=True)
+
+
+def attention(B: int, heads: int, groups: int, n: int, T: int, D: int, E: int) -> tuple[torch.Tensor, ...]:
+    """q, k and v, which are views of a longer cache."""
+    q = torch.randn(B, n, heads, D).transpose(1, 2)
+    return q, torch.randn(B, groups, T + 9, D)[:, :, :T], torch.randn(B, groups, T + 5, E)[:, :, :T]
+
+
+def masks(B: int, n: int, T: int) -> dict[str, torch.Tensor | None]:
+    seen = torch.rand(B, 1, n, T) < 0.6
+    seen[..., 0] = True
+    added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    return {"none": None, "bool": seen, "one for all rows": seen[:1], "added": added + torch.randn(B, 1, n, T)}
+
+
+SHAPES = [(1, 1, 1, 1, 1, 16, 16), (2, 4, 2, 3, 5, 16, 32), (1, 6, 2, 9, 100, 32, 16), (3, 3, 3, 17, 64, 64, 80),
+          (2, 9, 3, 1, 130, 64, 64), (1, 8, 1, 5, 77, 128, 128)]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_it_is_the_attention(shape: tuple[int, ...], threads: int, compiled: None) -> None:
+    (B, heads, groups, n, T, *_), before = shape, torch.get_num_threads()
+    q, k, v = attention(*shape)  # type: ignore[arg-type]
+    torch.set_num_threads(threads)
+    try:
+        for mask in masks(B, n, T).values():
+            assert few_rows.attends(q, k, v, mask)
+            found = few_rows.attend(q, k, v, mask, 0.3)
+            wide = mask.double() if mask is not None and mask.dtype == torch.float32 else mask
+            keys, values = (t.double().repeat_interleave(heads // groups, 1) for t in (k, v))
+            wanted = F.scaled_dot_product_attention(q.double(), keys, values, wide, scale=0.3).transpose(1, 2)
+            torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("n", [1, 9])
+def test_of_what_no_query_sees_nothing_is_read(n: int, compiled: None) -> None:
+    q, k, v = attention(1, 2, 1, n, 40, 16, 16)
+    seen = torch.ones(1, 1, n, 40, dtype=torch.bool)
+    seen[..., 30:] = False
+    wanted = few_rows.attend(q, k[:, :, :30], v[:, :, :30], None, 1.0)
+    k[:, :, 30:], v[:, :, 30:] = 1e9, 1e9
+    torch.testing.assert_close(few_rows.attend(q, k, v, seen, 1.0), wanted)
+    assert bool((few_rows.attend(q, k, v, seen & False, 1.0) == 0).all())
+    q[0, 0, 0, 3] = float("nan")
+    assert bool(few_rows.attend(q, k, v, seen, 1.0)[0, 0, 0].isnan().all())
+
+
+def test_shapes_that_it_does_not_take(compiled: None) -> None:
+    q, k, v = attention(2, 2, 1, 3, 10, 16, 16)
+    half, odd = q.half(), q[..., :8]
+    other = torch.ones(2, 2, 3, 10, dtype=torch.bool)
+    for q_, k_, mask in ((half, k, None), (odd, k[..., :8], None), (q, k.mT.contiguous().mT, None), (q, k, other)):
+        assert not few_rows.attends(q_, k_, v, mask)
+    for bad in ((q, k[:1], v, None), (q, k, v[:, :, 1:], None), (q, k, v, other), (half, k, v, None)):
+        with pytest.raises(RuntimeError):
+            few_rows.attend(*bad, 1.0)
+    for x, w, b in ((q, torch.ones(3, 17), None), (q, torch.ones(3, 16).half(), None), (half, torch.ones(3, 16), None),
+                    (q, torch.ones(16, 16), torch.ones(3))):  # fmt: skip
+        with pytest.raises(RuntimeError):
+            few_rows.linear(x, w, b)
 
 
 @pytest.mark.parametrize("why", ["reference", "another CPU", "no compiler", "one that fails", "no place", "wrong sums"])

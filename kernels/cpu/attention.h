@@ -1,0 +1,220 @@
+// Attention of a few queries to cached keys and values. The heads of a group are stacked as queries of one head. Keys are
+// turned, WIDTH of them at a time, if there are enough queries to pay for it, so that the lanes of a vector are keys.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "products.h"
+
+typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
+
+static inline Vector exponential(Vector x) {  // of x <= 0, by a polynomial of Cephes (S. Moshier); 0 below -87
+    const Vector magic = Vector{} + 12582912.0f;  // adding 1.5 * 2^23 rounds to a whole number
+    Vector shifted = x * 1.44269504f + magic, n = shifted - magic;
+    Vector r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    Vector y = Vector{} + 1.9875691500e-4f;
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        y = y * r + c;
+    y = y * r * r + r + 1.0f;
+    Integers exponent = ((Integers)shifted - (Integers)magic + 127) << 23;
+    return x < -87.0f ? Vector{} : y * (Vector)exponent;
+}
+
+template <int... I>
+static inline Vector zipped(Vector a, Vector b, int half, std::integer_sequence<int, I...>) {
+    return half ? __builtin_shufflevector(a, b, (LANES / 2 + I / 2 + I % 2 * LANES)...)
+                : __builtin_shufflevector(a, b, (I / 2 + I % 2 * LANES)...);
+}
+
+static inline void transpose(Vector* square) {  // LANES vectors, by perfect shuffles
+    #pragma GCC unroll 4
+    for (int step = 1; step < LANES; step *= 2) {
+        Vector next[LANES];
+        #pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            next[i] = zipped(square[i / 2], square[i / 2 + LANES / 2], i % 2, std::make_integer_sequence<int, LANES>());
+        #pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) square[i] = next[i];
+    }
+}
+
+constexpr int WIDTH = COLUMNS * LANES;
+
+// M rows of queries [M, D] times WIDTH keys that are turned: [D, WIDTH].
+template <int M, int TILES = COLUMNS>
+static inline void score(const float* queries, const float* turned, float* scores, int64_t D, int64_t stride) {
+    Vector sums[M * TILES];
+    #pragma GCC unroll 32
+    for (int i = 0; i < M * TILES; i++) sums[i] = Vector{};
+    for (int64_t d = 0; d < D; d++) {
+        Vector k[TILES];
+        #pragma GCC unroll 4
+        for (int i = 0; i < TILES; i++) k[i] = load(turned + (d * TILES + i) * LANES);
+        #pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            Vector query = Vector{} + queries[m * D + d];
+            #pragma GCC unroll 4
+            for (int i = 0; i < TILES; i++) sums[m * TILES + i] += query * k[i];
+        }
+    }
+    #pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+        #pragma GCC unroll 4
+        for (int i = 0; i < TILES; i++) *(Floats*)(scores + m * stride + i * LANES) = sums[m * TILES + i];
+}
+
+template <int M>
+static inline void scored(int64_t rows, const float* queries, const float* turned, float* scores, int64_t D,
+                          int64_t stride) {
+    if constexpr (M > 1)
+        if (rows < M) return scored<M - 1>(rows, queries, turned, scores, D, stride);
+    score<M>(queries, turned, scores, D, stride);
+}
+
+// A row of scores [T], with zeros up to a multiple of LANES, becomes weights that are yet to be divided by their sum,
+// which is returned. `mask`: what is added to the scores, or whether they are seen; null: all are.
+template <class Mask>
+static float weigh(float* scores, int64_t T, const Mask* mask) {
+    int64_t end = (T + LANES - 1) / LANES * LANES;
+    if (mask)
+        for (int64_t t = 0; t < T; t++) {
+            if constexpr (sizeof(Mask) == 1)
+                scores[t] = mask[t] ? scores[t] : -INFINITY;
+            else
+                scores[t] += mask[t];
+        }
+    std::fill(scores + T, scores + end, -INFINITY);
+    Vector tops = load(scores);
+    for (int64_t t = LANES; t < end; t += LANES) {
+        Vector score = load(scores + t);
+        tops = score > tops ? score : tops;
+    }
+    float top = tops[0];
+    for (int i = 1; i < LANES; i++) top = tops[i] > top ? tops[i] : top;
+    top = top == -INFINITY ? 0.0f : top;  // no key is seen: the weights are zero
+    Vector sum = {};
+    for (int64_t t = 0; t < end; t += LANES) {
+        Vector weight = exponential(load(scores + t) - top);
+        *(Floats*)(scores + t) = weight;
+        sum += weight;
+    }
+    float lanes[LANES];
+    totals<1>(&sum, lanes);
+    return lanes[0];
+}
+
+// V vectors of M rows of the result: weights [M, T] times values [T, E], divided by the sums.
+template <int M, int V>
+static inline void mix(const float* weights, int64_t stride, const float* values, int64_t T, int64_t E,
+                       const float* sums, float* const* out) {
+    Vector results[M * V];
+    #pragma GCC unroll 32
+    for (int i = 0; i < M * V; i++) results[i] = Vector{};
+    for (int64_t t = 0; t < T; t++) {
+        Vector v[V];
+        #pragma GCC unroll 4
+        for (int i = 0; i < V; i++) v[i] = load(values + t * E + i * LANES);
+        #pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            Vector weight = Vector{} + weights[m * stride + t];
+            #pragma GCC unroll 4
+            for (int i = 0; i < V; i++) results[m * V + i] += weight * v[i];
+        }
+    }
+    #pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+        #pragma GCC unroll 4
+        for (int i = 0; i < V; i++) *(Floats*)(out[m] + i * LANES) = results[m * V + i] / sums[m];
+}
+
+template <int M>
+static inline void mixed(int64_t rows, const float* weights, int64_t stride, const float* values, int64_t T, int64_t E,
+                         const float* sums, float** out) {
+    if constexpr (M > 1)
+        if (rows < M) return mixed<M - 1>(rows, weights, stride, values, T, E, sums, out);
+    int64_t e = 0;
+    for (; e + COLUMNS * LANES <= E; e += COLUMNS * LANES) {
+        mix<M, COLUMNS>(weights, stride, values + e, T, E, sums, out);
+        for (int m = 0; m < M; m++) out[m] += COLUMNS * LANES;
+    }
+    for (; e < E; e += LANES) {
+        mix<M, 1>(weights, stride, values + e, T, E, sums, out);
+        for (int m = 0; m < M; m++) out[m] += LANES;
+    }
+}
+
+struct Attention {
+    int64_t B, heads, groups, n, T, D, E;  // D and E, the widths of keys and values, are multiples of LANES
+    const float *q, *k, *v;                // [B, heads, n, D], [B, groups, T, D], [B, groups, T, E]
+    int64_t q_b, q_h, q_n, k_b, k_g, v_b, v_g, m_b, m_n;  // strides; those of k and v over T are D and E
+    float scale;
+    float* y;  // [B, n, heads, E]
+};
+
+// Scores [R, stride] of R queries [R, D], with room for all keys up to a multiple of WIDTH.
+static void score_all(const float* queries, const float* keys, float* scores, float* turned, int64_t R, int64_t T,
+                      int64_t D, int64_t stride) {
+    if (R < 8) {  // turning the keys would take longer
+        for (int64_t t = 0; t < T; t += t + COLUMNS <= T ? COLUMNS : 1)
+            if (t + COLUMNS <= T)
+                blocks<COLUMNS>(queries, keys + t * D, (float*)nullptr, scores + t, R, D, stride);
+            else
+                blocks<1>(queries, keys + t * D, (float*)nullptr, scores + t, R, D, stride);
+        return;
+    }
+    for (int64_t t = 0; t < T; t += WIDTH) {
+        for (int i = 0; i < COLUMNS; i++)
+            for (int64_t d = 0; d < D; d += LANES) {
+                Vector square[LANES];
+                #pragma GCC unroll 16
+                for (int j = 0; j < LANES; j++) {
+                    int64_t key = t + i * LANES + j;
+                    square[j] = key < T ? load(keys + key * D + d) : Vector{};
+                }
+                transpose(square);
+                #pragma GCC unroll 16
+                for (int j = 0; j < LANES; j++) *(Floats*)(turned + (d + j) * WIDTH + i * LANES) = square[j];
+            }
+        for (int64_t r = 0; r < R; r += MOST)
+            scored<MOST>(std::min<int64_t>(MOST, R - r), queries + r * D, turned, scores + r * stride + t, D, stride);
+    }
+}
+
+template <class Mask>
+static void attend(const Attention& a, const Mask* mask) {
+    int64_t share = a.heads / a.groups, queries = share * a.n, pairs = a.B * a.groups;
+    int64_t stride = (a.T + WIDTH - 1) / WIDTH * WIDTH;
+    bool alone = a.B * a.heads * a.n * a.T * a.D <= ALONE;
+    #pragma omp parallel if (!alone)
+    {
+        int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
+        int64_t parts = threads / std::gcd(pairs, threads), most = (queries + parts - 1) / parts;
+        std::vector<float> scores(most * stride), packed(most * a.D), turned(WIDTH * a.D), sums(most);
+        std::vector<float*> out(most);
+        for (int64_t task = pairs * parts * me / threads; task < pairs * parts * (me + 1) / threads; task++) {
+            int64_t part = task % parts, g = task / parts % a.groups, b = task / parts / a.groups;
+            int64_t begin = queries * part / parts, R = queries * (part + 1) / parts - begin;
+            const float *keys = a.k + b * a.k_b + g * a.k_g, *values = a.v + b * a.v_b + g * a.v_g;
+            for (int64_t r = 0; r < R; r++) {
+                int64_t head = g * share + (begin + r) / a.n, node = (begin + r) % a.n;
+                const float* query = a.q + b * a.q_b + head * a.q_h + node * a.q_n;
+                for (int64_t d = 0; d < a.D; d++) packed[r * a.D + d] = query[d] * a.scale;
+                out[r] = a.y + ((b * a.n + node) * a.heads + head) * a.E;
+            }
+            if (R) score_all(packed.data(), keys, scores.data(), turned.data(), R, a.T, a.D, stride);
+            for (int64_t r = 0; r < R; r++) {
+                int64_t node = (begin + r) % a.n;
+                float sum = weigh(&scores[r * stride], a.T, mask ? mask + b * a.m_b + node * a.m_n : nullptr);
+                sums[r] = sum == 0.0f ? 1.0f : sum;
+            }
+            for (int64_t r = 0; r < R; r += MOST)
+                mixed<MOST>(std::min<int64_t>(MOST, R - r), &scores[r * stride], stride, values, a.T, a.E, &sums[r],
+                            &out[r]);
+        }
+    }
+}

@@ -1,0 +1,185 @@
+// The products and the attention of this folder as operations of torch, by its stable C interface.
+
+#include <stdexcept>
+#include <vector>
+
+#include <torch/csrc/stable/c/shim.h>
+#include <torch/headeronly/version.h>
+
+#include "attention.h"
+#include "products.h"
+
+static void succeed(AOTITorchError error) {
+    if (error) throw std::runtime_error("torch refused a call of few_rows.cpp");
+}
+
+struct Tensor {  // owns a handle
+    AtenTensorHandle handle;
+    explicit Tensor(StableIValue value) : handle((AtenTensorHandle)value) {}
+    Tensor(Tensor&& other) : handle(other.handle) { other.handle = nullptr; }
+    ~Tensor() {
+        if (handle) aoti_torch_delete_tensor_object(handle);
+    }
+    StableIValue release() {
+        StableIValue value = (StableIValue)handle;
+        handle = nullptr;
+        return value;
+    }
+    void* data() const {
+        void* pointer;
+        succeed(aoti_torch_get_data_ptr(handle, &pointer));
+        return pointer;
+    }
+    int32_t dtype() const {
+        int32_t value;
+        succeed(aoti_torch_get_dtype(handle, &value));
+        return value;
+    }
+    std::vector<int64_t> sizes() const {
+        int64_t dim, *first;
+        succeed(aoti_torch_get_dim(handle, &dim));
+        succeed(aoti_torch_get_sizes(handle, &first));
+        return {first, first + dim};
+    }
+    const int64_t* strides() const {
+        int64_t* first;
+        succeed(aoti_torch_get_strides(handle, &first));
+        return first;
+    }
+    bool contiguous() const {
+        bool is;
+        succeed(aoti_torch_is_contiguous(handle, &is));
+        return is;
+    }
+};
+
+static Tensor contiguous(Tensor x) {
+    if (x.contiguous()) return x;
+    StableIValue stack[] = {x.release(), (StableIValue)aoti_torch_memory_format_contiguous_format()};
+    succeed(torch_call_dispatcher("aten::contiguous", "", stack, TORCH_ABI_VERSION));
+    return Tensor(stack[0]);
+}
+
+static Tensor empty(const std::vector<int64_t>& sizes, int32_t dtype) {
+    std::vector<int64_t> strides(sizes.size(), 1);
+    for (size_t i = sizes.size() - 1; i-- > 0;) strides[i] = strides[i + 1] * sizes[i + 1];
+    AtenTensorHandle handle;
+    succeed(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtype, aoti_torch_device_type_cpu(),
+                                     0, &handle));
+    return Tensor((StableIValue)handle);
+}
+
+template <class T>
+static std::vector<Tensor> products(const Tensor& x, const std::vector<Tensor>& weights, const Tensor* bias) {
+    std::vector<int64_t> sizes = x.sizes(), N;
+    int64_t K = sizes.back(), M = 1, all = 0;
+    for (size_t i = 0; i + 1 < sizes.size(); i++) M *= sizes[i];
+    std::vector<const T*> w, b;
+    std::vector<T*> y;
+    std::vector<Tensor> results;
+    for (const Tensor& weight : weights) {
+        std::vector<int64_t> size = weight.sizes();
+        if (size.size() != 2 || size[1] != K || weight.dtype() != x.dtype() || !weight.contiguous())
+            throw std::runtime_error("few rows: a weight must be contiguous [N, K] with the dtype of x [..., K]");
+        sizes.back() = size[0];
+        results.push_back(empty(sizes, x.dtype()));
+        N.push_back(size[0]), all += size[0];
+        w.push_back((const T*)weight.data()), y.push_back((T*)results.back().data());
+        b.push_back(bias ? (const T*)bias->data() : nullptr);
+    }
+    if (bias && (bias->sizes() != N || bias->dtype() != x.dtype() || !bias->contiguous()))
+        throw std::runtime_error("few rows: a bias must be contiguous [N] with the dtype of x");
+    multiply<T>((const T*)x.data(), w.data(), b.data(), y.data(), N.data(), w.size(), M, K, M * K * all <= ALONE);
+    return results;
+}
+
+static std::vector<Tensor> products(const Tensor& x, const std::vector<Tensor>& weights, const Tensor* bias) {
+    if (x.dtype() == aoti_torch_dtype_float32()) return products<float>(x, weights, bias);
+    if (x.dtype() == aoti_torch_dtype_bfloat16()) return products<bfloat16>(x, weights, bias);
+    throw std::runtime_error("few rows: the dtype must be float32 or bfloat16");
+}
+
+static Tensor optional(StableIValue value) {  // without a handle if there is none
+    StableIValue* given = (StableIValue*)value;
+    Tensor tensor(given ? *given : 0);
+    delete given;
+    return tensor;
+}
+
+// linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor
+static void linear(StableIValue* stack, uint64_t, uint64_t) {
+    std::vector<Tensor> weights;
+    Tensor x = contiguous(Tensor(stack[0]));
+    weights.emplace_back(stack[1]);
+    Tensor bias = optional(stack[2]);
+    stack[0] = products(x, weights, bias.handle ? &bias : nullptr)[0].release();
+}
+
+// products(Tensor x, Tensor[] weights) -> Tensor[]
+static void products(StableIValue* stack, uint64_t, uint64_t) {
+    std::vector<Tensor> weights;
+    Tensor x = contiguous(Tensor(stack[0]));
+    StableListHandle given = (StableListHandle)stack[1], results;
+    size_t count;
+    succeed(torch_list_size(given, &count));
+    for (size_t i = 0; i < count; i++) {
+        StableIValue weight;
+        succeed(torch_list_get_item(given, i, &weight));
+        weights.emplace_back(weight);
+    }
+    succeed(torch_delete_list(given));
+    succeed(torch_new_list_reserve_size(count, &results));
+    for (Tensor& result : products(x, weights, nullptr)) succeed(torch_list_push_back(results, result.release()));
+    stack[0] = (StableIValue)results;
+}
+
+// attend(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale) -> Tensor
+static void attend(StableIValue* stack, uint64_t, uint64_t) {
+    Tensor q(stack[0]), k(stack[1]), v(stack[2]), mask = optional(stack[3]);
+    double scale;
+    memcpy(&scale, &stack[4], sizeof scale);
+    auto qs = q.sizes(), ks = k.sizes(), vs = v.sizes();
+    auto fits = [](const Tensor& t, const std::vector<int64_t>& size) {
+        return t.dtype() == aoti_torch_dtype_float32() && size.size() == 4 && size[3] % LANES == 0;
+    };
+    if (!fits(q, qs) || !fits(k, ks) || !fits(v, vs) || qs[1] % ks[1] || ks[0] != qs[0] || ks[3] != qs[3] ||
+        vs[0] != ks[0] || vs[1] != ks[1] || vs[2] != ks[2])
+        throw std::runtime_error("few queries: q [B, heads, n, D], k [B, groups, T, D] and v [B, groups, T, E] must be "
+                                 "float32, and D and E multiples of the CPU's vectors");
+    const int64_t *q_at = q.strides(), *k_at = k.strides(), *v_at = v.strides(), *m_at = nullptr;
+    if (q_at[3] != 1 || k_at[3] != 1 || v_at[3] != 1 || k_at[2] != ks[3] || v_at[2] != vs[3])
+        throw std::runtime_error("few queries: rows of q, k and v must be contiguous, and those of k and v adjacent");
+    bool seen = false;
+    if (mask.handle) {
+        auto ms = mask.sizes();
+        m_at = mask.strides();
+        seen = mask.dtype() == aoti_torch_dtype_bool();
+        bool known = seen || mask.dtype() == aoti_torch_dtype_float32();
+        if (!known || ms.size() != 4 || (ms[0] != 1 && ms[0] != qs[0]) || ms[1] != 1 || ms[2] != qs[2] ||
+            ms[3] != ks[2] || m_at[3] != 1)
+            throw std::runtime_error("few queries: the mask must be bool or float32 [B or 1, 1, n, T]");
+        if (ms[0] == 1) m_at = nullptr;
+    }
+    Tensor y = empty({qs[0], qs[2], qs[1], vs[3]}, q.dtype());
+    Attention a = {qs[0], qs[1], ks[1], qs[2], ks[2], qs[3], vs[3], (const float*)q.data(), (const float*)k.data(),
+                   (const float*)v.data(), q_at[0], q_at[1], q_at[2], k_at[0], k_at[1], v_at[0], v_at[1],
+                   m_at ? m_at[0] : 0, mask.handle ? mask.strides()[2] : 0, (float)scale, (float*)y.data()};
+    if (seen)
+        attend(a, (const bool*)mask.data());
+    else
+        attend(a, mask.handle ? (const float*)mask.data() : nullptr);
+    stack[0] = y.release();
+}
+
+// Defines all operations in a namespace that has none of these names; false if torch refuses.
+extern "C" bool mmspec_define(const char* space) {
+    TorchLibraryHandle names, functions;
+    return !aoti_torch_library_init_fragment(space, __FILE__, __LINE__, &names) &&
+           !aoti_torch_library_def(names, "linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor") &&
+           !aoti_torch_library_def(names, "products(Tensor x, Tensor[] weights) -> Tensor[]") &&
+           !aoti_torch_library_def(names, "attend(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale) -> Tensor") &&
+           !aoti_torch_library_init_impl(space, "CPU", __FILE__, __LINE__, &functions) &&
+           !torch_library_impl(functions, "linear", linear, TORCH_ABI_VERSION) &&
+           !torch_library_impl(functions, "products", products, TORCH_ABI_VERSION) &&
+           !torch_library_impl(functions, "attend", attend, TORCH_ABI_VERSION);
+}
