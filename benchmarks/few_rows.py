@@ -1,5 +1,4 @@
-"""What a forward of SmolLM2-135M takes for a few rows of one text, by torch's products and by `kernels/few_rows.py`, and
-what attention of a few queries takes.
+"""The time of a forward of SmolLM2-135M over a few rows of one text, and of attention, by torch and by `few_rows`.
 
     python benchmarks/few_rows.py --out benchmarks/results/few-rows
 
