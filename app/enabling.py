@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -170,14 +171,14 @@ def _check(words: Mapping[str, object], kinds: Iterable[object]) -> None:
     for name, value in words.items():
         troubles = [_trouble(kind, name, value) for kind in kinds if name in option_names(kind)]
         if value is not None and troubles and all(troubles):
-            raise EnableError(f"--enable: {troubles[0]}")
+            raise EnableError(f"--enable: {name}={value!r}: {troubles[0]}")
 
 
 def _trouble(kind: object, name: str, value: object) -> str:
     try:
         type(kind)(**{name: value})
     except (ValueError, TypeError) as error:
-        return f"{name}={value!r}: {error}"
+        return str(error)
     return ""
 
 
@@ -186,24 +187,12 @@ def _described(kind: object) -> list[str]:
     if not is_dataclass(kind):
         return []
     about = _attributes(type(kind))
-    lines = []
-    for one in (field for field in fields(kind) if field.init):
-        usual = one.default if one.default is not MISSING else ""
-        lines.append(f"  {one.name}={usual}  {about.get(one.name, '')}".rstrip())
-    return lines
+    usual = {one.name: "" if one.default is MISSING else one.default for one in fields(kind) if one.init}
+    return [f"  {name}={value}  {about.get(name, '')}".rstrip() for name, value in usual.items()]
 
 
 def _attributes(cls: type) -> dict[str, str]:
     """The descriptions of attributes in the docstrings of a class and its parents."""
-    about: dict[str, str] = {}
-    for parent in reversed(cls.__mro__):
-        _, _, section = (parent.__doc__ or "").partition("Attributes:\n")
-        name = ""
-        for line in section.splitlines():
-            indent = len(line) - len(line.lstrip())
-            if indent == 8:
-                name, _, words = line.strip().partition(": ")
-                about[name] = words
-            elif name and line.strip():
-                about[name] += " " + line.strip()
-    return about
+    sections = [(parent.__doc__ or "").partition("Attributes:\n")[2] for parent in reversed(cls.__mro__)]
+    found = re.findall(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", "\n".join(sections), re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import signal
 import sys
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +19,8 @@ from mmspec.app.caption import options as settings
 from mmspec.app.caption import report
 from mmspec.app.caption.mirror import Mirror
 from mmspec.app.caption.model import FatalError
-from mmspec.app.caption.options import BESIDE, ENGINE, FILE, Options, SettingsError
-from mmspec.app.caption.outputs import FAILURES, OutputError, Outputs
+from mmspec.app.caption.options import BESIDE, ENGINE, Options, SettingsError
+from mmspec.app.caption.outputs import FAILURES, FILE, OutputError, Outputs
 from mmspec.app.caption.plan import Plan, Planner
 from mmspec.app.caption.report import RunTally, TooManyErrorsError, plain
 from mmspec.app.caption.run import Job
@@ -30,7 +28,6 @@ from mmspec.app.caption.workers import Alone, Crew, places
 from mmspec.app.enabling import EnableError
 from mmspec.app.files import write_whole
 from mmspec.app.media.inputs import Inputs, open_inputs
-from mmspec.app.media.items import Item
 from mmspec.app.media.remote import is_address
 from mmspec.app.prompt import PromptError, Prompts
 from mmspec.media import MediaError
@@ -74,9 +71,6 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise TerminatedError
 
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
-        yield
-        return
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
@@ -185,16 +179,14 @@ class Run:
         with tempfile.TemporaryDirectory() as folder:
             chosen = replace(self.options, devices=workers[0], compare=False, compile=False)
             trial = replace(self.job, folder=Path(folder), options=chosen)
+            measured = RunTally(0, quiet=True, shown=False)
             with _crew(trial, "", Plan(pending[:1])) as crew:
-                crew.run(pending[:1], RunTally(1, quiet=True, shown=False).add)
+                crew.run(pending[:1], lambda record: None)
                 rows = crew.worker.rows  # the batch size of the real run
-                wanted = max(2 * rows, 4)
-                sample = pending[:: max(1, len(pending) // wanted)][:wanted]
-                first, second = sample[:rows], sample[rows:] or sample  # with few items, measure the same ones again
-                warm_up, measured = (RunTally(len(part), quiet=True, shown=False) for part in (first, second))
-                crew.run(first, warm_up.add)
+                sample = pending[:: max(1, len(pending) // (2 * rows))]
+                crew.run(sample[:rows], lambda record: None)
                 measured.start()
-                crew.run(second, measured.add)
+                crew.run(sample[rows : 2 * rows] or sample, measured.add)  # of few items, the same ones again
             print(report.estimate(self.todo, measured, len(workers), crew.summaries[0]))
         return OK
 
@@ -211,26 +203,24 @@ class Run:
         if others:
             kinds = ", ".join(f"{count} {plain(kind) or 'without extension'}" for kind, count in others.most_common(5))
             print(f"skipped {others.total()} file(s) whose names are not those of images or videos ({kinds})")
-        root = inputs.root
-        if root is not None and (far := next((t.item for t in todo.pending if _far(t.item, root)), None)):
-            print(f"files outside of {root} are named by their full path, such as {plain(far.name)}")
         if damaged := self.outputs.ledger.damaged:
             print(f"ignored {damaged} broken line(s) in {self.outputs.state} (a run was killed while it wrote them)")
         for trouble in todo.unwritable:
             print(f"failed: {plain(trouble)}", file=sys.stderr)
+        root = inputs.root
         samples = root is not None and root.resolve() == zoo.samples().resolve()
         if todo.pending and options.engine == ENGINE and embedded.speaks(options.model) and not samples:
             print(embedded.NOTE.format(options.model))
 
     def _write_settings(self) -> None:
-        """Write the file for --config beside the captions, or in the state folder where it could replace a caption."""
-        options, outputs, name = self.options, self.outputs, f"{self.outputs.slots}{FILE}"
+        """Write the file for --config beside the captions, or in the state folder beside pictures and other files."""
+        outputs, name = self.outputs, f"{self.outputs.slots}{FILE}"
         path = outputs.folder / name
-        if options.out == BESIDE or options.extension == path.suffix or not outputs.finals.free(path):
+        if self.options.out == BESIDE or not outputs.finals.free(path):
             path = outputs.state / name
         else:
             outputs.finals.note(path)
-        write_whole(path, options.dumped(), outputs.state / f"{outputs.slots}run.partial")
+        write_whole(path, self.options.dumped(), outputs.state / f"{outputs.slots}run.partial")
 
     def _finish(self) -> list[Path]:
         return self.outputs.finish(self.options.kinds, self.inputs.items, self.options.max_bytes)
@@ -258,9 +248,3 @@ def _crew(job: Job, slots: str, todo: Plan) -> Iterator[Any]:
         yield crew
     finally:
         crew.stop()
-
-
-def _far(item: Item, root: Path) -> bool:
-    """Whether a file is outside of the folder that names are relative to."""
-    path = item.source.path
-    return path is not None and not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(root))

@@ -23,28 +23,25 @@ OWN, STOCK = Method("mmspec"), Method("stock")
 
 
 class Sampled:
-    """Keeps some requests of a run, and times both paths on them in alternating order, after a warm-up."""
+    """Keeps some requests of a run, and times both paths on them in alternating order, after a warm-up.
+
+    Attributes:
+        facts: the results of `measure`; only `trouble` if it failed.
+    """
 
     def __init__(self, items: int):
-        count = min(items, SAMPLE)
-        self._due = [(2 * place + 1) * items // (2 * count) for place in range(count)]
-        self._seen = 0
+        self._step, self._seen = max(1, items // SAMPLE), 0
         self.kept: list[Shown] = []
-        self.identical = 0
-        self.stock_seconds = self.own_seconds = 0.0
-        self.sampling = False
-        self.trouble = ""
+        self.facts: dict[str, Any] = {"trouble": ""}
 
     def show(self, frames: Sequence[Image.Image], choice: PromptChoice) -> None:
-        """Called with each request; keeps those that are due, which are spread over the run."""
-        if self._due and self._seen >= self._due[0]:
-            del self._due[0]
+        """Called with each request; keeps a few, which are spread over the run."""
+        if self._seen % self._step == 0 and len(self.kept) < SAMPLE:
             self.kept.append((frames, choice))
         self._seen += 1
 
     def measure(self, engine: Engine, rows: int) -> None:
         """Caption the kept requests on both paths, `rows` at once; a batch of stock runs until its longest row ends."""
-        self.sampling = engine.sampling
 
         def run(method: Method, request: tuple[list[Shown], dict[str, int]]) -> tuple[list[str], float]:
             shown, more = request
@@ -56,40 +53,31 @@ class Sampled:
 
         both = Comparison([OWN, STOCK], run)
         groups = [self.kept[first : first + rows] for first in range(0, len(self.kept), rows)]
+        own = stock = 0.0
+        identical = 0
         try:
             both.warm_up((self.kept[:1], {"max_new_tokens": WARM_UP}), [OWN.name, STOCK.name])
             for outputs in both.turns((group, {}) for group in groups):
                 (texts, seconds), (others, of_stock) = outputs[OWN.name], outputs[STOCK.name]
-                self.own_seconds += seconds
-                self.stock_seconds += of_stock
-                self.identical += sum(one == other for one, other in zip(texts, others, strict=True))
+                own, stock = own + seconds, stock + of_stock
+                identical += sum(one == other for one, other in zip(texts, others, strict=True))
         except Exception as error:  # the captions are saved; only the measurement fails
-            self.trouble = first_line(error)
-
-    def facts(self) -> dict[str, Any]:
-        if self.trouble or not self.own_seconds:
-            return {"trouble": self.trouble}
-        return {
-            "items": len(self.kept),
-            "stock_seconds": round(self.stock_seconds, 4),
-            "own_seconds": round(self.own_seconds, 4),
-            "speedup": round(self.stock_seconds / self.own_seconds, 4),
-            "identical": self.identical,
-        }
+            self.facts = {"trouble": first_line(error)}
+        else:
+            times = {"stock_seconds": round(stock, 4), "own_seconds": round(own, 4), "speedup": round(stock / own, 4)}
+            self.facts = {"items": len(self.kept), **times, "identical": identical, "sampled": engine.sampling}
 
     def __str__(self) -> str:
-        if self.trouble:
-            return f"stock generate could not be measured ({self.trouble})"
-        if not self.own_seconds:
-            return "no comparison with stock generate"
-        ratio = self.stock_seconds / self.own_seconds
-        acceptance = f"{ratio:.1f}x faster" if ratio >= 1.05 else f"no gain here ({ratio:.2f}x)"
-        same = f"identical text on {self.identical} of {len(self.kept)}"
-        if self.sampling:
+        facts = self.facts
+        if "trouble" in facts:
+            return f"stock generate could not be measured ({facts['trouble']})" if self.kept else ""
+        ratio, same = facts["speedup"], f"identical text on {facts['identical']} of {facts['items']}"
+        gain = f"{ratio:.1f}x faster" if ratio >= 1.05 else f"no gain here ({ratio:.2f}x)"
+        if facts["sampled"]:
             same = "sampled texts (temperature above 0) are not compared"
         return (
-            f"on {len(self.kept)} of them stock generate took {self.stock_seconds:.1f} s, "
-            f"mmspec {self.own_seconds:.1f} s: {acceptance}, {same}"
+            f"on {facts['items']} of them stock generate took {facts['stock_seconds']:.1f} s, "
+            f"mmspec {facts['own_seconds']:.1f} s: {gain}, {same}"
         )
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from mmspec.app.caption.formats import NAMES
 from mmspec.app.caption.journal import STATE, digest
-from mmspec.app.caption.options import FILE
-from mmspec.app.caption.outputs import FAILURES, SHARD, OutputError
+from mmspec.app.caption.outputs import FAILURES, FILE, SHARD, OutputError
 from mmspec.app.files import stamp, write_whole
 from mmspec.app.media.remote import filesystem, unreachable
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import yaml
 
 from mmspec import media
 from mmspec.app import embedded, enabling
-from mmspec.app.caption.journal import digest, key
+from mmspec.app.caption.journal import digest
 from mmspec.app.media import video
 from mmspec.app.media.clips import policy
 from mmspec.app.media.items import kind_of
@@ -26,8 +26,6 @@ BESIDE, AUTO, NEVER = "beside", "auto", "none"
 ENGINE = "mmspec.app.engine:load"
 OUTPUTS = ("txt", "metadata", "parquet", "webdataset")
 PROMPT = "Describe this image in two or three sentences."  # for models other than the embedded one
-FILE = "run.yaml"  # beside the captions
-HEAD = b"# Repeat this run by: mmspec caption --config FILE\n"
 ONCE = ("config", "retry_failed", "resume", "limit")  # flags that apply to one run and are not written to run.yaml
 KEPT = "1GB"  # default prefix_cache where a picture has several prompts
 SHAPING = ("model", "drafter", "max_new_tokens", "temperature", "dtype", "engine", "max_pixels_per_image")
@@ -69,8 +67,8 @@ def _text(pattern: str, wanted: str) -> Callable[[str], str]:
 
 def _extension(text: str) -> str:
     text = text if text.startswith(".") else f".{text}"
-    if kind_of(f"x{text}"):
-        raise argparse.ArgumentTypeError(f"{text!r} is the extension of pictures or videos, which would be replaced")
+    if kind_of(f"x{text}") or text in (".jsonl", ".parquet", ".tar", ".yaml"):
+        raise argparse.ArgumentTypeError(f"{text!r} is the extension of inputs or of other outputs; name another")
     return _text(r"(\.[A-Za-z0-9_-]+)+", "an extension such as .txt or .caption")(text)
 
 
@@ -85,7 +83,7 @@ def _flag(
     """
     if shown is None:
         shown = "" if default in (None, "", []) or isinstance(default, bool) else str(default)
-    takes = {"help": help + f" ({shown})" * bool(shown), **({"metavar": metavar} if metavar else {}), **takes}
+    takes |= {"help": help + f" ({shown})" * bool(shown), **({"metavar": metavar} if metavar else {})}
     usual = {"default_factory": list} if default == [] else {"default": default}
     return field(metadata={"section": section, "takes": takes}, **usual)  # type: ignore[call-overload]
 
@@ -118,7 +116,7 @@ class Options:
         + embedded.MODEL, section="the model")
     drafter: str = _flag("NAME", None, "name, folder, 'ngram' (no weights) or 'none' (plain decoding); default: "
         "one that fits the model")
-    enable: list[str] = _flag("NAME=VALUE", [], **{k: v for k, v in enabling.FLAG.items() if k != "metavar"})
+    enable: list[str] = _flag(default=[], **enabling.FLAG)
     compile: bool | None = _switch(None, "compile the model; default: if the run is long enough")
     max_new_tokens: int = _flag("N", 128, "maximum length of a caption, in tokens", type=count)
     temperature: float = _flag("T", 0.0, "sampling temperature; 0 is greedy decoding", type=from_zero)
@@ -225,7 +223,8 @@ class Options:
         plain = {name.replace("_", "-"): str(value) if isinstance(value, Path) else value
                  for name, value in vars(self).items() if name not in ONCE and value is not None}  # fmt: skip
         plain["prompt"] = self.prompt[0] if len(self.prompt) == 1 else self.prompt
-        return HEAD + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode()
+        text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+        return b"# Repeat this run by: mmspec caption --config FILE\n" + text.encode()
 
     def check(self) -> None:
         """SettingsError for options that cannot be combined."""
@@ -235,10 +234,10 @@ class Options:
         if self.engine != ENGINE and any(own.values()):
             name = next(name for name, given in own.items() if given)
             raise SettingsError(f"--engine {self.engine} does not support {name}; leave it out")
-        around = [name for name in ("start_with", "prepend", "append") if getattr(self, name)]
-        if self.json_schema is not None and around:
-            what = f"--{around[0].replace('_', '-')}"
-            raise SettingsError(f"--json-schema and {what} cannot be combined; leave one of them out")
+        around = {"--start-with": self.start_with, "--prepend": self.prepend, "--append": self.append}
+        if self.json_schema is not None and any(around.values()):
+            name = next(name for name, given in around.items() if given)
+            raise SettingsError(f"--json-schema and {name} cannot be combined; leave one of them out")
 
 
 OPTIONS = {one.name: one for one in fields(Options)}
@@ -262,16 +261,6 @@ def resolve(args: argparse.Namespace) -> Options:
     options = Options(**((_from_file(given["config"], args.parser) if given.get("config") else {}) | given))
     options.check()
     return options
-
-
-def ask(facts: Mapping[str, object]) -> str:
-    """A hash of everything that shapes an answer except the content.
-
-    Only what differs from its default counts, so that a newly added option does not invalidate recorded captions.
-    """
-    usual = {"further": (), "max_frames": video.MAX_FRAMES, "engine": ENGINE}
-    usual |= dict.fromkeys(("dtype", "max_pixels_per_image"), AUTO)
-    return key(**{name: value for name, value in facts.items() if value not in ("", usual.get(name, ""))})
 
 
 def _from_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:

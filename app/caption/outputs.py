@@ -16,6 +16,7 @@ from mmspec.app.files import replacing, write_whole
 from mmspec.app.media.items import Item, need
 
 FAILURES = "failed.jsonl"  # written by every run in which something failed
+FILE = "run.yaml"  # the settings of the run, beside the captions
 LOG = "finals.log"  # in STATE: names of the files that runs wrote, one JSON object a line
 SHARD = re.compile(r"webdataset/\d+\.tar")
 LONGEST = 2**20  # bytes of a caption file that are read; mmspec writes none that is longer
@@ -106,7 +107,6 @@ class Finals:
     def __init__(self, folder: Path, overwrite: bool = False, elsewhere: Collection[str] = ()):
         self.folder, self._overwrite, self._elsewhere = folder, overwrite, elsewhere
         self.log = folder / STATE / LOG
-        self.reserved: set[str] = set()  # names in the folder that no caption file may have
 
     def claim(self, kinds: Collection[str], read: Iterable[Path] = (), report: Path | None = None) -> None:
         """OutputError if files of these kinds would replace a file that no run wrote, or one that this run reads.
@@ -129,7 +129,6 @@ class Finals:
             )
         if lost := [str(path) for path in written if path.resolve() in inputs]:
             raise OutputError(f"{', '.join(lost)} is read by this run and would be replaced; choose another name")
-        self.reserved = {*names, *map(self._name, [*inputs, *([report] if report else [])])}
 
     def free(self, path: Path) -> bool:
         """Whether a file may be put there: nothing is there, or a run wrote it, or all files may be replaced."""

@@ -6,12 +6,12 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mmspec.app.caption.journal import Record, digest
-from mmspec.app.caption.options import Options, ask
+from mmspec.app.caption.journal import Record, digest, key
+from mmspec.app.caption.options import AUTO, ENGINE, Options
 from mmspec.app.caption.outputs import OutputError, Outputs, Sidecars, UnwritableTextError
 from mmspec.app.media.inputs import Inputs
 from mmspec.app.media.items import VIDEO, Item
-from mmspec.app.media.video import FramePolicy
+from mmspec.app.media.video import MAX_FRAMES, FramePolicy
 from mmspec.app.prompt import PromptChoice, Prompts
 from mmspec.media import MediaError
 
@@ -89,9 +89,6 @@ class Planner:
         options, outputs, name = self.options, self.outputs, item.name
         record, failure = outputs.ledger.get(name), outputs.ledger.failure(name)
         sidecar = sidecars.of(name, record) if sidecars else None
-        if sidecar in outputs.finals.reserved:
-            raise OutputError(f"{sidecar} would be the caption file of {name} and another file of this run as well; "
-                "choose another --extension, or rename the item")  # fmt: skip
         stamp = item.source.stamp
         same = record is not None and self._unchanged(record, item, stamp)
         came = item.existing or (record or {}).get("existing")  # the caption before mmspec wrote one
@@ -147,3 +144,13 @@ class Planner:
             return True
         shard, shards = map(int, self.options.shard.split("/"))
         return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8]) % shards == shard
+
+
+def ask(facts: Record) -> str:
+    """A hash of everything that shapes an answer except the content.
+
+    Only what differs from its default counts, so that a newly added option does not invalidate recorded captions.
+    """
+    usual = {"further": (), "max_frames": MAX_FRAMES, "engine": ENGINE}
+    usual |= dict.fromkeys(("dtype", "max_pixels_per_image"), AUTO)
+    return key(**{name: value for name, value in facts.items() if value not in ("", usual.get(name, ""))})

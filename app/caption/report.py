@@ -144,7 +144,7 @@ def write(
         "tokens": tally.tokens,
         "tokens_per_second": round(tally.tokens / seconds, 2),
         "acceptance": _acceptance(workers),
-        "comparison": comparison.facts() if comparison else None,
+        "comparison": comparison.facts if comparison else None,
         "workers": list(workers),
         "options": {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()},
         "provenance": provenance(device, dtype),

@@ -62,11 +62,10 @@ class Alone:
 
     def compared(self, ready: Callable[[], None]) -> Any:
         """Measure the comparison with stock generate; `ready` is called before the first line is printed."""
-        if self.comparison is not None:
-            if self.comparison.kept:
-                ready()
-                kept = len(self.comparison.kept)
-                print(f"comparing with stock generate on {kept} of them (--no-compare skips this)", flush=True)
+        if self.comparison is not None and self.comparison.kept:
+            ready()
+            kept = len(self.comparison.kept)
+            print(f"comparing with stock generate on {kept} of them (--no-compare skips this)", flush=True)
             self.comparison.measure(self.worker.engine, getattr(self.worker.flow, "rows", 1))
         return self.comparison
 

@@ -32,6 +32,7 @@ from mmspec.app.caption import options as settings
 from mmspec.app.caption import run as running
 from mmspec.app.caption.journal import Journal
 from mmspec.app.caption.model import FatalError
+from mmspec.app.caption.plan import ask
 from mmspec.pipelines.prefix import prefix_keys
 
 OK, FATAL, SENSELESS, SOME_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
@@ -786,7 +787,7 @@ def test_a_schema_may_be_any_json_object(tmp_path: Path):
         path.write_text(json.dumps(schema), encoding="utf-8-sig")  # as editors on Windows save it
         options = settings.Options(json_schema=path).fitted()
         assert options.schema == schema
-        asks.add(settings.ask(options.shaping))
+        asks.add(ask(options.shaping))
     assert len(asks) == 3
 
 
@@ -836,19 +837,12 @@ def test_rows_that_are_mended_leave_the_list_of_failures(caption, photos: Path):
     assert caption("--out", "out", folder="photos/t.csv") == OK and not Path("out/failed.jsonl").exists()
 
 
-def test_what_is_left_out_or_called_by_its_whole_path_is_said(caption, photos: Path, capsys: pytest.CaptureFixture):
+def test_files_of_other_kinds_are_counted(caption, photos: Path, capsys: pytest.CaptureFixture):
     for name in ("a.pdf", "b.pdf", "notes.txt", ".hidden"):
         (photos / name).write_text("x")
     assert caption() == OK
     said = capsys.readouterr().out
     assert "skipped 3 file(s) whose names are not those of images or videos (2 .pdf, 1 .txt)" in said
-    folder = Path("lists")
-    folder.mkdir()
-    (folder / "list.txt").write_text("../photos/a.png\n")
-    assert caption("--out", "out", folder="lists/list.txt") == OK
-    name = str((photos / "a.png").resolve())[1:]
-    assert f"files outside of lists are named by their full path, such as {name}" in capsys.readouterr().out
-    assert "full path" not in capsys.readouterr().out and list(captions("out")) == [name]
 
 
 def test_config(caption, photos: Path, capsys: pytest.CaptureFixture):
@@ -923,7 +917,7 @@ def test_fatal_errors_say_what_to_do(caption, truly, photos: Path, capsys: pytes
         ("--devices ,", "',' is not auto, cpu, cuda, mps, or a list as 0,1"),
         ("--max-bytes 2X", "'2X' is not a size"),
         ("--max-memory 0", "'0' is not a size"),
-        ("--extension .png", "'.png' is the extension of pictures"),
+        ("--extension .png", "'.png' is the extension of inputs"),
         ("--report photos/a.png", "'photos/a.png' is not a report's name"),
         ("--prompt {nam}", "unknown variable {nam}"),
         ("--config no.yaml", "no.yaml cannot be read"),

@@ -91,10 +91,6 @@ def test_what_a_run_reads_it_does_not_replace(caption, photos: Path, capsys: pyt
     for path in ("photos/metadata.jsonl", "photos/captions.parquet", "photos/webdataset/00000.tar"):
         assert caption(*ALL, "--out", "photos", folder=path) == FATAL
         assert f"{path} is read by this run and would be replaced" in capsys.readouterr().err
-    paint(photos / "run.png")
-    (photos / "run.yaml").write_text("limit: 1")
-    assert caption("--out", "beside", "--extension", ".yaml", "--config", "photos/run.yaml") == FATAL
-    assert "run.yaml would be the caption file of run.png and" in capsys.readouterr().err
     assert before == {path: path.read_bytes() for path in before}
 
 
