@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import sys
 import time
@@ -86,19 +85,16 @@ def _values(option: str, items: list[str], now: dict[str, Any]) -> dict[str, Any
     """
     chosen: dict[str, Any] = {}
     for item in items:
-        name, equals, value = item.partition("=")
+        name, equals, text = item.partition("=")
         if name not in now:
             raise ValueError(f"{option}: there is no {name!r}; choose from {', '.join(sorted(now))}")
         kind = type(now[name])
-        try:
-            if not equals:
-                raise ValueError("no value")
-            if kind is bool:
-                chosen[name] = {"true": True, "false": False, "yes": True, "no": False}[value.lower()]
-            else:
-                chosen[name] = tuple(ast.literal_eval(value)) if kind is tuple else kind(value)
-        except (ValueError, KeyError, SyntaxError, TypeError) as error:
-            raise ValueError(f"{option}: {name} is {KINDS[kind]}, such as {now[name]!r}; got {item!r}") from error
+        value = text if kind is str else value_of(text)
+        if (kind, type(value)) in ((float, int), (tuple, list)):
+            value = kind(value)
+        if not equals or type(value) is not kind:
+            raise ValueError(f"{option}: {name} is {KINDS[kind]}, such as {now[name]!r}; got {item!r}")
+        chosen[name] = value
     return chosen
 
 
@@ -139,17 +135,9 @@ def train(
     from mmspec.pipelines.teacher import Teacher
 
     torch.manual_seed(recipe.seed)
-    if processor is not None and drawing:
-        raise ValueError("--draw is for models that draw, and this one generates text; leave it out")
     shaped = build_for_pictures if processor is None else build
     drafter = drafter or shaped(method, model, intermediate, **(shape or {}))
-    if processor is None:
-        check_drawing(drafter, model, recipe, drawing or {})
-    if drafter.method == "block":
-        check_block(drafter, recipe)
-    heads = getattr(drafter.config, "tokens", 1)
-    if heads not in (1, recipe.unroll):
-        raise ValueError(f"a drafter of {heads} tokens per pass needs {heads} steps: set unroll={heads}, or tokens")
+    _check(drafter, model, processor, recipe, drawing or {})
     frames = frames or FramePolicy.parse(USUAL)
     clips = VideoReader(frames)
     samples = read(data, limit, recipe.seed, clips)
@@ -180,6 +168,19 @@ def train(
         facts = {"method": method, "data": data, "samples": len(samples), **({"draw": drawing} if drawing else {})}
         _report(run, tau, time.monotonic() - began, facts)
     return drafter
+
+
+def _check(drafter: Any, model: Any, processor: Processor | None, recipe: Recipe, drawing: dict[str, Any]) -> None:
+    """ValueError for a drafter that cannot be trained for this model, or by this recipe."""
+    if processor is None:
+        check_drawing(drafter, model, recipe, drawing)
+    elif drawing:
+        raise ValueError("--draw is for models that draw, and this one generates text; leave it out")
+    if drafter.method == "block":
+        check_block(drafter, recipe)
+    heads = getattr(drafter.config, "tokens", 1)
+    if heads not in (1, recipe.unroll):
+        raise ValueError(f"a drafter of {heads} tokens per pass needs {heads} steps: set unroll={heads}, or tokens")
 
 
 def _report(run: Distillation, tau: float, seconds: float, facts: dict[str, Any]) -> None:
