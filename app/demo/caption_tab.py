@@ -2,181 +2,223 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 from gradio.components import Component
+from gradio.utils import get_upload_folder
 
-from mmspec.app.demo import answer, guard, look, view
-from mmspec.app.demo.answer import MAX_FRAMES, MAX_NEW_TOKENS, MAX_PROMPT, PICTURE, SHAPE, VIDEO, Ask, ChatTurn, Turns
-from mmspec.app.demo.desk import Desk, visitor
-from mmspec.app.demo.duo import Duo
-from mmspec.app.demo.race import DONE
-from mmspec.app.demo.tab import QUICK, Tab, buttons, connect, enable_buttons
+from mmspec.app.demo import race_tab
+from mmspec.app.demo.captions import MAX_PROMPT, NOUNS, PICTURE, PLAIN, VIDEO, CaptionRace, Question, Token, Turn
+from mmspec.app.demo.race import DONE, RefusedError
+from mmspec.app.demo.race_tab import QUICK, duration, headline, hint, moment, slider
+from mmspec.app.media.items import kind_of
+from mmspec.pipelines.prompts import Turns
 
-NAMES = (  # the examples are buttons with a picture and no text
-    "() => document.querySelectorAll('#mm-examples button, #mm-clips button').forEach((b, i) => "
-    "b.setAttribute('aria-label', `example ${i + 1}`))"
-)
+FIELDS = (  # of a Question after its picture or video, in the page's order
+    "prompt", "drafter", "depth", "width", "size", "temperature", "top_p", "seed", "reproducible", "max_new_tokens",
+    "frames",
+)  # fmt: skip
 HARD = " (a stress test: hard to draft)"
+LEGEND = (
+    '<span><span class="mm-t mm-own mm-call" data-n="5">a call begins</span> and gives 5 tokens</span>'
+    '<span><span class="mm-t mm-drafted">drafted</span> and accepted</span>'
+    '<span><span class="mm-t mm-own">own</span> the model\'s, after the draft</span>'
+    '<span><span class="mm-t mm-corrected">corrected</span> draft refused</span>'
+)
+EMPTY = '<p class="mm-hint">The answer appears here, token by token.</p>'
+START = hint(
+    "Choose a picture and press <b>Run</b>. Stock <code>generate</code> and mmspec answer the same question, one after "
+    "the other; then both answers are replayed side by side, each at the pace that was measured."
+)
 
 
-@dataclass(frozen=True)
-class Offer:
-    """The examples and prompts that the tab offers."""
-
-    pictures: list[Path]
-    prompts: list[str]
-    note: str = ""
-    clips: list[Path] = field(default_factory=list)
-    further: str = ""  # a question for a second turn
-    hard: str = ""  # the prompt that is hard to draft
-    draw: Callable[[], object] | None = None  # draws a new picture of the kind that the model knows
+def run(race: CaptionRace, kind: str, image: Any, video: Any, *values: Any) -> Iterator[tuple[Any, ...]]:
+    """Run a first question; the arguments are the page's, see `FIELDS`."""
+    yield from go_on(race, [], kind, image, video, *values)
 
 
-class Caption(Tab[ChatTurn]):
-    name, start = "caption", view.START
+def go_on(
+    race: CaptionRace, before: Turns, kind: str, image: Any, video: Any, *values: Any
+) -> Iterator[tuple[Any, ...]]:
+    """Run a further question about the same picture or video; `before` is the conversation so far."""
+    request = dict(zip(FIELDS, values, strict=True), kind=kind, before=before)
 
-    def __init__(self, duo: Duo, desk: Desk) -> None:
-        super().__init__(duo, desk)
-        self.duo = duo
+    def turn() -> Turn:
+        return Turn.of(Question(media=_upload(video if kind == VIDEO else image), **request))
 
-    def empty(self) -> str:
-        ask = Ask(PICTURE, None, None, "", self.duo.name)
-        return view.stage(ChatTurn(answer.ShownAnswer(), answer.ShownAnswer(), ask, 0.0))
-
-    def look(self, both: ChatTurn) -> tuple[str, str, str]:
-        return view.headline(both), view.stage(both), view.figures(both)
-
-    def run(self, request: gr.Request, *values: object) -> Iterator[tuple[object, ...]]:
-        """Run a first question; `values` are Ask's fields. Yields headline, stage, figures, talk and conversation."""
-        yield from self._run(request, values, ())
-
-    def go_on(
-        self, request: gr.Request, before: list[tuple[str, str]], prompt: str, *values: object
-    ) -> Iterator[tuple[object, ...]]:
-        """Run a further question; `before` is the conversation so far."""
-        yield from self._run(request, (*values[:3], prompt, *values[4:]), tuple((a, b) for a, b in before))
-
-    def _run(self, request: gr.Request, values: tuple[Any, ...], before: Turns) -> Iterator[tuple[object, ...]]:
-        def looks(stop: threading.Event) -> Iterator[tuple[object, ...]]:
-            ask = replace(Ask(*values), before=before)
-            turns = list(before)  # a stopped run must not add a turn
-            for n, turn in enumerate(self.duo.run(ask, stop)):
-                if turn.over and turn.plain.state == DONE:
-                    turns.append((ask.prompt, turn.plain.text))
-                shown = self.look(turn) if turn.over else (look.measuring(turn), gr.skip(), gr.skip())
-                yield *shown, gr.skip() if n else view.talk(before, ask.prompt, turn.frames), turns
-
-        def refuse(message: str) -> tuple[object, ...]:
-            return look.refusal(message), *[gr.skip()] * 4
-
-        return self.desk.serve(visitor(request), looks, refuse)
-
-    def clear(self, request: gr.Request) -> tuple[object, ...]:
-        """Clear media, prompts, panes and conversation."""
-        self.stop(request)
-        return None, None, "", "", view.START, self.empty(), look.NO_FIGURES, "", []
+    yield from race_tab.run(race, turn, look, empty(race), outputs=6)
 
 
-def build(duo: Duo, desk: Desk, offer: Offer, page: gr.Blocks) -> Caption:
-    """Build the tab in the current page and connect its events."""
-    caption, history = Caption(duo, desk), gr.State([])
+def _upload(file: dict[str, Any] | None) -> str | None:
+    """The path of an upload or example. RefusedError: another file; gradio only checks what is marked as a file."""
+    if file is None:
+        return None
+    if not Path(file["path"]).resolve().is_relative_to(Path(get_upload_folder()).resolve()):
+        raise RefusedError("This is no uploaded file. Upload one or choose an example.")
+    return file["path"]
+
+
+def look(turn: Turn) -> tuple[Any, ...]:
+    """Headline, stage, figures, the frames of a video, the conversation, and its turns so far."""
+    question, turns = turn.question, list(turn.question.before)
+    talk = [text for pair in turns for text in pair]
+    texts = enumerate((*talk, question.prompt))
+    messages: list[Any] = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in texts]
+    chat = gr.Chatbot(messages, visible=bool(turns))
+    frames = gr.Gallery(turn.frames, visible=question.kind == VIDEO)
+    if turn.plain.state == DONE:
+        turns.append((question.prompt, turn.plain.text))
+    return show_headline(turn), show_texts(turn), show_figures(turn), frames, chat, turns
+
+
+def empty(race: CaptionRace) -> str:
+    """The stage before a run."""
+    return show_texts(Turn.of(Question(kind=PICTURE, media=None, prompt="", drafter=race.name)))
+
+
+def build(
+    race: CaptionRace, examples: Sequence[Path], prompts: Sequence[str], note: str = "", hard: str = "",
+    draw: Callable[[], object] | None = None,
+) -> None:  # fmt: skip
+    """Build the tab in the current page and connect its events.
+
+    Args:
+        examples: pictures and videos.
+        note: what the model knows.
+        hard: the prompt that is hard to draft.
+        draw: draws a new picture of the kind that the model knows.
+    """
+    turns = gr.State([])
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
-            question = kind, image, video, prompt = _question(offer)
-            clear = gr.Button("Clear", elem_id="mm-clear", min_width=80, render=False)
-            run, stop = buttons("Run", ("mm-run", "mm-stop"), clear)
-            drafter = gr.Dropdown(list(duo.drafters), value=duo.name, label="Drafter", elem_id="mm-drafter")
-            if len(offer.prompts) > 1:
-                ready = [[text] for text in offer.prompts]
-                named = [text + HARD * (text == offer.hard) for text in offer.prompts]
-                gr.Examples(
-                    ready, [prompt], label="Prompts", elem_id="mm-prompts", api_visibility="private",
-                    example_labels=named,
-                )  # fmt: skip
-            inputs = [*question, drafter, *_options(duo)]
+            kind, image, video = _media(examples, note, draw)
+            prompt = gr.Textbox(
+                prompts[0], label="Prompt", lines=1, max_lines=5, max_length=MAX_PROMPT,
+                placeholder="What to ask about it", elem_id="mm-prompt",
+            )  # fmt: skip
+            start, further, stop = race_tab.buttons("caption", "Run", "Follow up")
+            drafter = gr.Dropdown(list(race.drafters), value=race.name, label="Drafter", elem_id="mm-drafter")
+            named = [text + HARD * (text == hard) for text in prompts]
+            gr.Examples(
+                [[text] for text in prompts], [prompt], label="Prompts", elem_id="mm-prompts",
+                api_visibility="private", example_labels=named,
+            )  # fmt: skip
+            inputs = [kind, image, video, prompt, drafter, *_options()]
         with gr.Column(scale=5, min_width=320):
-            talk = gr.HTML("", elem_id="mm-talk")
-            panes = caption.build_panes(view.LEGEND)
-            further, send = _further(offer)
-    shown = [*panes, talk, history]
-    for triggers, work, given in (
-        ([run.click, prompt.submit], caption.run, inputs),
-        ([send.click, further.submit], caption.go_on, [history, further, *inputs]),
-    ):
-        ended = connect(caption, triggers, work, given, shown, panes, [run, stop])
-        ended.then(lambda turns: enable_buttons(*[bool(turns)] * 2), history, [further, send], **QUICK)
+            panes = race_tab.panes("caption", START, empty(race), LEGEND)
+            frames = gr.Gallery(visible=False, columns=8, height=120, label="Frames that the model sees",
+                                elem_id="mm-frames", buttons=[])  # fmt: skip
+            chat = gr.Chatbot(visible=False, height=180, label="Conversation", elem_id="mm-talk", buttons=[])
+    shown = [*panes, frames, chat, turns]
+    race_tab.connect([start.click, prompt.submit], partial(run, race), inputs, shown, stop)
+    race_tab.connect([further.click], partial(go_on, race), [turns, *inputs], shown, stop)
     another = [kind.change, image.change, video.change]  # a new picture or video ends the conversation
-    gr.on(another, lambda: ([], "", *enable_buttons(False, False)), None, [history, talk, further, send], **QUICK)
-    stop.click(caption.stop, None, None, **QUICK)
-    clear.click(caption.clear, None, [image, video, prompt, further, *shown], **QUICK)
-    page.load(None, js=NAMES, **QUICK)
-    page.unload(caption.stop)
-    return caption
+    gr.on(another, lambda: ([], gr.Chatbot(visible=False)), None, [turns, chat], **QUICK)
 
 
-def _question(offer: Offer) -> tuple[gr.Radio, gr.Image, gr.Video, gr.Textbox]:
-    """The picture or video, with examples, and the prompt: the first fields of Ask."""
-    kind = gr.Radio(
-        [("Picture", PICTURE), ("Video", VIDEO)], value=PICTURE, show_label=False, container=False, elem_id="mm-kind"
-    )
+def _media(
+    examples: Sequence[Path], note: str, draw: Callable[[], object] | None
+) -> tuple[gr.Radio, gr.Image, gr.Video]:
+    """The picture or video, with examples."""
+    choices = [("Picture", PICTURE), ("Video", VIDEO)]
+    kind = gr.Radio(choices, value=PICTURE, show_label=False, container=False, elem_id="mm-kind")
+    look: dict[str, Any] = {"sources": ["upload"], "height": 150, "buttons": []}
+    paths = {name: [str(path) for path in examples if kind_of(path.name) == name] for name in NOUNS}
     with gr.Column(min_width=200) as still:
-        first = str(offer.pictures[0]) if offer.pictures else None  # so that one click starts a run
-        image = guard.picture(value=first, label="Picture", height=150, elem_id="mm-image", buttons=[])
+        first = next(iter(paths[PICTURE]), None)  # so that one click starts a run
+        image = gr.Image(first, type="filepath", label="Picture", elem_id="mm-image", **look)
     with gr.Column(min_width=200, visible=False) as moving:
-        video = guard.video(label="Video", height=150, elem_id="mm-video", buttons=[])
-    for paths, where, name in ((offer.pictures, image, "mm-examples"), (offer.clips, video, "mm-clips")):
-        group = still if where is image else moving
-        if paths:
-            with group:
-                ready = [[str(path)] for path in paths]
-                gr.Examples(ready, [where], label="Examples", elem_id=name, api_visibility="private")
-    if offer.draw is not None:
+        video = gr.Video(label="Video", elem_id="mm-video", **look)
+    for group, where, name in ((still, image, PICTURE), (moving, video, VIDEO)):
+        with group:
+            if ready := [[path] for path in paths[name]]:
+                gr.Examples(ready, [where], label="Examples", elem_id=f"mm-{name}-examples", api_visibility="private")
+    if draw is not None:
         with still:
-            new = gr.Button("Draw a new scene", size="sm", elem_id="mm-new")
-        new.click(offer.draw, None, image, **QUICK)
-    if offer.note:
-        gr.HTML(f'<p class="mm-small">{escape(offer.note)}</p>', elem_id="mm-note")
-    kind.change(lambda k: (gr.update(visible=k == PICTURE), gr.update(visible=k == VIDEO)), kind, [still, moving],
-                **QUICK)  # fmt: skip
-    prompt = gr.Textbox(
-        offer.prompts[0] if offer.prompts else "", label="Prompt", lines=1, max_lines=5, max_length=MAX_PROMPT,
-        placeholder="What to ask about it", elem_id="mm-prompt",
-    )  # fmt: skip
-    return kind, image, video, prompt
+            gr.Button("Draw a new scene", size="sm", elem_id="mm-new").click(draw, None, image, **QUICK)
+    if note:
+        gr.HTML(f'<p class="mm-small">{escape(note)}</p>', elem_id="mm-note")
+    kind.change(lambda k: [gr.Column(visible=k == name) for name in NOUNS], kind, [still, moving], **QUICK)
+    return kind, image, video
 
 
-def _further(offer: Offer) -> tuple[gr.Textbox, gr.Button]:
-    """The box for the next question; disabled until there is a conversation."""
-    with gr.Row(equal_height=True, elem_id="mm-further-row"):
-        box = gr.Textbox(
-            offer.further, label="Ask further", lines=1, max_lines=3, max_length=MAX_PROMPT, scale=5, interactive=False,
-            placeholder="The next question of this conversation", elem_id="mm-further",
-        )  # fmt: skip
-        send = gr.Button("Ask", scale=1, min_width=80, interactive=False, elem_id="mm-send")
-    return box, send
-
-
-def _options(duo: Duo) -> list[Component]:
-    """The remaining fields of Ask on the page, in order."""
-    about = ("maximum draft length, in tokens", "branches; 1 is a chain", "draft nodes per call")
-    enabled = duo.enabled
+def _options() -> list[Component]:
+    """The remaining fields of a Question on the page, in order."""
     with gr.Accordion("Options", open=False, elem_id="mm-options"):
         return [
-            *(gr.Slider(0, most, 0, step=1, label=name.title(), info=f"{words}; 0: the drafter's default")
-              for (name, most), words in zip(SHAPE.items(), about, strict=True)),
-            gr.Slider(0, 2, 0, step=0.05, label="Temperature", info="0 is greedy decoding"),
-            gr.Slider(0.05, 1, 1, step=0.05, label="Top-p", info="for temperatures above 0"),
+            slider(Question, "depth", "Depth", info="maximum draft length, in tokens; 0: the drafter's default"),
+            slider(Question, "width", "Width", info="branches; 1 is a chain; 0: the drafter's default"),
+            slider(Question, "size", "Size", info="draft nodes per call; 0: the drafter's default"),
+            slider(Question, "temperature", "Temperature", step=0.05, info="0 is greedy decoding"),
+            slider(Question, "top_p", "Top-p", step=0.05, info="for temperatures above 0"),
             gr.Number(0, label="Seed", precision=0, minimum=0),
             gr.Checkbox(True, label="Same draws", info="above temperature 0: the tokens that stock generate draws"),
-            gr.Slider(1, MAX_NEW_TOKENS, 128, step=1, label="New tokens", info="maximum"),
-            gr.Slider(1, MAX_FRAMES, 8, step=1, label="Frames", info="of a video, evenly spaced"),
-            gr.Checkbox(bool(enabled.get("compile")), label="Compile", info="the first run takes up to a minute more"),
-            gr.Checkbox(enabled.get("auto", False), label="Auto", info="no drafts while they cost more than they save"),
-        ]  # fmt: skip
+            slider(Question, "max_new_tokens", "New tokens", info="maximum"),
+            slider(Question, "frames", "Frames", info="of a video, evenly spaced"),
+        ]
+
+
+# --- HTML
+
+
+def show_token(token: Token, at: float = 0.0, fast: float = 1.0) -> str:
+    """One token in its colour, except leading blanks; a token without text, such as the end token, is also marked."""
+    seen = token.text.lstrip()
+    silent = " mm-silent" * (not seen)
+    blanks = token.text[: len(token.text) - len(seen)]
+    call = f' mm-call" data-n="{token.begins}' if token.begins and token.kind != PLAIN else ""
+    return f'{blanks}<span class="mm-t mm-{token.kind}{silent}{call}" {moment(at, fast)}>{escape(seen)}</span>'
+
+
+def show_texts(turn: Turn) -> str:
+    fast, bodies = race_tab.speed_factor(turn), []
+    for title, answer in zip(race_tab.TITLES, (turn.plain, turn.fast), strict=True):
+        tokens = "".join(show_token(one, at, fast) for one, at in zip(answer.tokens, answer.at, strict=True)) or EMPTY
+        bodies.append(f'<div class="mm-text" tabindex="0" role="region" aria-label="{title}: text">{tokens}</div>')
+    drafts = f"{turn.question.drafter} drafts ahead; one call checks the whole draft"
+    return race_tab.stage(turn, ("stock generate: one call of the model for each token", drafts), bodies)
+
+
+def show_headline(turn: Turn) -> str:
+    """The speed-up to the last token that both have, tokens per forward, and whether the output is the same."""
+    cut = f"Cut off at {turn.question.max_new_tokens} tokens; New tokens in the options allows more." * turn.plain.cut
+    return headline(turn, turn.speed_up(), turn.fast.tokens_per_target_call, acceptance(turn), cut)
+
+
+def show_figures(turn: Turn) -> str:
+    """A table of times, forwards and accepted tokens."""
+    both = turn.plain, turn.fast
+    decode = turn.speed_up(after=1)
+    return race_tab.table([
+        ("tokens", *(f"{len(a.tokens)}{', cut off' * a.cut}" for a in both)),
+        ("whole answer", *(duration(a.seconds) for a in both)),
+        ("to the first token", *(duration(a.first) for a in both)),
+        ("tokens/s, prefill included", *(f"{len(a.tokens) / a.at[-1]:.1f}" if a.at else "–" for a in both)),
+        ("speed-up without the wait for the first token", "1", f"{decode:.2f}×" if decode else "–"),
+        ("forwards after the prefill", *(str(a.rounds) for a in both)),
+        ("tokens per forward, its own included", *(f"{a.tokens_per_target_call:.2f}" for a in both)),
+        ("drafted tokens accepted per forward", "–", f"{turn.fast.accepted_draft_tokens_per_call:.2f}"),
+        (f"{turn.question.noun} and prompt prepared, once for both", *[duration(turn.prepared)] * 2),
+    ])  # fmt: skip
+
+
+def acceptance(turn: Turn) -> tuple[str, str]:
+    """The badge as (same, different, chance, partial or open; its text)."""
+    n, different = turn.compared, turn.difference
+    if not turn.question.comparable:
+        return "chance", (
+            "Sampled: both answers follow the same distribution, but with different noise. Tick “same draws” or "
+            "set the temperature to 0 to compare them token by token."
+        )
+    if different is not None:
+        return "different", f"First difference at token {different + 1}; <code>mmspec verify</code> tells why"
+    if turn.ended:
+        return "same", f"✓ identical output: {n} of {n} tokens"
+    if n == 0:
+        return "open", "nothing to compare"
+    return "partial", f"identical as far as both went: {n} token{'s' * (n != 1)}"

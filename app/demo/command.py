@@ -5,33 +5,32 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmspec import media, zoo
+import mmspec
+from mmspec import zoo
 from mmspec.app import embedded, enabling
-from mmspec.app.media import inputs, items
-from mmspec.app.options import above_zero, check_port, port, where
+from mmspec.app.media import items
+from mmspec.app.options import above_zero, check_port, is_local, port, where
 
 if TYPE_CHECKING:
     from gradio import Blocks
     from gradio.routes import App
 
-    from mmspec.app.demo.caption_tab import Offer
-    from mmspec.app.demo.duo import Duo
-    from mmspec.app.demo.easel import Easel, Studio
-    from mmspec.app.demo.records import ResultFolder
+    from mmspec.app.engine import Engine
     from mmspec.app.media.decoder import Decoder
 
+Tabs = dict[str, Callable[[], None]]  # by title, functions that build a tab in the current page
 ABOUT = (
     "The same words and pictures from the same models in fewer steps: guess ahead, check the whole guess in one call."
 )
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 STYLE = Path(__file__).with_name("demo.css")
+OWN_PROMPTS = (*zoo.PROMPTS.values(), "How many objects are there?")  # for the embedded models
 PROMPTS = ("Describe this image in two or three sentences.", "What is in this image?")  # for other models
-FURTHER = "Tell me more about what you see."
-OWN_FURTHER = "How many objects are there?"
 WISHES = (  # for the embedded image model; it draws the first one correctly
     "a large green ring on a white background",
     "a small red striped circle left of a large blue square on a grey background",
@@ -57,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--drafters", nargs="+", default=[], metavar="NAME", help="more drafters to choose from, besides all that fit")
     add("--image-model", default=embedded.IMAGE_MODEL, help="for the Image tab, LlamaGen or MAR, or none (%(default)s)")
     add("--image-drafter", metavar="NAME", help="a trained drafter for it, folder or hub name")
-    add("--examples", type=Path, metavar="FOLDER", help="example pictures (default: the sample drawings)")
+    add("--examples", type=Path, default=zoo.samples(), metavar="FOLDER", help="example pictures (default: drawings)")
     add("--results", type=Path, default=RESULTS, metavar="FOLDER", help="the bench's JSON records")
     add("--host", default="127.0.0.1", help="address to listen on; any but this machine's needs --auth (%(default)s)")
     add("--port", type=port, help="default: the first free port from 7860 on")
@@ -70,123 +69,147 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
-    from mmspec.app.demo import desk, guard, sight
+    from mmspec.app.demo import captions, race
     from mmspec.app.devices import EngineError
 
-    refused = (guard.AccessError, desk.RefusedError, EngineError, enabling.EnableError, media.MediaError)
     try:
-        auth = guard.credentials(args.host, args.auth or os.environ.get("MMSPEC_DEMO_AUTH"))
+        auth = credentials(args.host, args.auth or os.environ.get("MMSPEC_DEMO_AUTH"))
         if args.port is not None:  # check before the slow loading of the models
             check_port(args.host, args.port, "choose another --port, or none: a free one is found")
-        pictures, clips = examples(args.examples)
-        with sight.decoder() as decoder:
-            page = load(args, decoder, pictures, clips)
+        with captions.media_decoder() as decoder:
+            page = load(args, decoder)
             quietly = {"quiet": True, "prevent_thread_lock": True}  # no advice to create a public link
             _, address, _ = launch(page, args.host, args.port, auth, inbrowser=args.open, **quietly)
             print(f"the demo is at {address} (Ctrl-C ends it)", flush=True)
-            page.block_thread()
-    except (*refused, OSError) as error:  # OSError: the port is taken
-        print(f"mmspec demo: {error}", file=sys.stderr)
+            try:
+                page.block_thread()
+            finally:
+                race.close()
+    except (race.RefusedError, EngineError, enabling.EnableError, OSError) as error:
+        print(f"mmspec demo: {error}", file=sys.stderr)  # OSError: the port is taken, or a password is missing
         return 1
     return 0
 
 
-def examples(folder: Path | None) -> tuple[list[Path], list[Path]]:
-    """Example pictures and clips: from the given folder, else the samples, if available."""
-    try:
-        there = [(item.kind, item.source.path) for item in inputs.open_inputs([folder or zoo.samples()]).items()]
-    except media.MediaError:
-        if folder is not None:
-            raise
-        there = []
-    pictures, clips = ([p for kind, p in there if kind == wanted and p] for wanted in (items.IMAGE, items.VIDEO))
-    return pictures[:EXAMPLES], clips[:EXAMPLES]
+def credentials(host: str, auth: str | None) -> tuple[str, str] | None:
+    """User and password; None if only this machine can reach the demo.
+
+    Raises OSError: another host without a password, or a password that cannot be read.
+    """
+    if auth is None:
+        if is_local(host):
+            return None
+        raise OSError(
+            f"--host {host} lets others on the network in, so a password is needed: add --auth USER:PASSWORD, or set "
+            f"MMSPEC_DEMO_AUTH, or leave --host out for this machine only"
+        )
+    user, _, password = auth.partition(":")
+    if not (user and password):
+        raise OSError("--auth takes USER:PASSWORD, both not empty, separated by a colon")
+    return user, password
 
 
-def load(args: argparse.Namespace, decoder: Decoder, pictures: list[Path], clips: list[Path]) -> Blocks:
-    from mmspec.app.demo import records
-
-    duo, offer = _captions(args, decoder, pictures, clips)
-    bench = records.read(args.results)
-    easel, studio = _pictures(args), _classes(args, bench)
-    wishes = WISHES if args.image_model == embedded.IMAGE_MODEL else ()
-    return build(duo, offer, bench, easel, wishes, studio, args.model)
+def find_examples(folder: Path) -> list[Path]:
+    """Some pictures and some videos of a folder."""
+    paths = sorted(folder.iterdir())
+    pictures, videos = ([p for p in paths if items.kind_of(p.name) == kind] for kind in (items.IMAGE, items.VIDEO))
+    return [*pictures[:EXAMPLES], *videos[:EXAMPLES]]
 
 
-def _captions(args: argparse.Namespace, decoder: Decoder, pictures: list[Path], clips: list[Path]) -> tuple[Duo, Offer]:
-    """The race and the examples of the Caption tab."""
+def load(args: argparse.Namespace, decoder: Decoder) -> Blocks:
+    """Load the models and build the page."""
+    from mmspec.app.demo import results_tab
+
+    tabs = load_captions(args, decoder) | load_images(args)
+    runs = results_tab.read(args.results)
+    return build(tabs | {"Drafters": partial(results_tab.build, runs, args.results, args.model)})
+
+
+def load_captions(args: argparse.Namespace, decoder: Decoder) -> Tabs:
     from mmspec.app import engine as engines
-    from mmspec.app.demo.caption_tab import Offer
-    from mmspec.app.demo.duo import Duo, fitting
+    from mmspec.app.demo import caption_tab
+    from mmspec.app.demo.captions import CaptionRace
     from mmspec.app.devices import EngineError
     from mmspec.zoo import scenes
 
-    own = embedded.speaks(args.model)
     drafter = args.drafter or embedded.drafter(args.model)
     options = enabling.given(args.enable, drafter)
     engine = engines.load(args.model, drafter, args.device, args.dtype, 128, 0.0, **options)
     if engine.drafter is None:
         raise EngineError(f"{args.model} cannot be accelerated: {'; '.join(engine.notes) or 'no drafter was given'}")
-    duo = Duo(engine, decoder, args.time_limit, fitting(engine, args.model, args.drafters))
-    prompts = list(zoo.PROMPTS.values()) if own else list(PROMPTS)
+    race = CaptionRace(engine, decoder, args.time_limit, fitting(engine, args.model, args.drafters))
+    pictures = find_examples(args.examples) if args.examples.is_dir() else []
+    own: dict[str, Any] = {"prompts": PROMPTS}
+    if embedded.speaks(args.model):
+        note = embedded.NOTE.format(args.model).removeprefix("note: ")
+        own = {"prompts": OWN_PROMPTS, "note": note, "hard": zoo.PROMPTS["long"], "draw": scenes.drawn}
     if pictures:
-        duo.warm_up(str(pictures[0]), prompts[0])
-    note = embedded.NOTE.format(args.model).removeprefix("note: ") if own else ""
-    hard, draw = (zoo.PROMPTS["long"], scenes.drawn) if own else ("", None)
-    return duo, Offer(pictures, prompts, note, clips, OWN_FURTHER if own else FURTHER, hard, draw)
+        race.warm_up(str(pictures[0]), own["prompts"][0])
+    return {"Caption": partial(caption_tab.build, race, pictures, **own)}
 
 
-def _pictures(args: argparse.Namespace) -> Easel | None:
-    """The race of the Image tab for prompts; None leaves the tab out."""
+def fitting(engine: Engine, model: str, named: Sequence[str] = ()) -> dict[str, object]:
+    """All drafters that fit a loaded model, by method; the engine's own is first.
+
+    These are the named ones, those of an embedded model, one that is published for the model, if it is in the Hub's
+    cache, the MTP heads in the model's own files, and those without weights. Only named drafters are downloaded.
+
+    Raises EngineError: a named drafter does not fit.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    from mmspec.app.devices import EngineError, first_line
+    from mmspec.registry import OF_TEXT, PUBLISHED, name_of
+
+    titled = {name_of(engine.drafter): engine.drafter}
+    published = PUBLISHED.get(model.rpartition("/")[2].lower(), "")
+    cached = [published] if published and isinstance(try_to_load_from_cache(published, "config.json"), str) else []
+    for name in (*named, *embedded.drafters(model), *cached, "mtp", *OF_TEXT):
+        try:
+            drafter = mmspec.enable(engine.model, drafter=embedded.resolve(embedded.fitting(name, model))).drafter
+        except (ValueError, TypeError, OSError) as error:
+            if name in named:
+                raise EngineError(f"cannot use the drafter {name!r}: {first_line(error)}") from error
+            continue
+        title = name_of(drafter)
+        titled.setdefault(f"{title} of {name}" if name in named and title in titled else title, drafter)
+    mmspec.disable(engine.model)
+    return titled
+
+
+def load_images(args: argparse.Namespace) -> Tabs:
+    """The Image tab of --image-model; with the embedded one also the tab of the embedded MAR."""
     from mmspec.app import mar, painter
-    from mmspec.app.demo.easel import Easel
+    from mmspec.app.demo import image_tab
+    from mmspec.app.demo.images import ImageRace, MarRace
 
-    if args.image_model == NONE or mar.draws(args.image_model):
-        return None
-    own = embedded.IMAGE_DRAFTER if args.image_model == embedded.IMAGE_MODEL else None
-    drafter = embedded.fitting(args.image_drafter, args.image_model) if args.image_drafter else own
-    easel = Easel(painter.load(args.image_model, args.device, args.dtype), drafter, args.time_limit)
-    easel.warm_up("0" if easel.subject.classes else "a picture")
-    return easel
-
-
-def _classes(args: argparse.Namespace, bench: ResultFolder) -> Studio | None:
-    """The race for classes of a MAR: --image-model, or the embedded MAR along with the embedded image model."""
-    from mmspec.app import mar
-    from mmspec.app.demo.easel import Studio
-
-    embedded_too = args.image_model == embedded.IMAGE_MODEL and (zoo.weights() / mar.OWN[1]).is_dir()
-    if not embedded_too and not mar.draws(args.image_model):
-        return None
-    model = mar.load(mar.NAME if embedded_too else args.image_model, args.device, args.dtype)
-    measured = bench.quality("mar-quality", mar.NAME) if embedded_too or args.image_model in mar.OWN else {}
-    studio = Studio(model, args.time_limit, measured)
-    studio.warm_up("0")
-    return studio
+    own = args.image_model == embedded.IMAGE_MODEL
+    tabs: Tabs = {}
+    if args.image_model != NONE and not mar.draws(args.image_model):
+        drafter = embedded.IMAGE_DRAFTER if own else None
+        if args.image_drafter:
+            drafter = embedded.fitting(args.image_drafter, args.image_model)
+        race = ImageRace(painter.load(args.image_model, args.device, args.dtype), drafter, args.time_limit)
+        race.warm_up("0" if race.subject.classes else "a picture")
+        tabs["Image"] = partial(image_tab.build, race, WISHES if own else (), own)
+    with_mar = own and (zoo.weights() / mar.MAR_MODEL).is_dir()
+    if with_mar or mar.draws(args.image_model):
+        model = mar.load(mar.NAME if with_mar else args.image_model, args.device, args.dtype)
+        race = MarRace(model, args.time_limit)
+        race.warm_up("0")
+        tabs["Image, continuous" if tabs else "Image"] = partial(image_tab.build, race)
+    return tabs
 
 
-def build(
-    duo: Duo, offer: Offer, bench: ResultFolder, easel: Easel | None = None, wishes: Sequence[str] = (),
-    studio: Studio | None = None, model: str = "",
-) -> Blocks:  # fmt: skip
-    """Build the page: a header and the tabs, which share one queue and one Desk."""
+def build(tabs: Tabs) -> Blocks:
+    """Build the page: a header and the tabs."""
     import gradio as gr
 
-    from mmspec.app.demo import caption_tab, desk, guard, image_tab, records
-
-    one = desk.Desk()
-    with guard.Page(title="mmspec", analytics_enabled=False, fill_width=True, delete_cache=(KEEP, KEEP)) as page:
+    with gr.Blocks(title="mmspec", analytics_enabled=False, fill_width=True, delete_cache=(KEEP, KEEP)) as page:
         gr.HTML(f'<header class="mm-header"><h1>mmspec</h1><p>{ABOUT}</p></header>')
-        with gr.Tab("Caption"):
-            caption_tab.build(duo, one, offer, page)
-        if easel is not None:
-            with gr.Tab("Image"):
-                image_tab.build(easel, one, wishes, bool(wishes))
-        if studio is not None:
-            with gr.Tab("Image, continuous" if easel is not None else "Image"):
-                image_tab.build(studio, one)
-        with gr.Tab("Drafters"):
-            records.build(bench, model, page)
+        for title, fill in tabs.items():
+            with gr.Tab(title):
+                fill()
     return page
 
 

@@ -1,28 +1,32 @@
-"""A race: one request answered twice on one model, plainly and then accelerated, with the time of each token.
+"""A race: one model answers a request plainly and then accelerated, with the time of each token.
 
 The sides are measured one after the other, while the page shows only a count; it replays both afterwards.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
-from mmspec.app.demo.desk import RefusedError
+from mmspec.app.compare import free
 from mmspec.app.devices import EngineError
 
 TIME_LIMIT = 120.0  # seconds for both sides together
 REFRESH = 0.25  # seconds between two counts
-WAITING, RUNNING, DONE, STOPPED, TIMED_OUT = "", "running", "done", "stopped", "time limit reached"
+WAITING, RUNNING, DONE, TIMED_OUT = "", "running", "done", "time limit reached"
+MODELS = ThreadPoolExecutor(1, "mmspec-demo")  # all models run in its one thread, so there is one race at a time
+
+
+class RefusedError(ValueError):
+    """A request is refused; the message is for the visitor."""
 
 
 @dataclass
-class RaceSide:
+class Side:
     """One side of a race; times are in seconds since it began.
 
     Attributes:
@@ -45,12 +49,12 @@ class RaceSide:
         return min(filter(None, self.at), default=0.0)
 
 
-S = TypeVar("S", bound=RaceSide, covariant=True)
+S = TypeVar("S", bound=Side)
 
 
-@dataclass(frozen=True)
-class RaceView(Generic[S]):
-    """The state of both sides at one moment of a run."""
+@dataclass
+class View(Generic[S]):
+    """Both sides of a race; `over` is set once nothing changes any more."""
 
     plain: S
     fast: S
@@ -62,9 +66,7 @@ class RaceView(Generic[S]):
         return self.plain.state == self.fast.state == DONE
 
 
-W = TypeVar("W")  # the visitor's request
-V = TypeVar("V", bound=RaceView[RaceSide])
-Q = TypeVar("Q")  # the model inputs for it
+V = TypeVar("V", bound=View)
 
 
 @dataclass(frozen=True)
@@ -80,81 +82,50 @@ class Limits:
     def over(self) -> bool:
         return self.stop.is_set() or self.left <= 0
 
-    @property
-    def state(self) -> str:
-        """The state of a side that was ended by the limits."""
-        return STOPPED if self.stop.is_set() else TIMED_OUT
 
-
-class Race(Generic[W, V, Q]):
-    """Runs both sides on one loaded model, one run at a time. Subclasses implement `begin`, `side` and `end`."""
+class Race(Generic[V]):
+    """Runs both sides on one loaded model. Subclasses implement `measure`."""
 
     time_limit = TIME_LIMIT
+    stop: ClassVar[threading.Event] = threading.Event()  # ends the race that is running
 
-    def begin(self, wish: W, stop: threading.Event) -> tuple[V, Q]:
-        """The initial view, and the model inputs.
-
-        Raises RefusedError, EngineError: the wish is refused.
-        """
-        raise NotImplementedError
-
-    def side(self, both: V, fast: bool, request: Q, limits: Limits) -> None:
-        """Run one of the two sides until it ends, or the limits end it."""
-        raise NotImplementedError
-
-    def end(self, both: V, request: Q, limits: Limits) -> V:
-        """The final view, with `over` set."""
+    def measure(self, view: V, limits: Limits) -> None:
+        """Fill in both sides, until they end or the limits end them. Raises RefusedError, EngineError."""
         raise NotImplementedError
 
     def rest(self) -> None:
-        """Restore the stock model after a run."""
+        """Restore the stock model after a race."""
 
-    def run(self, wish: W, stop: threading.Event) -> Iterator[V]:
-        """Yield the current view repeatedly; the last one is final. Raises RefusedError: the wish is refused."""
+    def run(self, view: V) -> Generator[V, None, None]:
+        """Yield the view while it is filled in; the last time it is final. Closing the iterator ends the race.
+
+        Raises RefusedError: the request is refused.
+        """
+        stop = threading.Event()
+        job = MODELS.submit(self._measured, view, stop)
         try:
-            both, request = self.begin(wish, stop)
-            limits = Limits(stop, time.monotonic() + self.time_limit)
-            for fast, one in enumerate((both.plain, both.fast)):
-                if not limits.over:
-                    one.state = RUNNING
-                    work = partial(self.side, both, bool(fast), request, limits)
-                    with contextlib.closing(watched(work, stop)) as ticks:
-                        for _ in ticks:
-                            yield both
-                if one.state != DONE:
-                    one.state = limits.state
-            yield self.end(both, request, limits)
+            while not job.done():
+                yield view
+                wait([job], REFRESH)
+        finally:
+            job.cancel()
+            stop.set()
+        job.result()
+        view.over = True
+        yield view
+
+    def _measured(self, view: V, stop: threading.Event) -> None:
+        Race.stop = stop
+        try:
+            self.measure(view, Limits(stop, time.monotonic() + self.time_limit))
         except EngineError as error:
             raise RefusedError(str(error)) from error
         finally:
             self.rest()
-
-    def whole(self, wish: W) -> V:
-        """Run to the end without showing progress; returns the final view."""
-        *_, last = self.run(wish, threading.Event())
-        return last
+            free()
 
 
-def watched(work: Callable[[], None], stop: threading.Event) -> Generator[None, None, None]:
-    """Run `work` in a thread, and yield now and then until it ends. Closing the generator sets `stop` and waits."""
-    failed: list[BaseException] = []
-
-    def whole() -> None:
-        try:
-            work()
-        except BaseException as error:  # raised in the iterating thread below
-            failed.append(error)
-
-    thread = threading.Thread(target=whole, daemon=True)
-    thread.start()
-    try:
-        while thread.is_alive():
-            yield
-            thread.join(REFRESH)
-    except GeneratorExit:
-        stop.set()
-        raise
-    finally:
-        thread.join()
-    if failed:
-        raise failed[0]
+def close() -> None:
+    """End all races, so that the process can end."""
+    MODELS.shutdown(wait=False, cancel_futures=True)
+    Race.stop.set()

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,17 +27,16 @@ import torch
 from gradio import networking
 from gradio.state_holder import SessionState
 from PIL import Image
+from pydantic import ValidationError
 
 import mmspec
 from benchmarks.suites.faithful import PictureReader
 from mmspec.app import embedded, engine
-from mmspec.app.demo import caption_tab, guard, image_tab, image_view, look, records, sight, view
+from mmspec.app.demo import caption_tab, captions, image_tab, race_tab, results_tab
 from mmspec.app.demo import command as demo
-from mmspec.app.demo.answer import CORRECTED, DRAFTED, OWN, PLAIN, Ask, ChatTurn, ShownAnswer, Token, cut
-from mmspec.app.demo.desk import QUEUE, Desk, RefusedError
-from mmspec.app.demo.duo import Duo, fitting
-from mmspec.app.demo.easel import METHODS, SEED_EXACT, Easel, Wish
-from mmspec.app.demo.race import DONE, STOPPED, TIMED_OUT
+from mmspec.app.demo.captions import CORRECTED, DRAFTED, OWN, PLAIN, Answer, CaptionRace, Question, Token, Turn
+from mmspec.app.demo.images import METHODS, SEED_EXACT, Drawing, ImageRace
+from mmspec.app.demo.race import DONE, MODELS, TIMED_OUT, RefusedError
 from mmspec.app.devices import EngineError
 from mmspec.app.embedded import SHIPPED
 from mmspec.app.engine import Engine
@@ -50,23 +50,30 @@ from mmspec.zoo import scenes
 
 PROMPT = "w5 w6 w7 w5 w6 w7"
 PATIENCE = 300  # seconds, for what a busy machine may delay
-VISIT = SimpleNamespace(session_hash="visit")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def uploads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Files of these tests count as uploads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADIO_TEMP_DIR", str(tmp_path_factory.getbasetemp()))
+        yield
 
 
 @pytest.fixture(scope="module")
 def eyes() -> Iterator[Decoder]:
-    with sight.decoder() as made:
+    with captions.media_decoder() as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def duo(eyes: Decoder) -> Duo:
-    return Duo(Engine(tiny_llava.model(), tiny_llava.processor(), "ngram", 32), eyes)
+def asks(eyes: Decoder) -> CaptionRace:
+    return CaptionRace(Engine(tiny_llava.model(), tiny_llava.processor(), "ngram", 32), eyes)
 
 
 @pytest.fixture(scope="module")
-def easel() -> Easel:
-    return Easel(ImageSubject(tiny_llamagen.pipeline(grid=8), clean_caption=False))
+def draws() -> ImageRace:
+    return ImageRace(ImageSubject(tiny_llamagen.pipeline(grid=8), clean_caption=False))
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +100,26 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def about(picture: str | None, prompt: str = PROMPT, **options: Any) -> Ask:
-    return Ask("image", picture, None, prompt, **options)
+def about(picture: str | None, prompt: str = PROMPT, **options: Any) -> Question:
+    return Question(**{"kind": "image", "media": picture, "prompt": prompt, **options})
+
+
+def answered(race: CaptionRace, question: Question) -> Turn:
+    return last(race.run(Turn.of(question)))
+
+
+def drawn(race: ImageRace, **drawing: Any) -> Any:
+    return last(race.run(race.pair(Drawing(**{"prompt": "a small circle", **drawing}))))
+
+
+def settle() -> None:
+    """Wait until the models rest."""
+    MODELS.submit(int).result()
 
 
 def threads() -> set[threading.Thread]:
     """Those that run; a progress bar or a server may start one of its own at any time."""
-    return {thread for thread in threading.enumerate() if re.search(r"\((run|whole)\)", thread.name)}
+    return {thread for thread in threading.enumerate() if "(run)" in thread.name}
 
 
 def last(run: Iterator[Any]) -> Any:
@@ -173,12 +193,12 @@ def test_a_stream_has_no_steps_of_a_call_within_it(inputs: Any) -> None:
 # ------------------------------------------------------------------------------------------------ a run
 
 
-def test_a_run_colours_every_token_once_and_its_counts_add_up(duo: Duo, picture: str) -> None:
-    turn = last(duo.run(about(picture, PROMPT, max_new_tokens=48), threading.Event()))
+def test_a_run_colours_every_token_once_and_its_counts_add_up(asks: CaptionRace, picture: str) -> None:
+    turn = answered(asks, about(picture, PROMPT, max_new_tokens=48))
     plain, fast = turn.plain, turn.fast
     assert (plain.state, fast.state, turn.over, turn.difference) == (DONE, DONE, True, None)
     assert plain.ids == fast.ids and len(fast.ids) == 48
-    assert plain.text == fast.text == duo.processor.decode(fast.ids, skip_special_tokens=True)
+    assert plain.text == fast.text == asks.processor.decode(fast.ids, skip_special_tokens=True)
     assert {token.kind for token in plain.tokens} == {PLAIN}
     drafted = [token for token in fast.tokens if token.kind == DRAFTED]
     own = [token for token in fast.tokens if token.kind in (OWN, CORRECTED)]
@@ -187,20 +207,20 @@ def test_a_run_colours_every_token_once_and_its_counts_add_up(duo: Duo, picture:
     assert sum(fast.calls) == 48 == sum(plain.calls) and plain.accepted == 0
     assert fast.tokens_per_target_call == 1 + fast.accepted / fast.rounds
     assert plain.tokens_per_target_call == 1
-    assert 0 < fast.vision < fast.prefill <= fast.first <= fast.at[-1] and fast.at == sorted(fast.at)
-    assert view.acceptance(turn) == ("same", "✓ identical output: 48 of 48 tokens")
-    texts = re.findall(r'<div class="mm-text"[^>]*>(.*?)</div>', view.stage(turn), re.S)
+    assert 0 < fast.first <= fast.at[-1] and fast.at == sorted(fast.at)
+    assert caption_tab.acceptance(turn) == ("same", "✓ identical output: 48 of 48 tokens")
+    texts = re.findall(r'<div class="mm-text"[^>]*>(.*?)</div>', caption_tab.show_texts(turn), re.S)
     for answer, text in zip((plain, fast), texts, strict=True):
         assert unescape(re.sub(r"<[^>]*>", "", text)) == answer.text
         assert text.count('<span class="mm-t ') == len(answer.tokens)
         shown = [float(at) for at in re.findall(r'style="--t:([\d.]+)"', text)]
         assert shown == pytest.approx(answer.at, abs=1e-3)  # each token is replayed at its own moment, on one clock
     assert [int(n) for n in re.findall(r'data-n="(\d+)"', texts[1])] == fast.calls and "data-n" not in texts[0]
-    assert not hasattr(type(duo.model), "_mmspec_patch")
+    assert not hasattr(type(asks.model), "_mmspec_patch")
 
 
 def test_a_call_begins_where_its_first_token_stands() -> None:
-    answer = ShownAnswer(accelerated=True)
+    answer = Answer(accelerated=True)
     for tokens, accepted in (((), 0), ((1,), 0), ((2, 3, 4), 2), ((5,), 3)):  # the last draft was cut by the end
         answer.take(Step(tokens, accepted, 1.0, corrected=accepted == 2))
     kinds = [(OWN, 1), (DRAFTED, 3), (DRAFTED, 0), (CORRECTED, 0), (DRAFTED, 1)]
@@ -209,40 +229,47 @@ def test_a_call_begins_where_its_first_token_stands() -> None:
 
 
 def test_both_sides_are_measured_before_anything_is_shown_and_a_long_race_is_replayed_faster() -> None:
-    plain, fast = ShownAnswer(at=[1.0, 30.0], seconds=30.0, state=DONE), ShownAnswer(at=[6.0], seconds=6.0, state=DONE)
-    turn = ChatTurn(plain, fast, about(None), 0.0)
+    plain, fast = Answer(at=[1.0, 30.0], seconds=30.0, state=DONE), Answer(at=[6.0], seconds=6.0, state=DONE)
+    turn = Turn(plain, fast, about(None))
     plain.tokens, fast.tokens = [Token(1, PLAIN, 1, "a"), Token(2, PLAIN, 1, "b")], [Token(1, OWN, 1, "a")]
-    assert re.findall(r"mm-t [^>]*--t:([\d.]+)", view.stage(turn)) == ["0.400", "12.000", "2.400"]
-    assert re.findall(r"--w:([\d.]+)%;--for:([\d.]+)", view.stage(turn)) == [("100.0", "12.000"), ("20.0", "2.400")]
-    assert "Replayed 2.5× as fast as it ran." in view.headline(turn)
+    html = caption_tab.show_texts(turn)
+    assert re.findall(r"mm-t [^>]*--t:([\d.]+)", html) == ["0.400", "12.000", "2.400"]
+    assert re.findall(r"--w:([\d.]+)%;--for:([\d.]+)", html) == [
+        ("100.0", "12.000"),
+        ("20.0", "2.400"),
+    ]
+    assert "Replayed 2.5× as fast as it ran." in caption_tab.show_headline(turn)
 
 
-def test_the_first_prefill_does_not_inflate_the_headline(duo: Duo, picture: str) -> None:
+def test_the_first_prefill_does_not_inflate_the_headline(asks: CaptionRace, picture: str) -> None:
     cold = []
 
     def slow(*_: Any) -> None:
         if not cold:
             cold.append(time.sleep(2))
 
-    hook = duo.model.register_forward_pre_hook(slow)
+    hook = asks.model.register_forward_pre_hook(slow)
     try:
-        turn = last(duo.run(about(picture, max_new_tokens=8), threading.Event()))
+        turn = answered(asks, about(picture, max_new_tokens=8))
     finally:
         hook.remove()
     assert cold and turn.plain.seconds < 2
 
 
-def test_an_answer_that_was_cut_off_says_so(duo: Duo, picture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    turn = last(duo.run(about(picture, max_new_tokens=8), threading.Event()))
+def test_an_answer_that_was_cut_off_says_so(asks: CaptionRace, picture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = answered(asks, about(picture, max_new_tokens=8))
     assert turn.plain.cut and turn.fast.cut
-    assert "Cut off at 8 tokens" in view.headline(turn) and "8, cut off | 8, cut off" in view.figures(turn)
-    monkeypatch.setattr(duo.model.generation_config, "eos_token_id", turn.plain.ids[3])
-    turn = last(duo.run(about(picture, max_new_tokens=8), threading.Event()))
-    assert len(turn.plain.tokens) <= 4 and not turn.plain.cut and "Cut off" not in view.headline(turn)
+    assert "Cut off at 8 tokens" in caption_tab.show_headline(
+        turn
+    ) and "8, cut off | 8, cut off" in caption_tab.show_figures(turn)
+    monkeypatch.setattr(asks.model.generation_config, "eos_token_id", turn.plain.ids[3])
+    turn = answered(asks, about(picture, max_new_tokens=8))
+    assert len(turn.plain.tokens) <= 4 and not turn.plain.cut and "Cut off" not in caption_tab.show_headline(turn)
 
 
 def test_only_a_gain_is_green() -> None:
-    gain, loss, none = (look.headline(much, 2.0, "forward", "") for much in (1.2, 0.9, None))
+    view = Turn(Answer(), Answer(), about(None))
+    gain, loss, none = (race_tab.headline(view, much, 2.0, ("same", "")) for much in (1.2, 0.9, None))
     assert "mm-gain" in gain and "1.20×</strong> as fast" in gain and "2.00</strong> tokens per forward" in gain
     assert "mm-gain" not in loss + none and "0.90×</strong> the speed" in loss
     assert re.search(r"\.mm-gain[^}]*color", demo.STYLE.read_text())
@@ -251,94 +278,92 @@ def test_only_a_gain_is_green() -> None:
 def test_photos_of_phones_are_made_smaller(eyes: Decoder, tmp_path: Path) -> None:
     path = tmp_path / "phone.jpg"
     Image.new("RGB", (8160, 6120), "red").save(path)  # 50 million pixels
-    [shown] = sight.look_at(about(str(path)), eyes, threading.Event())
-    assert max(shown.size) == sight.LONGEST and shown.getpixel((0, 0))[0] > 200
+    [shown] = captions.read_media(about(str(path)), eyes)
+    assert max(shown.size) == captions.LONGEST and shown.getpixel((0, 0))[0] > 200
 
 
-def test_a_difference_is_found_with_its_gap(duo: Duo, picture: str) -> None:
-    ask = about(picture, PROMPT, max_new_tokens=8)
-    turn = last(duo.run(ask, threading.Event()))
+def test_a_difference_is_found(asks: CaptionRace, picture: str) -> None:
+    turn = answered(asks, about(picture, PROMPT, max_new_tokens=8))
     turn.fast.tokens[3].id += 1
-    found = duo._difference(turn, duo._inputs(ask, (Image.open(picture),)))
-    assert found is not None and found[0] == 3 and found[1] is not None and found[1] >= 0
-    kind, words = view.acceptance(ChatTurn(turn.plain, turn.fast, ask, 0.0, over=True, difference=found))
-    assert kind == "different" and "token 4" in words
+    kind, words = caption_tab.acceptance(turn)
+    assert turn.difference == 3 and kind == "different" and "token 4" in words
+    turn.fast.tokens[3].id -= 1
+    turn.fast.tokens.pop()
+    assert turn.difference == 7
+    turn.fast.state = TIMED_OUT
+    assert turn.difference is None and caption_tab.acceptance(turn)[0] == "partial"
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["same draws", "own draws"])
-def test_sampled_answers_are_compared_only_where_they_must_be_the_same(duo: Duo, picture: str, same: bool) -> None:
+def test_sampled_answers_are_compared_only_where_they_must_be_the_same(
+    asks: CaptionRace, picture: str, same: bool
+) -> None:
     ask = about(picture, temperature=1, top_p=0.9, seed=3, reproducible=same, max_new_tokens=16)
-    turn = last(duo.run(ask, threading.Event()))
-    assert view.acceptance(turn)[0] == ("same" if same else "chance") and turn.difference is None
+    turn = answered(asks, ask)
+    assert caption_tab.acceptance(turn)[0] == ("same" if same else "chance")
     assert (turn.plain.ids == turn.fast.ids) or not same
 
 
-def test_a_second_turn_reads_the_first(duo: Duo, picture: str) -> None:
+def test_a_second_turn_reads_the_first(asks: CaptionRace, picture: str) -> None:
     ask = about(picture, "w9", before=(("w5 w6", "w7 w8"),), max_new_tokens=8)
-    inputs = duo._inputs(ask, (Image.open(picture),))
-    words = duo.processor.decode(inputs["input_ids"][0]).replace("<image>", "").split()
+    inputs = asks.inputs(ask, (Image.open(picture),))
+    words = asks.processor.decode(inputs["input_ids"][0]).replace("<image>", "").split()
     assert words == ["w5", "w6", "w7", "w8", "w9"] and "pixel_values" in inputs
-    one, two = (last(duo.run(a, threading.Event())) for a in (about(picture, "w9", max_new_tokens=8), ask))
+    one, two = (answered(asks, a) for a in (about(picture, "w9", max_new_tokens=8), ask))
     assert two.plain.ids == two.fast.ids != one.plain.ids
-    said = view.talk(ask.before, ask.prompt, ())
-    assert re.findall(r"<li class=.mm-(\w+).>([^<]*)", said) == [
-        ("asked", "w5 w6"),
-        ("answered", "w7 w8"),
-        ("asked", "w9"),
-    ]
+    chat, turns = caption_tab.look(two)[4:]
+    assert [message["content"][0]["text"] for message in chat.value] == ["w5 w6", "w7 w8", "w9"]
+    assert turns == [("w5 w6", "w7 w8"), ("w9", two.plain.text)]
 
 
-def test_a_video_is_looked_at_frame_by_frame(duo: Duo, clip: str) -> None:
-    asks = [Ask("video", None, clip, PROMPT, frames=n, max_new_tokens=8) for n in (2, 5)]
-    turns = [last(duo.run(ask, threading.Event())) for ask in asks]
+def test_a_video_is_looked_at_frame_by_frame(asks: CaptionRace, clip: str) -> None:
+    questions = [about(clip, kind="video", frames=n, max_new_tokens=8) for n in (2, 5)]
+    turns = [answered(asks, question) for question in questions]
     assert [len(turn.frames) for turn in turns] == [2, 5]
     greys = [frame.getpixel((5, 5))[0] for frame in turns[1].frames]
     assert greys == sorted(greys) and greys[-1] > greys[0] + 100
-    for turn in turns:
-        assert turn.plain.ids == turn.fast.ids and view.acceptance(turn)[0] == "same"
-    pixels = [len(duo._inputs(ask, turn.frames)["pixel_values"]) for ask, turn in zip(asks, turns, strict=True)]
-    assert pixels == [2, 5]
-    assert view.talk((), "", turns[1].frames).count("<img ") == 5
+    for turn, question in zip(turns, questions, strict=True):
+        assert turn.plain.ids == turn.fast.ids and caption_tab.acceptance(turn)[0] == "same"
+        assert len(asks.inputs(question, turn.frames)["pixel_values"]) == question.frames
+    assert len(caption_tab.look(turns[1])[3].value) == 5
     with pytest.raises(RefusedError, match="no video"):
-        last(duo.run(Ask("video", None, None, PROMPT), threading.Event()))
+        answered(asks, about(None, kind="video"))
 
 
-def test_stop_and_the_time_limit_end_both_answers(duo: Duo, picture: str) -> None:
-    stop, before = threading.Event(), threads()
-    run = duo.run(about(picture, PROMPT, max_new_tokens=400), stop)
+def test_a_closed_run_ends_and_the_time_limit_ends_both_answers(asks: CaptionRace, picture: str) -> None:
+    before = threads()
+    long = Turn.of(about(picture, PROMPT, max_new_tokens=400))
+    run, waiting = asks.run(long), asks.run(Turn.of(about(picture)))
     next(run)
-    stop.set()
-    turn = last(run)
-    assert turn.plain.state == turn.fast.state == STOPPED and len(turn.plain.tokens) < 400
-    assert view.acceptance(turn)[0] in ("open", "partial")
-    run = duo.run(about(picture, PROMPT), threading.Event())
-    next(run)
-    run.close()  # as when the browser went away
-    assert threads() <= before
-    slow = Duo(Engine(tiny_llava.model(), tiny_llava.processor(), "ngram", 32), duo.decoder, time_limit=0.0)
-    turn = last(slow.run(about(picture, PROMPT), threading.Event()))
-    assert turn.plain.state == turn.fast.state == TIMED_OUT
+    next(waiting)  # of another visitor
+    waiting.close()
+    run.close()  # as when Stop is pressed, or the browser goes away
+    settle()
+    assert len(long.plain.tokens) < 400 and not long.fast.tokens and threads() <= before
+    slow = CaptionRace(Engine(tiny_llava.model(), tiny_llava.processor(), "ngram", 32), asks.decoder, time_limit=0.0)
+    turn = answered(slow, about(picture, PROMPT))
+    assert turn.plain.state == turn.fast.state == TIMED_OUT and caption_tab.acceptance(turn)[0] == "open"
 
 
 @pytest.mark.parametrize("named, name", [(SHIPPED, USUAL), ("recycle", "recycle")])
 def test_all_drafters_that_fit_can_be_chosen(named: str, name: str, eyes: Decoder, picture: str) -> None:
     """Of a model that ships with nothing, and whose files hold no heads: those without weights."""
     made = Engine(tiny_llava.model(), tiny_llava.processor(), named, 32)
-    both = Duo(made, eyes, drafters=fitting(made, "somebody/tiny"))
+    both = CaptionRace(made, eyes, drafters=demo.fitting(made, "somebody/tiny"))
     assert both.name == next(iter(both.drafters)) == name and set(both.drafters) == set(OF_TEXT)
     for drafter in both.drafters:
-        assert view.acceptance(both.whole(about(picture, drafter=drafter, max_new_tokens=8)))[0] == "same"
+        assert caption_tab.acceptance(answered(both, about(picture, drafter=drafter, max_new_tokens=8)))[0] == "same"
     with pytest.raises(RefusedError, match="width must be at most 8"):
-        both.whole(about(picture, drafter="recycle", width=12))
+        answered(both, about(picture, drafter="recycle", width=12))
     with pytest.raises(EngineError, match="needs weights"):
-        fitting(made, "somebody/tiny", ["eagle"])
+        demo.fitting(made, "somebody/tiny", ["eagle"])
 
 
 @pytest.mark.full
 def test_the_embedded_drafters_fit_the_embedded_model() -> None:
     made = engine.load(embedded.MODEL, embedded.DRAFTER, "cpu", "float32", 8, 0.0)
     own = {"eagle", "msd", "vispec", "flash", "specvlm", "block"}
-    assert set(fitting(made, embedded.MODEL)) == own | set(OF_TEXT)
+    assert set(demo.fitting(made, embedded.MODEL)) == own | set(OF_TEXT)
 
 
 def test_letters_of_several_tokens() -> None:
@@ -347,131 +372,101 @@ def test_letters_of_several_tokens() -> None:
 
     for text in ("aé€🙂b".encode(), "aé€🙂".encode()[:-1], b""):  # the second breaks off inside a letter
         tokens = [Token(byte, OWN) for byte in text]
-        cut(tokens, decode)
+        captions.split(tokens, decode)
         assert "".join(token.text for token in tokens) == decode(list(text))
 
 
 # ------------------------------------------------------------------------------------------------ refusals
 
 REFUSED = {
-    "no picture": ({"image": None}, "no picture"),
+    "no picture": ({"media": None}, "no picture"),
     "no prompt": ({"prompt": "  "}, "prompt is empty"),
-    "long prompt": ({"prompt": "w" * 2001}, "2000 are allowed"),
-    "depth": ({"depth": 99}, "between 0 and 16"),
-    "tokens": ({"max_new_tokens": 10**6}, "between 1 and 512"),
-    "heat": ({"temperature": float("nan")}, "between 0 and 2"),
-    "drafter": ({"drafter": "vispc"}, "choose from ngram"),
+    "long prompt": ({"prompt": "w" * 2001}, "prompt.*at most 2000"),
+    "depth": ({"depth": 99}, "depth.*less than or equal to 16"),
+    "tokens": ({"max_new_tokens": 10**6}, "max_new_tokens.*equal to 512"),
+    "heat": ({"temperature": float("nan")}, "temperature.*equal to"),
     "room": ({"max_new_tokens": 512}, "room for 512"),
-    "kind": ({"kind": "sound"}, "image, video"),
-    "seed": ({"seed": None}, "between 0 and"),
-    "half a token": ({"max_new_tokens": 1.5}, "whole number between 1 and 512"),
-    "turns": ({"before": (("w5", "w6"),) * 8}, "at most 8 turns"),
+    "seed": ({"seed": None}, "seed.*integer"),
+    "half a token": ({"max_new_tokens": 1.5}, "max_new_tokens.*integer"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_question_that_is_not_run_says_why(duo: Duo, picture: str, name: str) -> None:
+def test_a_question_that_is_not_run_says_why(asks: CaptionRace, picture: str, name: str) -> None:
     change, why = REFUSED[name]
-    with pytest.raises(RefusedError, match=why):
-        last(
-            duo.run(
-                Ask(**{"kind": "image", "image": picture, "video": None, "prompt": PROMPT, **change}), threading.Event()
-            )
-        )
+    with pytest.raises((RefusedError, ValidationError), match=f"(?s){why}"):
+        answered(asks, about(picture, **change))
 
 
-def test_pictures_that_are_none(duo: Duo, tmp_path: Path) -> None:
+def test_pictures_that_are_none(asks: CaptionRace, tmp_path: Path) -> None:
     Image.new("1", (12000, 12000)).save(tmp_path / "huge.png")
     (tmp_path / "text.png").write_text("not a picture")
     for name, why in (("huge.png", "pixels"), ("text.png", "not an image"), ("gone.png", "missing")):
         with pytest.raises(RefusedError, match=why):
-            last(duo.run(about(str(tmp_path / name)), threading.Event()))
+            answered(asks, about(str(tmp_path / name)))
 
 
-def test_trees_fit_their_depth_and_width() -> None:
-    rest = {"reproducible": False, "compile": False, "auto": False}
-    assert about(None).options == rest  # as the drafter recommends
-    assert about(None, "", depth=4, width=1, size=96).options == {"depth": 4, "width": 1, "size": 5} | rest
-    assert about(None, "", depth=1, width=2, size=32).options == {"depth": 1, "width": 2, "size": 3} | rest
-    assert about(None, "", depth=5, width=8, size=2).options == {"depth": 5, "width": 8, "size": 6} | rest
+def test_the_shape_is_the_drafters_own_unless_it_is_set() -> None:
+    assert about(None).options == {"reproducible": False}
+    assert about(None, depth=4, temperature=1).options == {"depth": 4, "reproducible": True}
 
 
 # ------------------------------------------------------------------------------------------------ the tab
 
 
-VALUES = (PROMPT, "ngram", 5, 0, 0, 0, 1, 0, True, 8, 4, False, False)  # Ask's fields after the media
+VALUES = (PROMPT, "ngram", 5, 0, 0, 0, 1, 0, True, 8, 4)  # a Question's fields after the media
 
 
-def test_the_tabs_events(duo: Duo, picture: str) -> None:
-    tab = caption_tab.Caption(duo, Desk())
-    assert len(tab.begin(VISIT)) == 5
-    looks = list(tab.run(VISIT, "image", picture, None, *VALUES))
-    assert "identical output: 8 of 8" in looks[-1][0] and tab.desk._ends == {}
-    assert all("Measuring" in look[0] and not isinstance(look[1], str) for look in looks[:-1])  # then both at once
-    said = looks[-1][4]
+def test_the_tabs_events(asks: CaptionRace, picture: str) -> None:
+    file = {"path": picture}
+    looks = list(caption_tab.run(asks, "image", file, None, *VALUES))
+    assert {len(look) for look in looks} == {6} and "Waiting" in looks[0][0]
+    assert "identical output: 8 of 8" in looks[-1][0]
+    assert all("Measuring" in look[0] and not isinstance(look[1], str) for look in looks[1:-1])  # then both at once
+    said = looks[-1][5]
     assert [asked for asked, _ in said] == [PROMPT]
-    *_, end = tab.go_on(VISIT, said, "w9", "image", picture, None, *VALUES)
-    assert [asked for asked, _ in end[4]] == [PROMPT, "w9"]
-    assert next(tab.run(VISIT, "image", picture, None, *VALUES))[4] == []  # stopped, it leaves no earlier conversation
-    (refused,) = list(tab.run(VISIT, "image", None, None, *VALUES))
-    assert 'role="alert"' in refused[0] and tab.desk._ends == {}
-    tab.begin(VISIT)
-    tab.stop(VISIT)  # pressed while the run waits for its turn
-    *_, end = tab.run(VISIT, "image", picture, None, *VALUES)
-    assert 'role="alert"' in end[0] or "nothing to compare" in end[0]
-    assert len(tab.clear(VISIT)) == 9
+    *_, end = caption_tab.go_on(asks, said, "image", file, None, "w9", *VALUES[1:])
+    assert [asked for asked, _ in end[5]] == [PROMPT, "w9"]
+    for media, values, why in (
+        (None, VALUES, "no picture"),
+        (file, (PROMPT, "ngram", 99, *VALUES[3:]), "depth: Input should be less than or equal to 16."),
+    ):
+        *_, refused = caption_tab.run(asks, "image", media, None, *values)
+        assert 'role="alert"' in refused[0] and why in refused[0]
 
 
-def test_a_failing_model_is_reported_and_not_fatal(duo: Duo, picture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_model_is_reported_and_not_fatal(
+    asks: CaptionRace, picture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError("<b>no room</b>")
 
-    tab = caption_tab.Caption(duo, Desk())
     with monkeypatch.context() as patch:
-        patch.setattr(duo.model, "generate", fail)
-        looks = list(tab.run(VISIT, "image", picture, None, *VALUES))
+        patch.setattr(asks.model, "generate", fail)
+        looks = list(caption_tab.run(asks, "image", {"path": picture}, None, *VALUES))
     assert "MemoryError: &lt;b&gt;no room" in looks[-1][0]
-    assert "identical" in list(tab.run(VISIT, "image", picture, None, *VALUES))[-1][0]
+    *_, end = caption_tab.run(asks, "image", {"path": picture}, None, *VALUES)
+    assert "identical" in end[0]
 
 
-def test_the_desk_serves_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmspec.app.demo.desk.BUSY", 0.05)
-    desk = Desk()
-
-    def wait(stop: threading.Event) -> Iterator[str]:
-        yield "begun"
-        assert stop.wait(10)
-        yield "stopped"
-
-    first = desk.serve("ann", wait, str)
-    assert next(first) == "begun"
-    assert "busy" in "".join(desk.serve("bob", wait, str))
-    desk.begin("ann")  # she starts something else, in whatever tab
-    assert list(first) == ["stopped"]
-    second = desk.serve("bob", wait, str)
-    assert next(second) == "begun"
-    second.close()  # his page went away
-    assert not desk._lock.locked() and "bob" not in desk._ends
-
-
-def test_a_stopped_run_frees_its_memory(duo: Duo, easel: Easel, picture: str) -> None:
+def test_a_stopped_run_frees_its_memory(asks: CaptionRace, draws: ImageRace, picture: str) -> None:
     def held() -> int:
         gc.collect()
         tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
         return sum(t.untyped_storage().nbytes() for t in tensors)
 
-    desk = Desk()
+    question = about(picture, max_new_tokens=400)
     for run in (
-        lambda stop: duo.run(about(picture, max_new_tokens=400), stop),
-        lambda stop: easel.run(Wish("a small circle", seed=1), stop),
+        lambda: asks.run(Turn.of(question)),
+        lambda: draws.run(draws.pair(Drawing(prompt="a small circle", seed=1))),
     ):
         sizes = []
         for _ in range(2):  # the first leaves what all others need, too
-            looks = desk.serve("ann", run, str)
+            looks = run()
             next(looks)
-            desk.stop("ann")
-            assert last(looks).over
+            looks.close()
             del looks
+            settle()
             sizes.append(held())
         assert sizes[1] <= sizes[0]
 
@@ -480,74 +475,69 @@ def test_a_stopped_run_frees_its_memory(duo: Duo, easel: Easel, picture: str) ->
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_picture_fills_its_grid_and_the_counts_add_up(easel: Easel, method: str) -> None:
-    pair = last(easel.run(Wish("a small circle", method, window=4, seed=5), threading.Event()))
-    for drawn in (pair.plain, pair.fast):
-        assert drawn.state == DONE and drawn.count == len(drawn.at) == 64 and drawn.image is not None
-        assert len(drawn.calls) == len(drawn.begins) == drawn.result.forwards and 0 < drawn.first < drawn.seconds
-        assert drawn.at == sorted(drawn.at) and max(drawn.at) <= drawn.seconds
+def test_a_picture_fills_its_grid_and_the_counts_add_up(draws: ImageRace, method: str) -> None:
+    pair = drawn(draws, method=method, window=4, seed=5)
+    for one in (pair.plain, pair.fast):
+        assert one.state == DONE and one.count == len(one.at) == 64 and one.image is not None
+        assert len(one.calls) == len(one.begins) == one.result.forwards and 0 < one.first < one.seconds
+        assert one.at == sorted(one.at) and max(one.at) <= one.seconds
     assert pair.plain.result.stats.accepted == 0 and len(pair.plain.calls) == 64
     accepted = pair.fast.result.stats.accepted
     assert accepted > 0 and accepted + len(pair.fast.calls) in (64, 65)  # the last may end in a draft
-    assert easel.subject.pipe._plan(True).reproducible  # plain again
-    html = image_view.stage(pair, marked=True)
+    assert draws.subject.pipe._plan(True).reproducible  # plain again
+    html = image_tab.show_pictures(pair)
     assert html.count("mm-call") == len(pair.fast.calls) and html.count("--t:") == 128 + 2 and "mm-open" not in html
-    kind, words = image_view.acceptance(pair)
+    kind, words = image_tab.acceptance(pair)
     assert kind == ("same" if method == SEED_EXACT or pair.same == 64 else "kept"), words
 
 
-def test_a_lossy_picture_tells_its_distortion(easel: Easel) -> None:
-    wish = Wish("a small circle", "jacobi, maximal coupling", window=4, rule="scaled", boldness=5, seed=2)
-    pair = last(easel.run(wish, threading.Event()))
-    kind, words = image_view.acceptance(pair)
+def test_a_lossy_picture_tells_its_distortion(draws: ImageRace) -> None:
+    pair = drawn(draws, method="jacobi, maximal coupling", window=4, rule="scaled", boldness=5, seed=2)
+    kind, words = image_tab.acceptance(pair)
     [spent] = pair.fast.result.spent
-    assert spent > 0 and kind == "lossy" and f"{spent:.2f}" in words and pair.rule in image_view.headline(pair)
-    limited = last(easel.run(Wish(**{**vars(wish), "budget": 0.25}), threading.Event()))
-    assert 0 < limited.fast.result.spent[0] <= 0.25 + 1e-9 and "budget of 0.25" in image_view.headline(limited)
+    assert spent > 0 and kind == "lossy" and f"{spent:.2f}" in words and pair.rule in image_tab.show_headline(pair)
 
 
+DRAWING = {
+    "prompt": "a zebra circle", "method": SEED_EXACT, "window": 4, "rule": "exact", "boldness": 1, "seed": 7,
+    "guidance": 3.0, "temperature": 1.0,
+}  # fmt: skip
 WRONG = {
     "prompt": ({"prompt": " "}, "prompt is empty"),
-    "method": ({"method": "magic"}, "choose from jacobi, seed-exact"),
-    "window": ({"window": 1000}, "between 2 and 64"),
+    "window": ({"window": 1000}, "window: Input should be less than or equal to 64."),
     "bent": ({"rule": "scaled"}, "the very picture of plain decoding"),
-    "heat": ({"temperature": float("nan")}, "between 0 and 2"),
+    "heat": ({"temperature": float("nan")}, "temperature: Input should be"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wish_that_is_not_drawn_says_why(easel: Easel, name: str) -> None:
+def test_a_picture_that_is_not_drawn_says_why(draws: ImageRace, name: str) -> None:
     change, why = WRONG[name]
-    with pytest.raises(RefusedError, match=why):
-        last(easel.run(Wish(**{"prompt": "a circle", **change}), threading.Event()))
+    *_, refused = image_tab.run(draws, False, *{**DRAWING, **change}.values())
+    assert 'role="alert"' in refused[0] and why in refused[0]
 
 
-def test_a_picture_can_be_stopped(easel: Easel) -> None:
-    stop, before = threading.Event(), threads()
-    run = easel.run(Wish("a small circle"), stop)
-    next(run)
-    stop.set()
-    pair = last(run)
-    assert pair.plain.state == pair.fast.state == STOPPED and pair.plain.count < 64
-    assert image_view.acceptance(pair) == ("open", "nothing to compare")
-    assert threads() <= before
-    slow = Easel(easel.subject, time_limit=0.0)
-    assert last(slow.run(Wish("a small circle"), threading.Event())).plain.state == TIMED_OUT
+def test_a_picture_can_be_stopped(draws: ImageRace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmspec.app.demo.race.REFRESH", 0.001)
+    pair = draws.pair(Drawing(prompt="a small circle"))
+    run = draws.run(pair)
+    while not pair.plain.count:
+        next(run)
+    run.close()
+    settle()
+    assert pair.plain.state == pair.fast.state == TIMED_OUT and pair.fast.count < 64
+    assert image_tab.acceptance(pair) == ("open", "nothing to compare")
+    assert drawn(ImageRace(draws.subject, time_limit=0.0)).plain.state == TIMED_OUT
 
 
-def test_the_image_tabs_events(easel: Easel) -> None:
-    tab = image_tab.Image(easel, Desk(), own=True)
-    assert len(tab.begin(VISIT)) == 5
-    values = ("a zebra circle", SEED_EXACT, 4, "exact", 1, 0, 7, 3.0, 1.0)
-    looks = list(tab.run(VISIT, *values))
+def test_the_image_tabs_events(draws: ImageRace) -> None:
+    looks = list(image_tab.run(draws, True, *DRAWING.values()))
     assert "the same picture: 64 of 64" in looks[-1][0] and "does not know: zebra" in looks[-1][0]
     assert looks[-1][1].count('src="data:image/png;base64,') == 2 and "tokens per forward | 1.00 |" in looks[-1][2]
-    (refused,) = list(tab.run(VISIT, "", *values[1:]))
-    assert 'role="alert"' in refused[0]
 
 
 def test_text_from_the_model_is_escaped() -> None:
-    html = view.token(Token(1, OWN, 0, '<script>"&'))
+    html = caption_tab.show_token(Token(1, OWN, 0, '<script>"&'))
     assert "<script>" not in html and "&lt;script&gt;" in html
 
 
@@ -561,7 +551,7 @@ RECORD = {
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> records.ResultFolder:
+def runs(tmp_path: Path) -> dict[str, Any]:
     made = [
         {**RECORD, "method": "eagle"},
         {**RECORD, "method": "<i>", "batch": 4, "speedup_e2e": None},
@@ -573,54 +563,41 @@ def bench(tmp_path: Path) -> records.ResultFolder:
     ]
     told = {"provenance": {"commit": "c0ffee", "model": "scenes"}}
     (tmp_path / "vlm.json").write_text(json.dumps(told | {"records": made}))
-    (tmp_path / "a.json").write_text(json.dumps(told | {"records": pictures}))
+    (tmp_path / "a-b.json").write_text(json.dumps(told | {"records": pictures}))
     (tmp_path / "b.json").write_text("{broken")
     (tmp_path / "expected.json").write_text(json.dumps({"provenance": {}, "expected": []}))  # the bench's, no records
     (tmp_path / "reads.json").write_text(json.dumps({"provenance": {}, "records": [{"method": "ar", "reads": 261}]}))
-    return records.read(tmp_path)
+    return results_tab.read(tmp_path)
 
 
-def test_runs_are_shown_one_at_a_time(bench: records.ResultFolder) -> None:
-    assert list(bench.runs) == ["a.json", "vlm.json"] and bench.first("scenes") == "vlm.json" == bench.first(
-        "another model"
-    )
-    assert bench.trouble == ["b.json: it has no records of mmspec bench"]
-    assert records.measures(bench.runs["a.json"]["records"]) == ["compression", "spent"]
-    one, four = bench.conditions("vlm.json")
+def test_runs_are_shown_one_at_a_time(runs: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(runs) == ["a b, scenes", "vlm, scenes"]
+    assert results_tab.first(runs, "scenes") == "vlm, scenes" == results_tab.first(runs, "another model")
+    vlm, image = runs["vlm, scenes"], runs["a b, scenes"]
+    assert results_tab.measures(image["records"]) == ["compression", "spent"]
+    one, four = dict.fromkeys(map(results_tab.condition, vlm["records"]))
     assert (one, four) == ("batch 1, temperature 0", "batch 4, temperature 0")
-    bars, rows, notes = records.shown(bench, "vlm.json", one, "speedup_e2e")
+    bars, rows, meaning, origin = results_tab.show(vlm, one, "speedup_e2e")
     assert rows["method"].to_list() == ["eagle", "stock"] and rows["speed-up, end to end"].to_list() == [2, 1]
-    assert rows["upper quartile"].to_list() == [2.5, 2.5] and bars.title == f"Speed-up, end to end; {one}"
-    assert "c0ffee" in notes and "wall time" in notes and bench.trouble[0] in notes
-    assert records.shown(bench, "vlm.json", four, "speedup_e2e")[1]["method"].to_list() == ["<i>"]  # not measured there
-    assert records.shown(bench, "a.json", "as it is", "spent")[1]["distribution"].to_list() == [
-        "lossy",
-        "without mmspec",
-    ]
-    assert bench.quality("image", "scenes")["ar"]["compression"] == 1 and bench.quality("image", "other") == {}
+    assert bars.title == f"Speed-up, end to end; {one}"
+    assert origin["commit"] == "c0ffee" and "wall time" in meaning
+    assert results_tab.show(vlm, four, "speedup_e2e")[1]["method"].to_list() == ["<i>"]  # not measured there
+    assert results_tab.show(image, "as it is", "spent")[1]["distribution"].to_list() == ["lossy", "without mmspec"]
 
 
-def test_a_run_has_a_title_in_words(bench: records.ResultFolder) -> None:
-    assert bench.title("vlm.json") == "Answers about pictures, scenes"
-    assert bench.title("a.json") == "Pictures from prompts, scenes: a"
-    own = records.read(demo.RESULTS)
-    titles = [own.title(run) for run in own.runs]
-    assert len(set(titles)) == len(titles) and not any(".json" in title or "-short" in title for title in titles)
-    assert "scenes-video" in own.title(own.first(embedded.MODEL))
+def test_the_results_of_the_repository_are_shown() -> None:
+    runs = results_tab.read(demo.RESULTS)
+    assert len(runs) > 20 and "scenes-video" in results_tab.first(runs, embedded.MODEL)
+    for run in runs.values():
+        for condition in {results_tab.condition(record) for record in run["records"]}:
+            assert len(results_tab.show(run, condition, results_tab.measures(run["records"])[0])[1])
 
 
-def test_of_many_bars_the_best_are_shown(bench: records.ResultFolder) -> None:
+def test_of_many_bars_the_best_are_shown() -> None:
     many = [{**RECORD, "method": f"eagle-{n}", "speedup_e2e": 1 + n / 10} for n in range(30)]
-    run = {"many.json": {"records": many, "provenance": {}}}
-    bars, *_ = records.shown(
-        records.ResultFolder(Path(), run, []), "many.json", records.condition(RECORD), "speedup_e2e"
-    )
+    bars, *_ = results_tab.show({"records": many, "provenance": {}}, results_tab.condition(RECORD), "speedup_e2e")
     best = [row[0] for row in bars.value["data"]]
-    assert len(best) == records.BARS <= 12 and best[0] == "eagle-29" and "eagle-17" not in best
-
-
-def test_no_measurements_is_said_clearly(tmp_path: Path) -> None:
-    assert "No measurements yet" in records.origins(records.read(tmp_path / "nowhere"), "", "")
+    assert len(best) == results_tab.BARS <= 12 and best[0] == "eagle-29" and "eagle-17" not in best
 
 
 # ------------------------------------------------------------------------------------------------ the door
@@ -628,22 +605,26 @@ def test_no_measurements_is_said_clearly(tmp_path: Path) -> None:
 
 def test_another_host_needs_a_password() -> None:
     for host in ("127.0.0.1", "localhost", "::1", "127.3.2.1"):
-        assert guard.credentials(host, None) is None
+        assert demo.credentials(host, None) is None
     for host in ("0.0.0.0", "::", "192.168.1.5", "example.org"):
-        with pytest.raises(guard.AccessError, match="--auth USER:PASSWORD"):
-            guard.credentials(host, None)
-        assert guard.credentials(host, "ann:pass:word") == ("ann", "pass:word")
+        with pytest.raises(OSError, match="--auth USER:PASSWORD"):
+            demo.credentials(host, None)
+        assert demo.credentials(host, "ann:pass:word") == ("ann", "pass:word")
     for wrong in ("ann", "ann:", ":pass", ""):
-        with pytest.raises(guard.AccessError, match="USER:PASSWORD"):
-            guard.credentials("127.0.0.1", wrong)
+        with pytest.raises(OSError, match="USER:PASSWORD"):
+            demo.credentials("127.0.0.1", wrong)
 
 
 @pytest.fixture(scope="module")
-def served(duo: Duo, easel: Easel, picture: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    offer = caption_tab.Offer(
-        [Path(picture)], [PROMPT, "w9"], note="knows drawn scenes only", hard="w9", draw=scenes.drawn
-    )
-    page = demo.build(duo, offer, records.read(tmp_path_factory.mktemp("none")), easel)
+def served(
+    asks: CaptionRace, draws: ImageRace, picture: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    own = {"note": "knows drawn scenes only", "hard": "w9", "draw": scenes.drawn}
+    page = demo.build({
+        "Caption": partial(caption_tab.build, asks, [Path(picture)], [PROMPT, "w9"], **own),
+        "Image": partial(image_tab.build, draws),
+        "Drafters": partial(results_tab.build, {}, tmp_path_factory.mktemp("none"), ""),
+    })  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:  # gradio gives up when its first page takes three seconds
         patch.setattr(networking, "url_ok", lambda url: httpx.head(url, trust_env=False, timeout=PATIENCE).is_success)
         _, address, _ = demo.launch(page, "127.0.0.1", None, None, prevent_thread_lock=True, quiet=True)
@@ -669,16 +650,13 @@ def test_the_server_gives_no_files_and_fetches_none(served: Any) -> None:
     assert served.client.get(f"/gradio_api/file={Path(demo.__file__).resolve()}").status_code == 403
     big = served.client.post("/gradio_api/upload", files={"files": ("big.png", b"0" * (41 * 2**20))})
     assert big.status_code == 413
-    address = {"path": "http://127.0.0.1:9/x.png", "meta": {"_type": "gradio.FileData"}}
-    runs = [f for f in served.page.fns.values() if f.concurrency_id == QUEUE]
+    runs = [f for f in served.page.fns.values() if f.concurrency_id == race_tab.QUEUE]
     assert len(runs) == 3  # a question, a further one, a picture: all of them wait in one line
     assert {run.concurrency_limit for run in runs} == {1}
     assert all(inspect.isgeneratorfunction(run.fn) for run in runs)  # of others gradio shows no looks
-    others = {f.name for f in served.page.fns.values() if f.queue and f.fn and f not in runs}
-    assert others == {"stop"}  # of a page that is closed
-    for media in ([address, None], [None, address]):
-        with pytest.raises(Exception, match="fetches nothing"):
-            asyncio.run(served.page.preprocess_data(runs[0], ["image", *media, *VALUES], None))
+    assert not [f for f in served.page.fns.values() if f.queue and f.fn and f not in runs]
+    stops = [f.cancels for f in served.page.fns.values() if f.cancels]
+    assert sorted(run for cancels in stops for run in cancels) == sorted(run._id for run in runs)
     assert served.page.share is False and served.page.allowed_paths == []
     assert served.page.max_file_size == 40 * 2**20 and served.page._queue.max_size == demo.MAX_QUEUE
 
@@ -713,43 +691,36 @@ def test_the_embedded_model_is_asked_what_it_knows(monkeypatch: pytest.MonkeyPat
     parser = argparse.ArgumentParser()
     demo.configure(parser)
     monkeypatch.setattr(engine, "load", lambda *_, **__: SimpleNamespace(drafter=object(), notes=[]))
-    monkeypatch.setattr("mmspec.app.demo.duo.Duo", lambda *_: SimpleNamespace(warm_up=lambda *_: None))
-    monkeypatch.setattr("mmspec.app.demo.duo.fitting", lambda *_: {})
-    _, offer = demo._captions(parser.parse_args([]), None, [], [])
-    assert offer.prompts == ["Describe this image.", "Describe this image in detail."]
-    assert offer.hard == offer.prompts[1]
-    assert offer.draw is scenes.drawn and "its own generator" in offer.note
+    monkeypatch.setattr(captions, "CaptionRace", lambda *_: SimpleNamespace(warm_up=lambda *_: None))
+    monkeypatch.setattr(demo, "fitting", lambda *_: {})
+    offer = demo.load_captions(parser.parse_args([]), None)["Caption"]
+    assert offer.keywords["prompts"][:2] == ("Describe this image.", "Describe this image in detail.")
+    assert offer.keywords["hard"] == offer.keywords["prompts"][1]
+    assert offer.keywords["draw"] is scenes.drawn and "its own generator" in offer.keywords["note"]
+    kinds = [path.suffix for path in offer.args[1]]
+    assert kinds == sorted(kinds, reverse=True)  # .png, .mp4
 
 
 HOSTILE = {"pdf": b"%PDF-1.4", "html": b"<html>", "heic": b"\0\0\0\x18ftypheic", "nothing": b""}
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_uploads_are_not_opened_by_the_server_even_after_an_example(
-    content: bytes, served: Any, duo: Duo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An example makes gradio build the component anew, by its class: what guards it has to be the class's own."""
-    page, image = served.page, parts(served.page)["mm-image"]
+def test_uploads_are_not_opened_by_the_server(content: bytes, served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     upload = served.client.post("/gradio_api/upload", files={"files": ("photo.jpg", content)}).json()[0]
-    state = SessionState(page)
-    [load] = [f for f in page.fns.values() if f.outputs == [image] and f.name == "load_example"]
-    asyncio.run(page.process_api(load, [0], state=state))
-    assert state[image._id] is not image, "it was built anew"
     monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("the server opened an upload"))
-    run = next(f for f in page.fns.values() if f.concurrency_id == QUEUE)
+    run = next(f for f in served.page.fns.values() if f.concurrency_id == race_tab.QUEUE)
     file = {"path": upload, "meta": {"_type": "gradio.FileData"}}
-    kind, path, *_ = asyncio.run(page.preprocess_data(run, ["image", file, None, *VALUES], state))
-    with pytest.raises(RefusedError, match=r"^This picture .*\.$") as refused:
-        last(duo.run(Ask(kind, path, None, PROMPT), threading.Event()))
-    assert "--" not in str(refused.value) and "pip install" not in str(refused.value)
+    values = asyncio.run(served.page.preprocess_data(run, ["image", file, None, *VALUES], None))
+    *_, refused = run.fn(*values)
+    assert "This picture " in refused[0] and "--" not in refused[0] and "pip install" not in refused[0]
 
 
-def test_a_run_that_cannot_be_read_is_answered(served: Any) -> None:
-    """What fails before our functions are called, too; else the page would wait for ever."""
-    fns = served.page.fns
-    for run in (f for f in fns.values() if f.concurrency_id == QUEUE):
-        [answers] = [f for f in fns.values() if f.trigger_after == run._id and f.trigger_only_on_failure]
-        assert answers.outputs and look.FAILED in answers.fn()
+@pytest.mark.parametrize("path", ["/etc/passwd", "http://127.0.0.1:9/x.png"])
+def test_only_uploads_are_read(served: Any, path: str) -> None:
+    run = next(f for f in served.page.fns.values() if f.concurrency_id == race_tab.QUEUE)
+    values = asyncio.run(served.page.preprocess_data(run, ["image", {"path": path}, None, *VALUES], None))
+    *_, refused = run.fn(*values)
+    assert "no uploaded file" in refused[0]
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded(monkeypatch, capsys) -> None:
@@ -764,7 +735,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(monkeypatch, cap
 
 def test_the_first_prompt_is_drawn_right() -> None:
     """As the embedded model of pictures draws it on the page, told by the embedded model of words."""
-    easel = Easel(load_painter(embedded.IMAGE_MODEL, "cpu", "float32"))
-    [image] = easel.subject.paint([demo.WISHES[0]], [0], guidance_scale=easel.guidance).images
+    draws = ImageRace(load_painter(embedded.IMAGE_MODEL, "cpu", "float32"))
+    [image] = draws.subject.paint([demo.WISHES[0]], [0], guidance_scale=draws.guidance).images
     [said] = PictureReader().describe([image])
     assert "one object on a white background: a large plain green ring" in said

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import threading
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import tiny_mar as tiny
@@ -14,12 +11,9 @@ from PIL import Image
 
 from mmspec.app import generate, mar
 from mmspec.app.demo import command as demo
-from mmspec.app.demo import image_tab, image_view, records
-from mmspec.app.demo.desk import Desk, RefusedError
-from mmspec.app.demo.easel import CSPD, ITSELF, SMALLER, Studio, Wish
-from mmspec.app.demo.race import DONE, STOPPED, TIMED_OUT
-
-VISIT: Any = SimpleNamespace(session_hash="me")
+from mmspec.app.demo import image_tab
+from mmspec.app.demo.images import CSPD, OWN_DRAFTS, SMALL_DRAFTS, Drawing, MarRace
+from mmspec.app.demo.race import DONE, MODELS, TIMED_OUT
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def studio() -> Studio:
-    return Studio(mar.MarSubject(tiny.pipeline(), tiny.transformer(2)))
+def race() -> MarRace:
+    return MarRace(mar.MarSubject(tiny.pipeline(), tiny.transformer(2)))
 
 
 def run(folder: Path, *words: object) -> int:
@@ -100,64 +94,60 @@ def test_bad_input_says_why(folder, words, why, tmp_path, capsys):
 # -- the demo ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [ITSELF, SMALLER, CSPD])
-def test_two_pictures_side_by_side(studio, mode):
-    *_, two = studio.run(Wish("blue star", mode, 3, prefill=0.2, seed=5, guidance=1.5), threading.Event())
+@pytest.mark.parametrize("method", [OWN_DRAFTS, SMALL_DRAFTS, CSPD])
+def test_two_pictures_side_by_side(race, method):
+    drawing = Drawing(prompt="blue star", method=method, window=3, prefill=0.2, seed=5, guidance=1.5)
+    *_, two = race.run(race.pair(drawing))
     assert two.over and two.plain.state == two.fast.state == DONE and two.speed_up > 0
     assert len(two.plain.calls) == 16 == two.fast.count and all(two.fast.at) and two.fast.image is not None
-    assert len(two.fast.calls) <= image_view.forwards(two.fast) == two.fast.result.work["passes"] < 17
+    assert len(two.fast.calls) <= image_tab.forwards(two.fast) == two.fast.result.work["passes"] < 17
     assert two.plain.result.stats == {} and two.fast.result.stats["tested"] > 0
-    assert image_view.stage(two, marked=False).count("16 of 16 tokens drawn") == 2
-    assert f"{two.fast.result.work['rows']:,}" in image_view.figures(two)
-    measured = {"cspd-3": {"n": 128, "fd_all": 7.3, "noise": 9.8, "fd_real": 20.4}}
-    said = image_view.headline(two, measured)
-    assert ("lossless" in said) == ("keeps the distribution" in said) == (mode != CSPD)
-    assert ("mm-lossy" in said) == ("Fréchet distance 7.3 to plain drawing" in said) == (mode == CSPD)
-    assert "no record" in image_view.headline(two, {}) or mode != CSPD
-    assert f"16 → {two.fast.result.work['passes']}" in said or mode == CSPD
+    stage = image_tab.show_pictures(two)
+    assert stage.count("16 of 16 tokens drawn") == 2 and "mm-call" not in stage
+    assert f"of {two.fast.result.stats['tested']:.0f} |" in image_tab.show_figures(two)
+    said = image_tab.show_headline(two)
+    assert ("lossless" in said) == ("keeps the distribution" in said) == (method != CSPD)
+    assert ("mm-lossy" in said) == ("does not bound the distortion" in said) == (method == CSPD)
+    assert f"16 → {two.fast.result.work['passes']}" in said or method == CSPD
     assert ("mm-gain" in said) == (two.speed_up >= 1)
-    assert two.fewer[0] == 4 and "Plain drawing in 4 forwards" in said  # what such models are drawn with otherwise
 
 
-def test_a_run_can_be_stopped(studio):
-    stop = threading.Event()
-    looks = studio.run(Wish("0", ITSELF), stop)
+def test_a_run_can_be_stopped(race):
+    two = race.pair(Drawing(prompt="0", method=OWN_DRAFTS))
+    looks = race.run(two)
     next(looks)
-    stop.set()
-    *_, two = looks
-    assert two.plain.state == two.fast.state == STOPPED and "nothing to compare" in image_view.headline(two, {})
-    *_, late = Studio(studio.subject, time_limit=0.0).run(Wish("0", ITSELF), threading.Event())
-    assert late.plain.state == TIMED_OUT
+    looks.close()
+    MODELS.submit(int).result()
+    assert not two.over and "nothing to compare" in image_tab.show_headline(two)
+    late = MarRace(race.subject, time_limit=0.0)
+    *_, two = late.run(late.pair(Drawing(prompt="0", method=OWN_DRAFTS)))
+    assert two.plain.state == TIMED_OUT
+
+
+VALUES = {"prompt": "red circle", "method": OWN_DRAFTS, "window": 4, "prefill": 0.1, "seed": 7, "guidance": 2.0}
 
 
 @pytest.mark.parametrize(
-    ("wish", "why"),
+    ("change", "why"),
     [
-        (Wish("teapot", ITSELF), "'teapot' is none"),
-        (Wish("0", "magic"), "choose from exact, own drafts; exact, drafts of a smaller MAR"),
-        (Wish("0", ITSELF, 99), "between 1 and 16"),
-        (Wish("0", ITSELF, prefill=1.5), "between 0 and 1"),
+        ({"prompt": "teapot"}, "&#x27;teapot&#x27; is none"),
+        ({"window": 99}, "window: Input should be less than or equal to 64."),
+        ({"prefill": 1.5}, "prefill: Input should be less than or equal to 1."),
     ],
 )
-def test_a_wish_that_is_not_drawn_says_why(studio, wish, why):
-    with pytest.raises(RefusedError, match=why):
-        list(studio.run(wish, threading.Event()))
+def test_a_picture_that_is_not_drawn_says_why(race, change, why):
+    *_, refused = image_tab.run(race, False, *{**VALUES, **change}.values())
+    assert 'role="alert"' in refused[0] and why in refused[0]
 
 
-def test_the_tabs_events(studio):
-    tab = image_tab.Image(studio, Desk())
-    assert len(tab.begin(VISIT)) == 5
-    *_, (summary, stage, _) = tab.run(VISIT, "red circle", ITSELF, 4, 0.1, 7, 2.0)
+def test_the_tabs_events(race):
+    *_, (summary, stage, _) = image_tab.run(race, False, *VALUES.values())
     assert "same distribution" in summary and stage.count('src="data:image/png;base64,') == 2
-    (refused,) = tab.run(VISIT, "red circle", "magic", 4, 0.1, 7, 2.0)
-    assert 'role="alert"' in refused[0]
 
 
-def test_the_tab_is_there_where_the_model_is(folder, tmp_path):
+def test_the_tab_is_there_where_the_model_is(folder):
     parser = argparse.ArgumentParser()
     demo.configure(parser)
-    args = parser.parse_args(["--image-model", str(folder), "--device", "cpu"])
-    bench = records.read(tmp_path)
-    found = demo._classes(args, bench)
-    assert found.methods == [ITSELF] and demo._pictures(args) is None
-    assert demo._classes(parser.parse_args(["--image-model", "none"]), bench) is None
+    tabs = demo.load_images(parser.parse_args(["--image-model", str(folder), "--device", "cpu"]))
+    assert list(tabs) == ["Image"] and tabs["Image"].args[0].methods == [OWN_DRAFTS]
+    assert demo.load_images(parser.parse_args(["--image-model", "none"])) == {}

@@ -91,7 +91,7 @@ class Visitor:
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("requestfinished", self._failed)
         self.page.goto(address + ("?__theme=dark" if dark else "?__theme=light"))
-        self.page.wait_for_selector("#mm-run")
+        self.page.wait_for_selector("#mm-caption-run")
 
     def _note(self, url: str, address: str) -> None:
         if not url.startswith((address, "data:", "blob:")):
@@ -126,7 +126,7 @@ class Visitor:
 
     def choose(self, picture: int = 0) -> None:
         """Click one of the example pictures and wait until it is shown."""
-        self.page.locator("#mm-examples button.gallery-item").nth(picture).click()
+        self.page.locator("#mm-image-examples button.gallery-item").nth(picture).click()
         self.page.wait_for_selector("#mm-image img")
 
     def upload(self, path: Path) -> None:
@@ -143,8 +143,13 @@ class Visitor:
         self.page.fill("#mm-prompt textarea", prompt)
 
     def press(self, name: str) -> None:
-        """One of run, stop, clear, send; draw, halt; sketch."""
+        """One of caption-run, caption-follow, caption-stop; image-run, class-run."""
+        self.page.evaluate("document.querySelectorAll('.mm-badge').forEach(one => one.className = 'mm-earlier')")
         self.page.click(f"#mm-{name}")
+
+    def remove_picture(self) -> None:
+        self.page.get_by_label("Remove Image").click()
+        self.page.wait_for_selector("#mm-image img", state="detached")
 
     def wait_for(self, selector: str) -> str:
         """The text of what appears there."""
@@ -158,9 +163,8 @@ class Visitor:
         return int(self.page.locator(selector).count())
 
     def wait_idle(self) -> None:
-        self.page.wait_for_function(
-            "!document.querySelector('#mm-run[disabled], #mm-draw[disabled], #mm-sketch[disabled]')"
-        )
+        """Wait until a run that has shown its result has ended; until then clicks on Run are ignored."""
+        self.page.wait_for_timeout(600)
 
     def replay(self) -> None:
         """Let the replay come to its end."""
@@ -208,9 +212,9 @@ def shoot(address: str, folder: Path, prompt: str | None = None) -> list[Path]:
     return taken
 
 
-def _finish(visitor: Visitor, button: str, race: str) -> None:
-    """Press a button, and wait until the race that it starts has been replayed."""
-    visitor.press(button)
+def _finish(visitor: Visitor, race: str) -> None:
+    """Run a race, and wait until its result is shown."""
+    visitor.press(f"{race}-run")
     visitor.wait_for(f"#mm-{race}-summary {DONE}")
     visitor.page.wait_for_timeout(250)
 
@@ -219,7 +223,7 @@ def _ask(visitor: Visitor, prompt: str | None, dark: bool) -> None:
     visitor.choose(1)
     if prompt is not None:
         visitor.ask(prompt)
-    _finish(visitor, "run", "caption")
+    _finish(visitor, "caption")
 
 
 def _draw(visitor: Visitor, prompt: str | None, dark: bool) -> None:
@@ -227,7 +231,7 @@ def _draw(visitor: Visitor, prompt: str | None, dark: bool) -> None:
     visitor.open("Image")
     if dark:
         visitor.pick("Rule", "lantern, lossy")
-    _finish(visitor, "draw", "paint")
+    _finish(visitor, "image")
 
 
 def _sketch(visitor: Visitor, prompt: str | None, dark: bool) -> None:
@@ -235,7 +239,7 @@ def _sketch(visitor: Visitor, prompt: str | None, dark: bool) -> None:
     visitor.open("Image, continuous")
     if dark:
         visitor.pick("Rule and drafts", "CSpD, approximate")
-    _finish(visitor, "sketch", "class")
+    _finish(visitor, "class")
 
 
 def _look(visitor: Visitor, prompt: str | None, dark: bool) -> None:

@@ -71,7 +71,7 @@ def visitor(chromium: object, address: str) -> Iterator[shoot.Visitor]:
 def test_a_run_fills_both_panes_and_says_that_they_are_the_same(visitor: shoot.Visitor) -> None:
     visitor.choose()
     visitor.ask("w5 w6 w7 w5 w6")
-    visitor.press("run")
+    visitor.press("caption-run")
     assert "identical output: 128 of 128" in visitor.wait_for("#mm-caption-summary .mm-same")
     visitor.wait_idle()
     assert visitor.text("Plain") == visitor.text("mmspec") != ""
@@ -84,7 +84,7 @@ def test_a_run_fills_both_panes_and_says_that_they_are_the_same(visitor: shoot.V
 
 def test_both_sides_move_in_one_view_and_can_be_replayed(visitor: shoot.Visitor) -> None:
     visitor.choose()
-    visitor.press("run")
+    visitor.press("caption-run")
     visitor.wait_for("#mm-caption-summary .mm-same")
     moving = "document.getElementById('mm-caption-race').getAnimations({subtree: true}).map(one => one."
     assert visitor.page.evaluate("new Set(" + moving + "playState)).size") > 0
@@ -107,9 +107,9 @@ def test_both_sides_move_in_one_view_and_can_be_replayed(visitor: shoot.Visitor)
 def test_run_is_in_sight(chromium: object, address: str, size: dict[str, int]) -> None:
     visiting = shoot.Visitor(chromium, address, size)
     visiting.page.wait_for_selector("#mm-image img")
-    assert visiting.bottom("#mm-run") <= size["height"]
+    assert visiting.bottom("#mm-caption-run") <= size["height"]
     visiting.open("Image")
-    assert visiting.bottom("#mm-draw") <= size["height"]
+    assert visiting.bottom("#mm-image-run") <= size["height"]
     visiting.close()
 
 
@@ -118,58 +118,55 @@ def test_stop_ends_a_run_and_the_next_one_works(visitor: shoot.Visitor) -> None:
     visitor.page.get_by_role("button", name="Options").click()
     visitor.set("New tokens", 480)
     visitor.ask("w5 w6")
-    visitor.press("run")
+    visitor.press("caption-run")
     visitor.page.wait_for_selector("#mm-caption-summary :text('Measuring plain')")
-    visitor.press("stop")
-    visitor.page.wait_for_selector("#mm-caption-race .mm-clock:text('stopped')")
+    visitor.press("caption-stop")
+    visitor.wait_for("#mm-caption-summary :text('Stopped.')")
     visitor.wait_idle()
     visitor.set("New tokens", 8)
-    visitor.press("run")
+    visitor.press("caption-run")
     assert "8 of 8" in visitor.wait_for("#mm-caption-summary .mm-same")
 
 
 def test_mistakes_are_explained(visitor: shoot.Visitor, tmp_path: Path) -> None:
-    visitor.press("clear")  # the page opens with an example
-    visitor.page.wait_for_selector("#mm-image img", state="detached")
-    visitor.press("run")
+    visitor.remove_picture()
+    visitor.press("caption-run")
     assert "no picture" in visitor.wait_for("#mm-caption-summary [role=alert]")
     visitor.wait_idle()
     visitor.choose()
     visitor.ask("")
-    visitor.press("run")
+    visitor.press("caption-run")
     visitor.wait_for("#mm-caption-summary [role=alert]:text('prompt is empty')")
     visitor.wait_idle()
-    visitor.press("clear")
-    visitor.page.wait_for_selector("#mm-image img", state="detached")
+    visitor.remove_picture()
     huge = tmp_path / "huge.png"
     Image.new("1", (12000, 12000)).save(huge)
     visitor.upload(huge)
     visitor.ask("w5")
-    visitor.press("run")
-    assert "pixels" in visitor.wait_for("#mm-caption-summary [role=alert]:text('picture')")
+    visitor.press("caption-run")
+    visitor.wait_for("#mm-caption-summary [role=alert]:text('pixels')")
 
 
 def test_an_example_then_a_file_that_is_no_picture(visitor: shoot.Visitor, tmp_path: Path) -> None:
     """What an example leaves behind in the server must not open the next upload there."""
     visitor.choose()
-    visitor.press("clear")
-    visitor.page.wait_for_selector("#mm-image img", state="detached")
+    visitor.remove_picture()
     pretender = tmp_path / "page.jpg"
     pretender.write_text("<html><body>no picture</body></html>")
     visitor.upload(pretender)
     visitor.ask("w5")
-    visitor.press("run")
+    visitor.press("caption-run")
     assert "This picture" in visitor.wait_for("#mm-caption-summary [role=alert]")
     visitor.wait_idle()
 
 
 def test_one_click_shows_the_effect(visitor: shoot.Visitor) -> None:
-    visitor.press("run")
+    visitor.press("caption-run")
     visitor.wait_for("#mm-caption-summary .mm-same")
 
 
 def test_the_keyboard_is_enough(visitor: shoot.Visitor) -> None:
-    visitor.page.locator("#mm-examples button.gallery-item").first.focus()
+    visitor.page.locator("#mm-image-examples button.gallery-item").first.focus()
     visitor.page.keyboard.press("Enter")
     visitor.page.wait_for_selector("#mm-image img")
     visitor.page.locator("#mm-prompt textarea").focus()
@@ -179,22 +176,21 @@ def test_the_keyboard_is_enough(visitor: shoot.Visitor) -> None:
 
 
 def test_a_conversation_goes_on_until_the_picture_changes(visitor: shoot.Visitor) -> None:
-    assert visitor.page.locator("#mm-send").is_disabled()
     visitor.choose()
     visitor.ask("w5 w6")
-    visitor.press("run")
+    visitor.press("caption-run")
     visitor.wait_for("#mm-caption-summary .mm-same")
     visitor.wait_idle()
     first = visitor.text("Plain")
-    visitor.page.fill("#mm-further textarea:not([disabled])", "w9")
-    visitor.page.locator("#mm-further textarea").press("Enter")
-    visitor.page.wait_for_selector("#mm-talk .mm-asked >> nth=1")
-    assert visitor.page.locator("#mm-talk li").all_inner_texts() == ["w5 w6", first.strip(), "w9"]
+    visitor.ask("w9")
+    visitor.press("caption-follow")
+    talk = "#mm-talk .message-row:visible"
+    visitor.page.wait_for_selector(f"{talk} >> nth=2")
     visitor.wait_for("#mm-caption-summary .mm-same")
-    visitor.wait_idle()
+    said = [text.strip() for text in visitor.page.locator(talk).all_inner_texts()]
+    assert said == ["w5 w6", first.strip(), "w9"]
     visitor.choose(1)
-    visitor.page.wait_for_selector("#mm-talk li", state="detached")
-    visitor.page.wait_for_selector("#mm-send[disabled]")
+    visitor.page.wait_for_selector("#mm-talk", state="hidden")
 
 
 def test_a_video_shows_the_frames_that_are_read(visitor: shoot.Visitor, tmp_path: Path) -> None:
@@ -209,9 +205,9 @@ def test_a_video_shows_the_frames_that_are_read(visitor: shoot.Visitor, tmp_path
     visitor.set("Frames", 5)
     visitor.set("New tokens", 8)
     visitor.ask("w5")
-    visitor.press("run")
+    visitor.press("caption-run")
     assert "8 of 8" in visitor.wait_for("#mm-caption-summary .mm-same")
-    assert visitor.count("#mm-talk .mm-frames img") == 5
+    assert visitor.count("#mm-frames button img") == 5
 
 
 def test_chance_is_compared_where_the_draws_are_the_same(visitor: shoot.Visitor) -> None:
@@ -219,30 +215,28 @@ def test_chance_is_compared_where_the_draws_are_the_same(visitor: shoot.Visitor)
     visitor.page.get_by_role("button", name="Options").click()
     visitor.set("Temperature", 1)
     visitor.set("New tokens", 8)
-    visitor.press("run")
+    visitor.press("caption-run")
     assert "8 of 8" in visitor.wait_for("#mm-caption-summary .mm-same")
     visitor.wait_idle()
     visitor.page.get_by_label("Same draws").uncheck()
-    visitor.press("run")
+    visitor.press("caption-run")
     assert "Sampled" in visitor.wait_for("#mm-caption-summary .mm-chance")
 
 
 def test_a_picture_is_drawn_twice_and_its_grid_fills(visitor: shoot.Visitor) -> None:
     visitor.open("Image")
     visitor.page.fill("#mm-wish textarea", "a small circle")
-    visitor.press("draw")
-    assert "the same picture: 64 of 64" in visitor.wait_for("#mm-paint-summary .mm-same")
+    visitor.press("image-run")
+    assert "the same picture: 64 of 64" in visitor.wait_for("#mm-image-summary .mm-same")
     visitor.wait_idle()
-    plain, fast = (f"#mm-paint-race [aria-label='{title}'] " for title in ("Plain", "mmspec"))
+    plain, fast = (f"#mm-image-race [aria-label='{title}'] " for title in ("Plain", "mmspec"))
     assert visitor.count(plain + ".mm-cells i") == 64 and visitor.count(plain + ".mm-call") == 0
     assert 0 < visitor.count(fast + ".mm-call") < 64 == visitor.count(fast + ".mm-cells i")
     pictures = [visitor.page.locator(f"{which} img").get_attribute("src") for which in (plain, fast)]
     assert pictures[0] == pictures[1] and str(pictures[0]).startswith("data:image/png")
-    mark = "getComputedStyle(document.querySelector('#mm-paint-race .mm-call'), '::after')"
-    cell = "document.querySelector('#mm-paint-race .mm-call').getBoundingClientRect().width"
+    mark = "getComputedStyle(document.querySelector('#mm-image-race .mm-call'), '::after')"
+    cell = "document.querySelector('#mm-image-race .mm-call').getBoundingClientRect().width"
     assert visitor.page.evaluate(f"(parseFloat({mark}.width) / {cell}) ** 2") < 0.1  # the picture is seen around it
-    visitor.page.get_by_label("marks", exact=True).uncheck()
-    visitor.page.wait_for_function(f"{mark}.display === 'none'")
 
 
 def test_a_lossy_picture_is_named_so(visitor: shoot.Visitor) -> None:
@@ -253,9 +247,9 @@ def test_a_lossy_picture_is_named_so(visitor: shoot.Visitor) -> None:
         visitor.page.wait_for_function(
             "document.querySelector('#mm-method input').value === 'jacobi, maximal coupling'"
         )
-        visitor.press("draw")
-        visitor.wait_for(f"#mm-paint-summary:has(:text('{rule}(')) .mm-lossy[role=status]")
-        assert "in total variation" in visitor.page.locator("#mm-paint-summary .mm-lossy").inner_text()
+        visitor.press("image-run")
+        visitor.wait_for(f"#mm-image-summary:has(:text('{rule}(')) .mm-lossy[role=status]")
+        assert "in total variation" in visitor.page.locator("#mm-image-summary .mm-lossy").inner_text()
         visitor.wait_idle()
 
 
@@ -263,7 +257,7 @@ def test_the_drafters_tab_shows_a_run_at_a_time(visitor: shoot.Visitor) -> None:
     visitor.open("Drafters")
     visitor.page.wait_for_selector("#mm-bars :is(svg, canvas)")
     visitor.page.wait_for_selector("#mm-table :text('ngram'):visible")
-    visitor.pick("Measurements", "Pictures from prompts")
+    visitor.pick("Measurements", "image")
     visitor.page.wait_for_selector("#mm-table :text('jacobi+scaled'):visible")
 
 
@@ -271,7 +265,7 @@ def test_the_drafters_tab_shows_a_run_at_a_time(visitor: shoot.Visitor) -> None:
 def test_a_phone_needs_no_scrolling_sideways(chromium: object, address: str, dark: bool) -> None:
     visiting = shoot.Visitor(chromium, address, shoot.PHONE, dark)
     visiting.choose()
-    visiting.press("run")
+    visiting.press("caption-run")
     visiting.wait_for("#mm-caption-summary .mm-same")
     assert not visiting.too_wide
     top = "[...document.querySelectorAll('#mm-caption-race .mm-pane')].map(one => one.getBoundingClientRect().top)"
@@ -279,8 +273,8 @@ def test_a_phone_needs_no_scrolling_sideways(chromium: object, address: str, dar
     assert fast < plain  # of the two, a phone shows mmspec's first
     visiting.open("Image")
     visiting.page.fill("#mm-wish textarea", "a small circle")
-    visiting.press("draw")
-    visiting.wait_for("#mm-paint-summary .mm-same")
+    visiting.press("image-run")
+    visiting.wait_for("#mm-image-summary .mm-same")
     assert not visiting.too_wide
     visiting.open("Drafters")
     visiting.page.wait_for_selector("#mm-bars :is(svg, canvas)")

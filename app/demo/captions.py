@@ -1,0 +1,284 @@
+"""Answers a question about a picture or a video twice: by stock generate, and accelerated."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+from PIL import Image
+from pydantic import BaseModel, Field
+
+import mmspec
+from mmspec.app.demo.race import DONE, RUNNING, TIME_LIMIT, TIMED_OUT, Limits, Race, RefusedError, Side, View
+from mmspec.app.engine import Engine
+from mmspec.app.media.decoder import Decoder
+from mmspec.app.media.items import FileSource, Item
+from mmspec.app.media.video import FramePolicy, centres
+from mmspec.config import SpecConfig, option_names
+from mmspec.media import MediaError, MediaLimits
+from mmspec.pipelines.host.kinds import BatchFeature
+from mmspec.pipelines.prompts import chat_inputs
+from mmspec.pipelines.serving.batcher import answer_length
+from mmspec.pipelines.serving.stream import Step, stream
+from mmspec.registry import name_of
+
+MAX_PROMPT = 2000  # characters
+MAX_FRAMES = 16
+MAX_SEED = 2**31 - 1
+WARM_UP = 2  # new tokens of a discarded warm-up for each side
+PICTURE, VIDEO = "image", "video"  # the names in app/media/items.py
+NOUNS = {PICTURE: "picture", VIDEO: "video"}
+PLAIN, DRAFTED, CORRECTED, OWN = "plain", "drafted", "corrected", "own"  # kinds of tokens
+# Photos and videos of phones are allowed, and scaled down before they leave the decoder process.
+LIMITS = MediaLimits(max_pixels=64_000_000, max_bytes=64 * 2**20, seconds=20.0, max_duration=120.0)
+LONGEST = 1024  # maximum side of the scaled picture, in pixels
+
+
+class Question(BaseModel, frozen=True):
+    """A question and its settings, as received from the page; 0 as depth, width or size is the drafter's default."""
+
+    kind: str  # PICTURE or VIDEO
+    media: str | None
+    prompt: str = Field(max_length=MAX_PROMPT)
+    drafter: str = "ngram"
+    depth: int = Field(default=0, ge=0, le=16)
+    width: int = Field(default=0, ge=0, le=12)
+    size: int = Field(default=0, ge=0, le=96)
+    temperature: float = Field(default=0.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, ge=0.05, le=1)
+    seed: int = Field(default=0, ge=0, le=MAX_SEED)
+    reproducible: bool = True  # when sampling: exactly the tokens that stock generate draws with this seed
+    max_new_tokens: int = Field(default=128, ge=1, le=512)
+    frames: int = Field(default=8, ge=1, le=MAX_FRAMES)  # of a video
+    before: tuple[tuple[str, str], ...] = ()  # earlier turns of the conversation
+
+    @property
+    def noun(self) -> str:
+        return NOUNS[self.kind]
+
+    @property
+    def comparable(self) -> bool:
+        """Whether both answers must be the same, token by token."""
+        return self.temperature == 0 or self.reproducible
+
+    @property
+    def options(self) -> dict[str, object]:
+        """The options for `enable`."""
+        shape = {name: value for name in ("depth", "width", "size") if (value := getattr(self, name))}
+        exact = self.temperature > 0 and self.reproducible
+        return {**shape, "reproducible": exact}
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """The settings for `generate`."""
+        drawn = {"temperature": self.temperature, "top_p": self.top_p} if self.temperature > 0 else {}
+        return {"max_new_tokens": self.max_new_tokens, "num_beams": 1, "do_sample": bool(drawn), **drawn}
+
+
+@dataclass
+class Token:
+    """A token of an answer: its text, its origin, and the number of tokens of its forward if it is their first."""
+
+    id: int
+    kind: str
+    begins: int = 0
+    text: str = ""
+
+
+@dataclass
+class Answer(Side):
+    accelerated: bool = False
+    tokens: list[Token] = field(default_factory=list)
+    accepted: int = 0
+    cut: bool = False  # whether it was cut off at the maximum number of tokens
+
+    def take(self, step: Step) -> None:
+        """Record a step; the texts of its tokens are filled in later."""
+        self.seconds = step.seconds
+        if not step.tokens:
+            return
+        if self.tokens:
+            self.accepted += step.accepted
+        own = PLAIN if not self.accelerated else CORRECTED if step.corrected else OWN
+        new = [Token(token, DRAFTED if n < step.accepted else own) for n, token in enumerate(step.tokens)]
+        new[0].begins = len(new)
+        self.calls.append(len(new))
+        self.tokens += new
+        self.at += [step.seconds] * len(new)
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+    @property
+    def text(self) -> str:
+        return "".join(token.text for token in self.tokens)
+
+    @property
+    def rounds(self) -> int:
+        """Forwards after the prefill."""
+        return len(self.calls[1:])
+
+    @property
+    def accepted_draft_tokens_per_call(self) -> float:
+        return self.accepted / self.rounds if self.rounds else 0.0
+
+    @property
+    def tokens_per_target_call(self) -> float:
+        return 1.0 + self.accepted_draft_tokens_per_call if self.rounds else 0.0
+
+
+@dataclass
+class Turn(View[Answer]):
+    question: Question
+    prepared: float = 0.0  # seconds to convert media and prompt to model inputs, once for both
+    frames: Sequence[Image.Image] = ()  # that the model sees
+
+    @classmethod
+    def of(cls, question: Question) -> Turn:
+        """A turn without answers so far."""
+        return cls(Answer(), Answer(accelerated=True), question)
+
+    @property
+    def compared(self) -> int:
+        """Tokens that both answers have."""
+        return min(len(self.plain.tokens), len(self.fast.tokens))
+
+    @property
+    def difference(self) -> int | None:
+        """The first position with different tokens; None if there is none so far."""
+        pairs = (zip_longest if self.ended else zip)(self.plain.ids, self.fast.ids)
+        return next((place for place, (plain, fast) in enumerate(pairs) if plain != fast), None)
+
+    def speed_up(self, after: int = 0) -> float | None:
+        """Time of the plain answer divided by that of the accelerated one, for the same number of tokens.
+
+        after=1 leaves out the time to the first token.
+        """
+        n = self.compared
+        if n <= after:
+            return None
+        plain, fast = (a.at[n - 1] - (a.first if after else 0.0) for a in (self.plain, self.fast))
+        return plain / fast if fast > 0 else None
+
+
+class CaptionRace(Race[Turn]):
+    """Stock generate and mmspec on one loaded model.
+
+    Args:
+        decoder: see `media_decoder`.
+        drafters: those to choose from besides the engine's own.
+    """
+
+    def __init__(
+        self, engine: Engine, decoder: Decoder, time_limit: float = TIME_LIMIT,
+        drafters: dict[str, object] | None = None,
+    ) -> None:  # fmt: skip
+        self.decoder, self.time_limit = decoder, time_limit
+        self.model, self.processor = engine.model, engine.processor
+        self.enabled = engine.options  # by the command line; the page overrides them
+        self.name = name_of(engine.drafter)  # the initially chosen drafter
+        self.drafters = {self.name: engine.drafter, **(drafters or {})}
+        mmspec.disable(self.model)
+
+    def measure(self, view: Turn, limits: Limits) -> None:
+        question, began = view.question, time.perf_counter()
+        if not question.media:
+            raise RefusedError(f"There is no {question.noun}. Upload one or choose an example.")
+        if not question.prompt.strip():
+            raise RefusedError(f"The prompt is empty. Write what to ask about the {question.noun}.")
+        view.frames = read_media(question, self.decoder)
+        inputs = self.inputs(question, view.frames)
+        view.prepared = time.perf_counter() - began
+        short = question.model_copy(update={"max_new_tokens": WARM_UP})
+        for cold in (Answer(accelerated=True), Answer()):  # one-time costs of this shape are not timed
+            self._answer(cold, short, inputs, limits)
+        for answer in (view.plain, view.fast):
+            self._answer(answer, question, inputs, limits)
+
+    def rest(self) -> None:
+        mmspec.disable(self.model)
+
+    def warm_up(self, image: str, prompt: str) -> None:
+        """A short run, so that one-time costs do not fall on the first visitor."""
+        for _ in self.run(
+            Turn.of(Question(kind="image", media=image, prompt=prompt, drafter=self.name, max_new_tokens=8))
+        ):
+            pass
+
+    def inputs(self, question: Question, frames: Sequence[Image.Image]) -> BatchFeature:
+        inputs = chat_inputs(self.processor, [question.prompt.strip()], [frames], clips=True, before=question.before)
+        length, most = inputs["input_ids"].shape[1], question.max_new_tokens
+        room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if room is not None and length + most > room:
+            raise RefusedError(
+                f"The {question.noun} and the prompts take {length} tokens and the answer up to {most}; this model has "
+                f"room for {room} in total. Shorten the prompt or the answer, or use fewer frames."
+            )
+        return inputs.to(self.model.device, self.model.dtype)
+
+    def _answer(self, answer: Answer, question: Question, inputs: BatchFeature, limits: Limits) -> None:
+        if limits.over:
+            answer.state = TIMED_OUT
+            return
+        mmspec.disable(self.model)
+        if answer.accelerated:
+            options = {**self._options(question), **question.options}
+            try:
+                mmspec.enable(self.model, drafter=self.drafters[question.drafter], **options)
+            except ValueError as error:  # a shape that this drafter does not support
+                raise RefusedError(f"{error}.") from error
+        torch.manual_seed(question.seed)
+        answer.state = RUNNING
+        steps = stream(self.model, inputs, limits.stop, max_time=limits.left, **question.settings)
+        with contextlib.closing(steps):
+            for step in steps:
+                answer.take(step)
+        split(answer.tokens, lambda ids: self.processor.decode(ids, skip_special_tokens=True))
+        answer.state = TIMED_OUT if limits.over else DONE
+        ends = self.model.generation_config.eos_token_id
+        full = len(answer.tokens) >= question.max_new_tokens
+        answer.cut = full and answer_length([*answer.ids, -1], ends) > len(answer.tokens)
+
+    def _options(self, question: Question) -> dict[str, object]:
+        """The options of --enable that the page has no control for and that the chosen drafter takes."""
+        own = option_names(getattr(self.drafters[question.drafter], "options", None))
+        taken = {*option_names(SpecConfig()), *(own if question.drafter == self.name else ())}
+        return {k: v for k, v in self.enabled.items() if k in taken and k not in Question.model_fields}
+
+
+def media_decoder() -> Decoder:
+    """The decoder for `read_media`, a context manager."""
+    return Decoder(1, LIMITS, FramePolicy("uniform", MAX_FRAMES), max_side=LONGEST)
+
+
+def read_media(question: Question, decoder: Decoder) -> list[Image.Image]:
+    """The picture, or some frames of the video; decoded in another process.
+
+    Raises RefusedError: it cannot be used; the message says why, and what to do.
+    """
+    assert question.media is not None
+    try:
+        media = decoder.one(Item("upload", question.kind, FileSource(Path(question.media))))
+    except MediaError as error:
+        ways = [way for way in error.what_to_do.split(", or ") if "--" not in way and "install" not in way]
+        advice = ", or ".join(ways) or "choose another"  # what a visitor can follow without the command line
+        if question.kind == PICTURE and "is a video" in error.reason:
+            advice = "choose Video above and upload it there"
+        raise RefusedError(f"This {question.noun} {error.reason}; {advice}.") from error
+    return centres(media.frames, question.frames)
+
+
+def split(tokens: Sequence[Token], decode: Callable[[list[int]], str]) -> None:
+    """Assign each token its piece of the text, such that the joined pieces are the decoded text of all tokens."""
+    ids = [token.id for token in tokens]
+    whole, done = decode(ids), 0
+    for n, token in enumerate(tokens, 1):  # an incomplete character differs from the whole text
+        end = len(whole) if n == len(ids) else len(os.path.commonprefix([decode(ids[:n]), whole]))  # noqa: RUF071
+        token.text, done = whole[done : max(done, end)], max(done, end)
