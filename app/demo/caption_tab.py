@@ -13,13 +13,13 @@ from gradio.components import Component
 from gradio.utils import get_upload_folder
 
 from mmspec.app.demo import race_tab
-from mmspec.app.demo.captions import MAX_PROMPT, NOUNS, PICTURE, PLAIN, VIDEO, CaptionRace, Question, Token, Turn
+from mmspec.app.demo.captions import MAX_PROMPT, NOUNS, PICTURE, PLAIN, VIDEO, CaptionRace, CaptionRequest, Token, Turn
 from mmspec.app.demo.race import DONE, RefusedError
 from mmspec.app.demo.race_tab import QUICK, duration, headline, hint, moment, slider
 from mmspec.app.media.items import kind_of
 from mmspec.pipelines.prompts import Turns
 
-FIELDS = (  # of a Question after its picture or video, in the page's order
+FIELDS = (  # of a CaptionRequest after its picture or video, in the page's order
     "prompt", "drafter", "depth", "width", "size", "temperature", "top_p", "seed", "reproducible", "max_new_tokens",
     "frames",
 )  # fmt: skip
@@ -49,7 +49,7 @@ def go_on(
     request = dict(zip(FIELDS, values, strict=True), kind=kind, before=before)
 
     def turn() -> Turn:
-        return Turn.of(Question(media=_upload(video if kind == VIDEO else image), **request))
+        return Turn.of(CaptionRequest(media=_upload(video if kind == VIDEO else image), **request))
 
     yield from race_tab.run(race, turn, look, empty(race), outputs=6)
 
@@ -78,7 +78,7 @@ def look(turn: Turn) -> tuple[Any, ...]:
 
 def empty(race: CaptionRace) -> str:
     """The stage before a run."""
-    return show_texts(Turn.of(Question(kind=PICTURE, media=None, prompt="", drafter=race.name)))
+    return show_texts(Turn.of(CaptionRequest(kind=PICTURE, media=None, prompt="", drafter=race.name)))
 
 
 def build(
@@ -148,18 +148,18 @@ def _media(
 
 
 def _options() -> list[Component]:
-    """The remaining fields of a Question on the page, in order."""
+    """The remaining fields of a CaptionRequest on the page, in order."""
     with gr.Accordion("Options", open=False, elem_id="mm-options"):
         return [
-            slider(Question, "depth", "Depth", info="maximum draft length, in tokens; 0: the drafter's default"),
-            slider(Question, "width", "Width", info="branches; 1 is a chain; 0: the drafter's default"),
-            slider(Question, "size", "Size", info="draft nodes per call; 0: the drafter's default"),
-            slider(Question, "temperature", "Temperature", step=0.05, info="0 is greedy decoding"),
-            slider(Question, "top_p", "Top-p", step=0.05, info="for temperatures above 0"),
+            slider(CaptionRequest, "depth", "Depth", info="maximum draft length, in tokens; 0: the drafter's default"),
+            slider(CaptionRequest, "width", "Width", info="branches; 1 is a chain; 0: the drafter's default"),
+            slider(CaptionRequest, "size", "Size", info="draft nodes per call; 0: the drafter's default"),
+            slider(CaptionRequest, "temperature", "Temperature", step=0.05, info="0 is greedy decoding"),
+            slider(CaptionRequest, "top_p", "Top-p", step=0.05, info="for temperatures above 0"),
             gr.Number(0, label="Seed", precision=0, minimum=0),
             gr.Checkbox(True, label="Same draws", info="above temperature 0: the tokens that stock generate draws"),
-            slider(Question, "max_new_tokens", "New tokens", info="maximum"),
-            slider(Question, "frames", "Frames", info="of a video, evenly spaced"),
+            slider(CaptionRequest, "max_new_tokens", "New tokens", info="maximum"),
+            slider(CaptionRequest, "frames", "Frames", info="of a video, evenly spaced"),
         ]
 
 

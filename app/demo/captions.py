@@ -15,7 +15,7 @@ from PIL import Image
 from pydantic import BaseModel, Field
 
 import mmspec
-from mmspec.app.demo.race import DONE, RUNNING, TIME_LIMIT, TIMED_OUT, Limits, Race, RefusedError, Side, View
+from mmspec.app.demo.race import DONE, RUNNING, TIME_LIMIT, TIMED_OUT, Limits, Race, RaceSide, RaceView, RefusedError
 from mmspec.app.engine import Engine
 from mmspec.app.media.decoder import Decoder
 from mmspec.app.media.items import FileSource, Item
@@ -40,7 +40,7 @@ LIMITS = MediaLimits(max_pixels=64_000_000, max_bytes=64 * 2**20, seconds=20.0, 
 LONGEST = 1024  # maximum side of the scaled picture, in pixels
 
 
-class Question(BaseModel, frozen=True):
+class CaptionRequest(BaseModel, frozen=True):
     """A question and its settings, as received from the page; 0 as depth, width or size is the drafter's default."""
 
     kind: str  # PICTURE or VIDEO
@@ -92,7 +92,7 @@ class Token:
 
 
 @dataclass
-class Answer(Side):
+class Answer(RaceSide):
     accelerated: bool = False
     tokens: list[Token] = field(default_factory=list)
     accepted: int = 0
@@ -135,13 +135,13 @@ class Answer(Side):
 
 
 @dataclass
-class Turn(View[Answer]):
-    question: Question
+class Turn(RaceView[Answer]):
+    question: CaptionRequest
     prepared: float = 0.0  # seconds to convert media and prompt to model inputs, once for both
     frames: Sequence[Image.Image] = ()  # that the model sees
 
     @classmethod
-    def of(cls, question: Question) -> Turn:
+    def of(cls, question: CaptionRequest) -> Turn:
         """A turn without answers so far."""
         return cls(Answer(), Answer(accelerated=True), question)
 
@@ -208,11 +208,11 @@ class CaptionRace(Race[Turn]):
     def warm_up(self, image: str, prompt: str) -> None:
         """A short run, so that one-time costs do not fall on the first visitor."""
         for _ in self.run(
-            Turn.of(Question(kind="image", media=image, prompt=prompt, drafter=self.name, max_new_tokens=8))
+            Turn.of(CaptionRequest(kind="image", media=image, prompt=prompt, drafter=self.name, max_new_tokens=8))
         ):
             pass
 
-    def inputs(self, question: Question, frames: Sequence[Image.Image]) -> BatchFeature:
+    def inputs(self, question: CaptionRequest, frames: Sequence[Image.Image]) -> BatchFeature:
         inputs = chat_inputs(self.processor, [question.prompt.strip()], [frames], clips=True, before=question.before)
         length, most = inputs["input_ids"].shape[1], question.max_new_tokens
         room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
@@ -223,7 +223,7 @@ class CaptionRace(Race[Turn]):
             )
         return inputs.to(self.model.device, self.model.dtype)
 
-    def _answer(self, answer: Answer, question: Question, inputs: BatchFeature, limits: Limits) -> None:
+    def _answer(self, answer: Answer, question: CaptionRequest, inputs: BatchFeature, limits: Limits) -> None:
         if limits.over:
             answer.state = TIMED_OUT
             return
@@ -246,11 +246,11 @@ class CaptionRace(Race[Turn]):
         full = len(answer.tokens) >= question.max_new_tokens
         answer.cut = full and answer_length([*answer.ids, -1], ends) > len(answer.tokens)
 
-    def _options(self, question: Question) -> dict[str, object]:
+    def _options(self, question: CaptionRequest) -> dict[str, object]:
         """The options of --enable that the page has no control for and that the chosen drafter takes."""
         own = option_names(getattr(self.drafters[question.drafter], "options", None))
         taken = {*option_names(SpecConfig()), *(own if question.drafter == self.name else ())}
-        return {k: v for k, v in self.enabled.items() if k in taken and k not in Question.model_fields}
+        return {k: v for k, v in self.enabled.items() if k in taken and k not in CaptionRequest.model_fields}
 
 
 def media_decoder() -> Decoder:
@@ -258,7 +258,7 @@ def media_decoder() -> Decoder:
     return Decoder(1, LIMITS, FramePolicy("uniform", MAX_FRAMES), max_side=LONGEST)
 
 
-def read_media(question: Question, decoder: Decoder) -> list[Image.Image]:
+def read_media(question: CaptionRequest, decoder: Decoder) -> list[Image.Image]:
     """The picture, or some frames of the video; decoded in another process.
 
     Raises RefusedError: it cannot be used; the message says why, and what to do.

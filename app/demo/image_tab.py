@@ -12,7 +12,7 @@ from gradio.components import Component
 
 from mmspec.app.demo import race_tab
 from mmspec.app.demo.captions import MAX_PROMPT
-from mmspec.app.demo.images import COUPLED, CSPD, EXACT, OF_MAR, RULES, SEED_EXACT, Drawing, ImageRace, Pair, Picture
+from mmspec.app.demo.images import COUPLED, CSPD, EXACT, OF_MAR, RULES, SEED_EXACT, Drawing, ImageRace, Pair, TokenGrid
 from mmspec.app.demo.images import seed_exact as is_seed_exact
 from mmspec.app.demo.race_tab import QUICK, duration, headline, hint, moment, slider
 from mmspec.app.files import inline
@@ -136,7 +136,7 @@ def show_pictures(pair: Pair) -> str:
     return race_tab.stage(pair, ("one forward of the model for each token", drafts), boards)
 
 
-def _board(picture: Picture, fast: float, marked: bool) -> str:
+def _board(picture: TokenGrid, fast: float, marked: bool) -> str:
     """The picture, revealed token by token; if `marked`, with a dot where a forward begins."""
     begins = set(picture.begins) if marked else set()
     cells = "".join(
@@ -151,12 +151,12 @@ def _board(picture: Picture, fast: float, marked: bool) -> str:
     )
 
 
-def forwards(picture: Picture) -> int:
+def forwards(picture: TokenGrid) -> int:
     """The number of forwards; a MAR's forwards without new tokens are counted only at the end."""
     return getattr(picture.result, "work", {}).get("passes", len(picture.calls))
 
 
-def per_forward(picture: Picture) -> float:
+def per_forward(picture: TokenGrid) -> float:
     return picture.count / max(1, forwards(picture))
 
 

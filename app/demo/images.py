@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmspec.app.bench.image_methods import sweeps
 from mmspec.app.demo.captions import MAX_PROMPT, MAX_SEED
-from mmspec.app.demo.race import DONE, RUNNING, TIME_LIMIT, TIMED_OUT, Limits, Race, RefusedError, Side, View
+from mmspec.app.demo.race import DONE, RUNNING, TIME_LIMIT, TIMED_OUT, Limits, Race, RaceSide, RaceView, RefusedError
 from mmspec.app.mar import MarSubject
 from mmspec.app.painter import DrawingMethod, ImageSubject
 from mmspec.pipelines.llamagen.pipeline import CLASS, TEXT
@@ -59,7 +59,7 @@ class Drawing(BaseModel, frozen=True):
 
 
 @dataclass
-class Picture(Side):
+class TokenGrid(RaceSide):
     """One of the two pictures; `at` has an entry for each token of its grid, row by row.
 
     Attributes:
@@ -86,7 +86,7 @@ class Picture(Side):
 
 
 @dataclass
-class Pair(View[Picture]):
+class Pair(RaceView[TokenGrid]):
     drawing: Drawing
     rule: str = EXACT  # in the format of `enable`
 
@@ -122,7 +122,7 @@ class ImageRace(Race[Pair]):
 
     def pair(self, drawing: Drawing) -> Pair:
         """Two empty pictures."""
-        plain, fast = (Picture(at=[0.0] * self.grid**2) for _ in range(2))
+        plain, fast = (TokenGrid(at=[0.0] * self.grid**2) for _ in range(2))
         return Pair(plain, fast, drawing)
 
     def measure(self, view: Pair, limits: Limits) -> None:
@@ -133,7 +133,7 @@ class ImageRace(Race[Pair]):
         for picture, fast in ((view.plain, False), (view.fast, True)):
             self._draw(picture, self.call(drawing, condition, fast), limits)
 
-    def _draw(self, picture: Picture, call: Callable[..., Any], limits: Limits) -> None:
+    def _draw(self, picture: TokenGrid, call: Callable[..., Any], limits: Limits) -> None:
         began = time.perf_counter()
 
         def seen(_: object, __: int, ___: int, state: dict[str, Tensor]) -> None:

@@ -26,7 +26,7 @@ class RefusedError(ValueError):
 
 
 @dataclass
-class Side:
+class RaceSide:
     """One side of a race; times are in seconds since it began.
 
     Attributes:
@@ -49,11 +49,11 @@ class Side:
         return min(filter(None, self.at), default=0.0)
 
 
-S = TypeVar("S", bound=Side)
+S = TypeVar("S", bound=RaceSide)
 
 
 @dataclass
-class View(Generic[S]):
+class RaceView(Generic[S]):
     """Both sides of a race; `over` is set once nothing changes any more."""
 
     plain: S
@@ -66,7 +66,7 @@ class View(Generic[S]):
         return self.plain.state == self.fast.state == DONE
 
 
-V = TypeVar("V", bound=View)
+V = TypeVar("V", bound=RaceView)
 
 
 @dataclass(frozen=True)

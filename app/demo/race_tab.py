@@ -16,7 +16,7 @@ from gradio.components import Component
 from gradio.events import Dependency
 from pydantic import BaseModel, ValidationError
 
-from mmspec.app.demo.race import DONE, RUNNING, WAITING, Race, RefusedError, Side, V, View
+from mmspec.app.demo.race import DONE, RUNNING, WAITING, Race, RaceSide, RaceView, RefusedError, V
 from mmspec.app.devices import first_line
 
 LONGEST = 12.0  # maximum seconds of a replay; longer runs are replayed faster, both sides alike
@@ -105,12 +105,12 @@ def slider(kind: type[BaseModel], name: str, label: str, value: Any = None, step
 # --- HTML
 
 
-def speed_factor(view: View) -> float:
+def speed_factor(view: RaceView) -> float:
     """The factor by which a replay is faster than the run."""
     return max(1.0, max(view.plain.seconds, view.fast.seconds) / LONGEST)
 
 
-def stage(view: View, about: Sequence[str], bodies: Sequence[str]) -> str:
+def stage(view: RaceView, about: Sequence[str], bodies: Sequence[str]) -> str:
     """Both sides next to each other, each with a description and its body, with time bars on a common scale."""
     fast = speed_factor(view)
     longest = max(view.plain.seconds, view.fast.seconds) or 1.0
@@ -122,14 +122,14 @@ def stage(view: View, about: Sequence[str], bodies: Sequence[str]) -> str:
     return f'<div class="mm-race">{panes}</div>'
 
 
-def _lane(one: Side, longest: float, fast: float) -> str:
+def _lane(one: RaceSide, longest: float, fast: float) -> str:
     """The time bar; empty before a run, since an existing element would not be animated again."""
     if not one.seconds:
         return ""
     return f'<i style="--w:{100 * one.seconds / longest:.1f}%;--for:{one.seconds / fast:.3f}"></i>'
 
 
-def _clock(one: Side, fast: float) -> str:
+def _clock(one: RaceSide, fast: float) -> str:
     if one.state in (WAITING, RUNNING):
         return ""
     text = duration(one.seconds) if one.state == DONE else one.state
@@ -141,7 +141,7 @@ def moment(seconds: float, fast: float) -> str:
     return f'style="--t:{seconds / fast:.3f}"'
 
 
-def headline(view: View, speed_up: float | None, per_forward: float, badge: tuple[str, str], *notes: str) -> str:
+def headline(view: RaceView, speed_up: float | None, per_forward: float, badge: tuple[str, str], *notes: str) -> str:
     """The speed-up, green if it is a gain; tokens per forward; the badge as (kind, text); and notes."""
     big = "–" if speed_up is None else f"{speed_up:.2f}×"
     gain = ' class="mm-gain"' * (speed_up is not None and speed_up >= 1)
@@ -160,7 +160,7 @@ def hint(words: str) -> str:
     return f'<div class="mm-summary"><p class="mm-hint" role="status">{words}</p></div>'
 
 
-def measuring(view: View) -> str:
+def measuring(view: RaceView) -> str:
     """The progress of the run that is being measured."""
     name, one = ("plain", view.plain) if view.plain.state in (WAITING, RUNNING) else ("mmspec", view.fast)
     return hint(f"Measuring {name}: {one.count} tokens in {duration(one.seconds)}. The replay follows.")

@@ -34,7 +34,7 @@ from benchmarks.suites.faithful import PictureReader
 from mmspec.app import embedded, engine
 from mmspec.app.demo import caption_tab, captions, image_tab, race_tab, results_tab
 from mmspec.app.demo import command as demo
-from mmspec.app.demo.captions import CORRECTED, DRAFTED, OWN, PLAIN, Answer, CaptionRace, Question, Token, Turn
+from mmspec.app.demo.captions import CORRECTED, DRAFTED, OWN, PLAIN, Answer, CaptionRace, CaptionRequest, Token, Turn
 from mmspec.app.demo.images import METHODS, SEED_EXACT, Drawing, ImageRace
 from mmspec.app.demo.race import DONE, MODELS, TIMED_OUT, RefusedError
 from mmspec.app.devices import EngineError
@@ -100,11 +100,11 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def about(picture: str | None, prompt: str = PROMPT, **options: Any) -> Question:
-    return Question(**{"kind": "image", "media": picture, "prompt": prompt, **options})
+def about(picture: str | None, prompt: str = PROMPT, **options: Any) -> CaptionRequest:
+    return CaptionRequest(**{"kind": "image", "media": picture, "prompt": prompt, **options})
 
 
-def answered(race: CaptionRace, question: Question) -> Turn:
+def answered(race: CaptionRace, question: CaptionRequest) -> Turn:
     return last(race.run(Turn.of(question)))
 
 
@@ -414,7 +414,7 @@ def test_the_shape_is_the_drafters_own_unless_it_is_set() -> None:
 # ------------------------------------------------------------------------------------------------ the tab
 
 
-VALUES = (PROMPT, "ngram", 5, 0, 0, 0, 1, 0, True, 8, 4)  # a Question's fields after the media
+VALUES = (PROMPT, "ngram", 5, 0, 0, 0, 1, 0, True, 8, 4)  # a CaptionRequest's fields after the media
 
 
 def test_the_tabs_events(asks: CaptionRace, picture: str) -> None:
