@@ -26,7 +26,7 @@ from mmspec import media, zoo
 from mmspec.app import embedded
 from mmspec.app import engine as engines
 from mmspec.app.serve import chat
-from mmspec.app.serve.chat import AnswerText, Pictures
+from mmspec.app.serve.chat import AnswerText, ChatRequest, Pictures
 from mmspec.app.serve.http import Service, build
 from mmspec.app.serve.worker import ModelThread
 from mmspec.pipelines.host.processors.grammar import json_grammar
@@ -341,6 +341,33 @@ def test_models_keys_and_strange_addresses(client: openai.OpenAI, base: str, ser
         assert list(client.with_options(api_key="secret").models.list())
     finally:
         service.key = None
+
+
+OPTIONAL = [name for name in (*ChatRequest.model_fields, *chat.NEUTRAL, "user") if name != "messages"]
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_null_is_a_field_that_is_left_out(name: str) -> None:
+    body = {"messages": [{"role": "user", "content": "?"}], "seed": 1}
+    plain, null = (ChatRequest.parse(json.dumps(body | more).encode()) for more in ({}, {name: None}))
+    assert null.model_copy(update={"seed": 1}) == plain
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "says"),
+    [
+        ("GET", "/v1/nothing", 404, "Not Found: GET /v1/nothing; there are POST /v1/chat/completions"),
+        ("GET", "/v1/models/gpt-9", 404, "no model 'gpt-9' here"),
+        ("GET", "/v1/chat/completions", 405, "Method Not Allowed: GET /v1/chat/completions; there are"),
+        ("DELETE", "/v1/models", 405, "Method Not Allowed: DELETE /v1/models"),
+        ("POST", "/v1/chat/completions", 400, "the body: Invalid JSON"),
+    ],
+)
+def test_every_error_has_openais_shape(base: str, method: str, path: str, status: int, says: str) -> None:
+    answer = httpx.request(method, base + path)
+    error = answer.json()["error"]
+    assert answer.status_code == status and set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error" and error["message"].startswith(says)
 
 
 class Letters:
