@@ -18,7 +18,7 @@ import mmspec
 from mmspec.app.demo.race import DONE, RUNNING, TIME_LIMIT, TIMED_OUT, Limits, Race, RaceSide, RaceView, RefusedError
 from mmspec.app.engine import Engine
 from mmspec.app.media.decoder import Decoder
-from mmspec.app.media.items import FileSource, Item
+from mmspec.app.media.items import Item, file_source
 from mmspec.app.media.video import FramePolicy, centres
 from mmspec.config import SpecConfig, option_names
 from mmspec.media import MediaError, MediaLimits
@@ -265,7 +265,7 @@ def read_media(question: CaptionRequest, decoder: Decoder) -> list[Image.Image]:
     """
     assert question.media is not None
     try:
-        media = decoder.one(Item("upload", question.kind, FileSource(Path(question.media))))
+        media = decoder.one(Item("upload", question.kind, file_source(Path(question.media))))
     except MediaError as error:
         ways = [way for way in error.what_to_do.split(", or ") if "--" not in way and "install" not in way]
         advice = ", or ".join(ways) or "choose another"  # what a visitor can follow without the command line

@@ -14,10 +14,11 @@ from pydantic import BaseModel, Field
 from torch import Tensor
 
 from mmspec.app.bench.image_methods import sweeps
+from mmspec.app.compare import PLAIN, Method
 from mmspec.app.demo.captions import MAX_PROMPT, MAX_SEED
 from mmspec.app.demo.race import DONE, RUNNING, TIME_LIMIT, TIMED_OUT, Limits, Race, RaceSide, RaceView, RefusedError
 from mmspec.app.mar import MarSubject
-from mmspec.app.painter import DrawingMethod, ImageSubject
+from mmspec.app.painter import ImageSubject
 from mmspec.pipelines.llamagen.pipeline import CLASS, TEXT
 
 EXACT = "exact"
@@ -164,12 +165,12 @@ class ImageRace(Race[Pair]):
 
     def call(self, drawing: Drawing, condition: Any, fast: bool) -> Callable[..., Any]:
         """The call of the pipeline as a function, which takes the callback for each forward."""
-        way = self.subject.plain
+        way = PLAIN
         if fast:
             trained = drawing.method in TRAINED
             options = {**METHODS, **TRAINED}[drawing.method] | ({} if trained else {"window": drawing.window})
             relaxed = {} if drawing.rule == EXACT else {"rule": self.rule(drawing)}
-            way = DrawingMethod(self.drafter if trained else "jacobi", options | relaxed)
+            way = Method(drawing.method, self.drafter if trained else "jacobi", options | relaxed)
         self.subject.go(way)
         settings = {"guidance_scale": drawing.guidance, "temperature": drawing.temperature}
         return partial(self.subject.paint, [condition], [drawing.seed], **settings)
@@ -179,7 +180,7 @@ class ImageRace(Race[Pair]):
         return [True] * len(tokens)
 
     def rest(self) -> None:
-        self.subject.go(self.subject.plain)
+        self.subject.go(PLAIN)
 
     def warm_up(self, prompt: str) -> None:
         """A run, so that one-time costs do not fall on the first visitor."""
@@ -205,7 +206,7 @@ class MarRace(ImageRace):
         options: dict[str, object] = {"ahead": drawing.window, "prefill": drawing.prefill}
         options |= {} if drawing.method == OWN_DRAFTS else {"draft": self.subject.draft}
         options |= {"rule": "cspd"} if drawing.method == CSPD else {}
-        way = options if fast else self.subject.plain
+        way = Method(drawing.method, drawing.method, options) if fast else PLAIN
         return partial(self.subject.draw, [condition], [drawing.seed], way, guidance_scale=drawing.guidance)
 
     def known(self, tokens: Tensor) -> list[bool]:
