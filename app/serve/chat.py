@@ -37,17 +37,25 @@ class ChatError(Exception):
         super().__init__(message)
 
 
-class _Address(BaseModel):
+class _Body(BaseModel):
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        """Clients send null for what they leave out."""
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+
+
+class _Address(_Body):
     url: str
 
 
-class _Part(BaseModel):
+class _Part(_Body):
     type: Literal["text", "image_url"]
     text: str = ""
     image_url: _Address = _Address(url="")
 
 
-class _Message(BaseModel):
+class _Message(_Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[_Part]
 
@@ -56,16 +64,16 @@ class _Message(BaseModel):
         return [_Part(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 
-class _Schema(BaseModel):
+class _Schema(_Body):
     value: dict[str, Any] = Field(alias="schema")
 
 
-class _Format(BaseModel):
+class _Format(_Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _Schema | None = None
 
 
-class ChatRequest(BaseModel, extra="allow"):
+class ChatRequest(_Body, extra="allow"):
     """The supported fields; fields in NEUTRAL are refused unless they have no effect, and others are ignored."""
 
     messages: list[_Message] = Field(min_length=1)
@@ -80,12 +88,6 @@ class ChatRequest(BaseModel, extra="allow"):
     response_format: _Format = _Format(type="text")
     stream: bool = False
     stream_options: dict[str, Any] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, body: Any) -> Any:
-        """Clients send null for what they leave out."""
-        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
     @classmethod
     def parse(cls, body: bytes) -> ChatRequest:

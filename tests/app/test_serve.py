@@ -353,6 +353,13 @@ def test_null_is_a_field_that_is_left_out(name: str) -> None:
     assert null.model_copy(update={"seed": 1}) == plain
 
 
+def test_null_is_left_out_within_messages_and_formats() -> None:
+    text = {"type": "text", "text": "?", "image_url": None}
+    body = {"messages": [{"role": "user", "content": [text], "name": None}], "response_format": {"type": "text"}}
+    body["response_format"]["json_schema"] = None
+    assert ChatRequest.parse(json.dumps(body).encode()).messages[0].parts[0].text == "?"
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "says"),
     [
