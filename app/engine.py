@@ -1,11 +1,10 @@
-"""The captioning engine: loads a model, enables mmspec on it, and turns pictures and prompts into texts."""
+"""The captioning engine: loads a model, and enables mmspec on it."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,48 +12,22 @@ from PIL import Image
 
 import mmspec
 from mmspec.app import embedded
+from mmspec.app.captioner import Captioner, ProcessorThreads
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, free_memory, load_quietly, unloadable
 from mmspec.app.embedded import STOCK
-from mmspec.app.preparing import THREADS, Preparing, ProcessorThreads
 from mmspec.app.prompt import PromptChoice
-from mmspec.compile.capture_cache import settled
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.families import table as families
-from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel, Processor
+from mmspec.pipelines.host.kinds import GenerativeModel, Processor
 from mmspec.pipelines.host.loading import model_and_processor
 from mmspec.pipelines.prompts import chat_inputs
-from mmspec.pipelines.serving.batcher import TOGETHER, Batcher, FinishedPrompt, StaticBatcher, answer_length
+from mmspec.pipelines.serving.batcher import TOGETHER, Batcher, StaticBatcher
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
-from mmspec.statistics import Stats
 
 PICTURE = (1024, 768)  # default picture size of `suggest_rows`
 WARM_UP = 8  # new tokens of a warm-up that compiles the model
 ROWS = {"cpu": 16, "cuda": 64}  # default maximum batch size
 NODES = {"cpu": 64, "cuda": 512}  # maximum number of draft nodes in one forward; beyond it, forwards are compute-bound
-
-
-@dataclass(frozen=True)
-class CaptionResult:
-    """The result of one item.
-
-    Attributes:
-        tokens: number of generated tokens.
-        seconds: since the prefill of its prompt; answers of one batch share the time.
-        finish: "stop" if the model ended the answer, "length" if it, or another of several answers, was cut off at
-            `max_new_tokens`.
-        further: the answers to the further prompts.
-        scores: mean log-probability per token for each answer, in the order of the prompts; empty unless requested.
-        error: why there is no text; None if there is one.
-    """
-
-    ticket: Hashable
-    text: str = ""
-    tokens: int = 0
-    seconds: float = 0.0
-    error: Exception | None = None
-    finish: str = ""
-    further: tuple[str, ...] = ()
-    scores: tuple[float, ...] = ()
 
 
 class Engine:
@@ -107,7 +80,7 @@ class Engine:
             flow.step()
 
     def flow(self, rows: int, **settings: object) -> Captioner:
-        return Captioner(self, self.batcher(rows, **settings))
+        return Captioner(self.batcher(rows, **settings), self.threads)
 
     def batcher(self, rows: int, **settings: object) -> Batcher:
         """A batcher of `rows` prompts: continuous, or with static batches if mmspec cannot accelerate the model."""
@@ -164,141 +137,6 @@ class Engine:
         self.options.pop("draft", None)
         messages = [str(note.message) for note in caught if issubclass(note.category, UserWarning)]
         self.notes += [note for note in messages if note not in self.notes]
-
-
-@dataclass(frozen=True, eq=False)
-class _Ticket:
-    """What is needed to decode an answer: its item, the forced beginning, and the number of its prompt."""
-
-    ticket: Hashable
-    start: str
-    prompt: list[int]
-    number: int = 0
-    rest: tuple[Prompted, ...] = ()  # for the first of several prompts: the others
-
-
-Prompted = tuple[_Ticket, BatchFeature, int]  # the arguments of `Batcher.add`: ticket, inputs, seed
-
-
-class Captioner:
-    """Takes pictures and prompts one by one, and returns answers as they finish; a failure affects only its item."""
-
-    def __init__(self, engine: Engine, batches: Batcher) -> None:
-        self.engine, self._batches = engine, batches
-        self._preparing = Preparing[Prompted](engine.threads)
-        self._several: dict[Hashable, list[CaptionResult | None]] = {}  # items with several prompts; answers so far
-
-    @property
-    def rows(self) -> int:
-        """The maximum batch size; it is halved when memory runs out."""
-        return self._batches.rows
-
-    @property
-    def free(self) -> int:
-        """How many items can be added; some are prepared ahead, so that an ended row is replaced at once."""
-        return max(0, self._batches.free + max(THREADS, self.rows // 4) - len(self._preparing))
-
-    @property
-    def busy(self) -> bool:
-        """Whether any item has not been returned yet."""
-        return self._batches.busy or bool(self._preparing)
-
-    @property
-    def stats(self) -> Stats:
-        """Statistics of the accelerated path so far."""
-        return self._batches.stats
-
-    def add(self, ticket: Hashable, frames: Sequence[Image.Image], choice: PromptChoice, seed: int = 0) -> None:
-        """Add one picture, or the frames of one clip, and its prompts; `seed` is used for sampling.
-
-        Further prompts join once the first is answered, so that they can use the prefix cache of the picture.
-        """
-
-        def one(processor: Processor, number: int, text: str, rest: tuple[Prompted, ...] = ()) -> Prompted:
-            inputs = chat_inputs(processor, [text], [frames], choice.system, choice.start, clips=True)
-            inputs = inputs.to(self.engine.model.dtype)
-            prompt = inputs["input_ids"][0].tolist() if choice.start else []
-            return _Ticket(ticket, choice.start, prompt, number, rest), inputs, seed + number
-
-        def job(processor: Processor) -> Prompted:
-            rest = tuple(one(processor, number, text) for number, text in enumerate(choice.further, 1))
-            return one(processor, 0, choice.text, rest)
-
-        self._preparing.add(ticket, job)
-
-    def _enter(self) -> list[CaptionResult]:
-        """Add prepared prompts to the batcher; returns results for those that the processor or the batcher refuses."""
-        refused = []
-        for ticket, prompted in self._preparing.ready(wait=0 if self._batches.busy else self._batches.free):
-            try:
-                if isinstance(prompted, BaseException):
-                    raise prompted
-                self._batches.add(*prompted)
-            except Exception as error:  # the picture or prompt cannot be processed
-                refused.append(CaptionResult(ticket, error=error))
-        return refused
-
-    def step(self) -> list[CaptionResult]:
-        """Do a part of the work, such as one forward of the model, and return the finished results.
-
-        Only full batches are worth compiling: at the end of a run the batch shrinks through all smaller sizes.
-        """
-        results = self._enter()
-        with settled(self._batches.free > 0):
-            finished = self._batches.step()
-        for one in finished:
-            assert isinstance(one.ticket, _Ticket)
-            error, finish = one.error, self._finish(one)
-            if finish == "length" and "logits_processor" in self.engine.settings:
-                error, finish = ValueError(f"no complete JSON in {len(one.tokens)} tokens; raise --max-new-tokens"), ""
-            text = self._text(one.ticket, one.tokens) if error is None else ""
-            scores = () if one.logprob is None else (round(one.logprob / max(1, len(one.tokens)), 6),)
-            result = CaptionResult(one.ticket.ticket, text, len(one.tokens), one.seconds, error, finish, scores=scores)
-            results += self._gathered(one.ticket, result)
-        return results
-
-    def _gathered(self, ticket: _Ticket, result: CaptionResult) -> list[CaptionResult]:
-        """The result of an item, once all of its prompts are answered; if one fails, the item fails."""
-        if ticket.rest and result.error is None:
-            self._several[ticket.ticket] = [None] * (1 + len(ticket.rest))
-            for prompt, inputs, seed in reversed(ticket.rest):
-                self._batches.add(prompt, inputs, seed, ahead=True)
-        several = self._several.get(ticket.ticket)
-        if several is None:
-            return [result]
-        several[ticket.number] = result
-        results = [one for one in several if one is not None]
-        if len(results) < len(several):
-            return []
-        del self._several[ticket.ticket]
-        return [
-            replace(
-                results[0],
-                tokens=sum(one.tokens for one in results),
-                seconds=sum(one.seconds for one in results),
-                error=next((one.error for one in results if one.error is not None), None),
-                finish="length" if any(one.finish == "length" for one in results) else results[0].finish,
-                further=tuple(one.text for one in results[1:]),
-                scores=tuple(score for one in results for score in one.scores),
-            )
-        ]
-
-    def _finish(self, one: FinishedPrompt) -> str:
-        """Why an answer ended: "length" if it has the maximum length and no end token, else "stop"."""
-        config = self.engine.model.generation_config
-        ended = answer_length([*one.tokens, -1], config.eos_token_id) <= len(one.tokens)
-        full = len(one.tokens) >= self.engine.settings["max_new_tokens"]
-        return "" if one.error is not None else "length" if full and not ended else "stop"
-
-    def _text(self, ticket: _Ticket, tokens: list[int]) -> str:
-        """The answer after its forced beginning; both are decoded together, since a tokenizer may merge them."""
-        if not ticket.start:
-            return self._decode(tokens).strip()
-        before, whole = self._decode(ticket.prompt), self._decode(ticket.prompt + tokens)
-        return (ticket.start + whole.removeprefix(before)).strip()
-
-    def _decode(self, tokens: list[int]) -> str:
-        return self.engine.processor.batch_decode([tokens], skip_special_tokens=True)[0]
 
 
 def load(

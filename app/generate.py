@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from mmspec.app.compare import Method
-    from mmspec.app.mar import MarImages
-    from mmspec.app.painter import ImageResult, Subject
+    from mmspec.app.mar import MarSubject
+    from mmspec.app.painter import ImageSubject
 
-EXACT = "exact"  # the lossless rule
+EXACT = ("exact", "gaussian_path")  # the lossless rules, of tokens and of a MAR
 OWN = "mmspec"
 SELF = "self"  # drafter: a MAR drafts for itself
 MAR_TAKES = ("window", "rule", "prefill", "width")
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         if not prompts or not all(prompt.strip() for prompt in prompts):
             raise GenerateError("no prompt; write one in quotes, or name a file of them with --prompts, one per line")
         continuous = mar.draws(args.model)
-        options = (_options_mar if continuous else _options)(args)
+        options = _options(args, continuous)
         orders = _orders(args, prompts)
         settings = {"guidance_scale": args.guidance, "top_k": args.top_k, "temperature": args.temperature}
         say(f"loading {args.model}")
@@ -96,8 +96,7 @@ def run(args: argparse.Namespace) -> int:
         orders = [replace(order, condition=subject.label(order.condition)) for order in orders]
         if args.model == embedded.IMAGE_MODEL and (unknown := painter.unknown_words(prompts)):
             print(painter.NOTE.format(", ".join(unknown[:8])), file=sys.stderr)
-        summary: Any = _summary_mar if continuous else _summary
-        print("\n".join(summary(*_draw(subject, method, orders, args), options, args.drafter)))
+        print("\n".join(_summary(*_draw(subject, method, orders, args), options, args.drafter)))
     except (GenerateError, EngineError, PromptError, enabling.EnableError) as error:
         print(f"mmspec generate: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
@@ -108,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _draw(
-    subject: Subject, method: Method, orders: Sequence[DrawingOrder], args: argparse.Namespace
+    subject: ImageSubject | MarSubject, method: Method, orders: Sequence[DrawingOrder], args: argparse.Namespace
 ) -> tuple[list[Any], list[Any]]:
     """Draw in batches and write each at once; returns the results of the calls, and those of plain decoding."""
     from mmspec.app.compare import PLAIN, Comparison
@@ -139,27 +138,22 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of `mmspec.enable`, checked as far as possible without a model."""
-    unused = [name for name in enabling.unchecked(args.enable) if name != "reproducible"]
-    if args.drafter == STOCK and unused:
-        raise GenerateError(f"{unused[0]} needs a drafter; {STOCK!r} decodes one token after the other")
-    return {} if args.drafter == STOCK else enabling.given(args.enable, args.drafter)
-
-
-def _options_mar(args: argparse.Namespace) -> dict[str, Any]:
+def _options(args: argparse.Namespace, continuous: bool) -> dict[str, Any]:
+    """The options of `mmspec.enable`, or of a MAR's speculation, checked as far as possible without a model."""
     options = enabling.unchecked(args.enable)
     wrong = [*(["--top-k"] if args.top_k is not None else []), *(name for name in options if name not in MAR_TAKES)]
-    if wrong:
+    if continuous and wrong:
         raise GenerateError(
             f"{wrong[0]} is for models that draw token ids; this one is a MAR, which takes {', '.join(MAR_TAKES)}"
         )
-    if args.drafter == STOCK and options:
-        raise GenerateError(f"{' and '.join(options)} need a drafter; {STOCK!r} draws without")
-    return options
+    if args.drafter != STOCK:
+        return options if continuous else enabling.given(args.enable, args.drafter)
+    if unused := [name for name in options if name != "reproducible"]:
+        raise GenerateError(f"{unused[0]} needs a drafter; {STOCK!r} decodes one token after the other")
+    return {}
 
 
-def _method(args: argparse.Namespace, subject: Subject, options: dict[str, Any]) -> Method:
+def _method(args: argparse.Namespace, subject: ImageSubject | MarSubject, options: dict[str, Any]) -> Method:
     """How to draw; with a MAR, `jacobi`, the default drafter, means that the MAR drafts for itself."""
     from mmspec.app.compare import Method
     from mmspec.app.mar import MarSubject
@@ -172,7 +166,7 @@ def _method(args: argparse.Namespace, subject: Subject, options: dict[str, Any])
             )
         return Method(OWN, None if plain else embedded.fitting(args.drafter, args.model), options)
     given = {**options, "ahead": options.get("window"), "window": None}
-    how = {name: value for name, value in given.items() if value not in (None, EXACT)}
+    how = {name: value for name, value in given.items() if value not in (None, EXACT[0])}
     if args.drafter not in ("jacobi", SELF, STOCK):
         how["draft"] = subject.small(args.drafter)
     # cspd works with any schedule and sampler
@@ -213,54 +207,44 @@ def write_sheet(orders: Sequence[DrawingOrder], pictures: Sequence[Image], plain
     write(orders[:1], [sheet(rows)])
 
 
-def _summary(
-    results: Sequence[ImageResult], base: Sequence[ImageResult], options: dict[str, Any], drafter: str
-) -> Iterator[str]:
-    """Lines with the time and forwards, the cost of a rule, and the comparison with plain decoding."""
-    from mmspec.app.painter import together
+def _summary(results: Sequence[Any], base: Sequence[Any], options: dict[str, Any], drafter: str) -> Iterator[str]:
+    """Lines with the time and the work, the cost of a rule, and the comparison with plain decoding."""
+    rule, seconds = options.get("rule") or EXACT[0], sum(each.seconds for each in results)
+    relaxed = rule not in EXACT
+    count = sum(len(each.images) for each in results)
+    yield f"{count} picture{'s' * (count != 1)} in {seconds:.1f} s; {_work(results)}"
+    if rule == "cspd":
+        from mmspec.continuous import cspd
 
-    rule, whole = options.get("rule") or EXACT, together(results)
-    count = len(whole.images)
-    yield (
-        f"{count} picture{'s' * (count != 1)} in {whole.seconds:.1f} s; {whole.forwards:.1f} forwards of the model "
-        f"each, {whole.compression:.2f} tokens per forward"
-    )
-    if rule != EXACT:
-        yield (
-            f"not lossless: {rule} changed the distribution; total-variation cost per picture: mean "
-            f"{statistics.fmean(whole.spent):.2f}, maximum {max(whole.spent):.2f} (summed over its tokens)"
-        )
-    if base:
-        plain = together(base)
-        same = int((whole.tokens == plain.tokens).all(1).sum())
-        identical = f"identical pictures: {same} of {count}"
-        if not options.get("reproducible") and drafter != STOCK:
-            identical += f" (the others are from {'the same' if rule == EXACT else 'a changed'} distribution)"
-        yield (
-            f"plain decoding took {plain.seconds:.1f} s, {plain.seconds / whole.seconds:.2f} times as long, and "
-            f"{plain.forwards:.1f} forwards, {plain.forwards / whole.forwards:.2f} times as many; {identical}"
-        )
-
-
-def _summary_mar(
-    results: Sequence[MarImages], base: Sequence[MarImages], options: dict[str, Any], drafter: str
-) -> Iterator[str]:
-    """The same for a MAR."""
-    from mmspec.continuous import cspd
-
-    def sums(some: Sequence[MarImages], what: str) -> str:
-        count, seconds = sum(len(each.images) for each in some), sum(each.seconds for each in some)
-        rows, evaluations = (sum(each.work[name] for each in some) / count for name in ("rows", "evaluations"))
-        passes = sum(each.work["passes"] for each in some) / len(some)
-        return (
-            f"{count} {what} in {seconds:.1f} s; {passes:.1f} passes per batch; a picture has {rows:.0f} rows in them "
-            f"and {evaluations:.0f} head evaluations"
-        )
-
-    relaxed = options.get("rule") == "cspd"
-    yield sums(results, f"picture{'s' * (sum(len(each.images) for each in results) > 1)}")
-    if base:
-        yield "plain decoding: " + sums(base, f"of the {'unchanged' if relaxed else 'same'} distribution")
-    if relaxed:
         width = options.get("width", cspd.WIDTH)
         yield f"not lossless: cspd(width={width:g}) changes the distribution; by how much is not measured"
+    elif relaxed:
+        spent = [cost for each in results for cost in each.spent]
+        yield (
+            f"not lossless: {rule} changed the distribution; total-variation cost per picture: mean "
+            f"{statistics.fmean(spent):.2f}, maximum {max(spent):.2f} (summed over its tokens)"
+        )
+    if base:
+        plain = sum(each.seconds for each in base)
+        same = sum(bool((a == b).all()) for m, p in zip(results, base, strict=True)
+                   for a, b in zip(m.tokens, p.tokens, strict=True))  # fmt: skip
+        identical = f"identical pictures: {same} of {count}"
+        if not options.get("reproducible") and drafter != STOCK:
+            identical += f" (the others are from {'a changed' if relaxed else 'the same'} distribution)"
+        yield (f"plain decoding took {plain:.1f} s, {plain / seconds:.2f} times as long; {_work(base)}; {identical}")
+
+
+def _work(results: Sequence[Any]) -> str:
+    """What the pictures took: forwards of the model, and of a MAR, evaluations of its head."""
+    if hasattr(results[0], "work"):  # of a MAR
+        count = sum(len(each.images) for each in results)
+        rows, evaluations = (sum(each.work[name] for each in results) / count for name in ("rows", "evaluations"))
+        passes = sum(each.work["passes"] for each in results) / len(results)
+        return (
+            f"{passes:.1f} passes per batch; a picture has {rows:.0f} rows in them and {evaluations:.0f} head "
+            "evaluations"
+        )
+    from mmspec.app.painter import together
+
+    whole = together(results)
+    return f"{whole.forwards:.1f} forwards of the model each, {whole.compression:.2f} tokens per forward"

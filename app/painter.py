@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from PIL import Image
@@ -74,20 +74,6 @@ def together(results: Sequence[ImageResult]) -> ImageResult:
         stats,
         [cost for each in results for cost in each.spent],
     )
-
-
-class Subject(Protocol):
-    """The interface of image models: ImageSubject for models of tokens (below), MarSubject (`mar.py`)."""
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens of a picture."""
-
-    def label(self, prompt: str, /) -> Any:
-        """The condition for a prompt: the prompt itself, or the number of a class."""
-
-    def draw(self, conditions: Sequence[str | int], seeds: Sequence[int], method: Method, /, **settings: object) -> Any:
-        """Draw one picture for each condition in one batch; the result has `seconds` and `images`."""
 
 
 class ImageSubject:

@@ -44,37 +44,24 @@ def build(method: str, model: GenerativeModel, intermediate: int | None, **shape
     """An untrained drafter in the shape of the target's own decoder layer, with all norms.
 
     Args:
-        method: any but `heads`; those in BLOCKS have five layers and read features of five of the target's layers.
+        method: any but `heads`; those in BLOCKS have five layers and read features of five of the target's layers;
+            `mtp` is the target's own head, or a new one of its classes.
         shape: other values of the method's config.
 
-    Raises ValueError: a value that the method's config does not have or does not allow.
+    Raises ValueError: a value that the method's config does not have or does not allow; or a shape for `mtp`.
     """
+    if method == "mtp":
+        from mmspec.pipelines.drafters.mtp import MtpDrafter
+
+        if shape or intermediate is not None:
+            raise ValueError("'mtp' trains a layer of the target's own classes, in its shape; leave --shape out")
+        return MtpDrafter.untrained(model)
     from mmspec.pipelines.families import table as families
 
+    info = families.of(model).describe(model)
     if method in BLOCKS:
-        return _block(method, model, intermediate, **shape)
-    if method == "mtp":
-        return _mtp(model, intermediate, shape)
-    return _like(method, model, families.of(model).describe(model), intermediate, shape)
-
-
-def _like(
-    method: str, model: GenerativeModel, info: TargetInfo, intermediate: int | None, shape: dict[str, Any]
-) -> Any:  # fmt: skip
-    """An untrained drafter for what `info` describes, in the shape of the model's own decoder layer."""
+        return _block(method, model, info, intermediate, **shape)
     return _untrained(method, info, shape, **layer_of(model, info.hidden, intermediate))
-
-
-def _mtp(model: GenerativeModel, intermediate: int | None, shape: dict[str, Any]) -> Any:
-    """An MTP head to train: the target's own, or a new one of its classes.
-
-    Raises ValueError: a shape is given; the target's classes fix it.
-    """
-    from mmspec.pipelines.drafters.mtp import MtpDrafter
-
-    if shape or intermediate is not None:
-        raise ValueError("'mtp' trains a layer of the target's own classes, in its shape; leave --shape out")
-    return MtpDrafter.untrained(model)
 
 
 def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape: object) -> Any:
@@ -90,15 +77,14 @@ def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape
         if method == "heads":
             raise ValueError("'heads' draft for LlamaGen alone; for another model that draws use 'eagle'")
         model, info = _what_draws(pipe)
-        return _like(method, model, info, intermediate, shape)
-    c = pipe.transformer.config
+        return _untrained(method, info, shape, **layer_of(model, info.hidden, intermediate))
+    c, about = pipe.transformer.config, families.of(pipe).describe(pipe)
     if method == "heads":
-        about = families.of(pipe).describe(pipe)
         streams = 2 if pipe._settings({}, "latent", 1)["guidance_scale"] > 1 else 1
         values = {"hidden": c.dim, "intermediate": intermediate or 192, "vocab": c.vocab, "grid": c.grid}
         return HeadsDrafter(HeadsConfig.of({**values, "streams": streams, "target": about.name, **shape}))
     return _untrained(
-        method, families.of(pipe).describe(pipe), shape, heads=c.heads, rope="2d", grid=c.grid, rope_theta=c.rope_base,
+        method, about, shape, heads=c.heads, rope="2d", grid=c.grid, rope_theta=c.rope_base,
         norm_eps=c.norm_eps, intermediate=intermediate or pipe.transformer.layers[0].feed_forward.w2.in_features,
     )  # fmt: skip
 
@@ -163,7 +149,9 @@ def mask_token(model: GenerativeModel) -> int:
     return next(i for i in known if i == known[-1] or (i < len(table) and bool(table[i].any())))
 
 
-def _block(method: str, model: GenerativeModel, intermediate: int | None, **shape: Any) -> BlockDrafter:
+def _block(
+    method: str, model: GenerativeModel, info: TargetInfo, intermediate: int | None, **shape: Any
+) -> BlockDrafter:
     """An untrained block drafter; by default it has five layers and reads features of five of the target's layers.
 
     Args:
@@ -171,9 +159,7 @@ def _block(method: str, model: GenerativeModel, intermediate: int | None, **shap
 
     Raises ValueError: a value that its config does not have or does not allow; or a mask without an embedding.
     """
-    from mmspec.pipelines.families import table as families
-
-    c, info = model.get_decoder().config, families.of(model).describe(model)
+    c = model.get_decoder().config
     layers = shape.get("layers", 5)
     usual = {
         "hidden": info.hidden, "vocab": info.vocab, "target": info.name, **layer_of(model, info.hidden, intermediate),

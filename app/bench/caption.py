@@ -89,7 +89,7 @@ def questions(args: argparse.Namespace) -> list[Question]:
     if args.data is None:
         drawn = [scenes.draw(np.random.default_rng([HELD_OUT, args.seed, i])) for i in range(args.images)]
         return [Question((scenes.render(s),), prompts[i % len(prompts)]) for i, s in enumerate(drawn)]
-    own, _ = read_questions(args.data, args.images, 0)
+    own = read_questions(args.data, args.images)
     if own[0].prompt:
         refuse(args, f"the questions of {args.data} have their own prompts", prompt=None)
     return [q if q.prompt else Question(q.images, prompts[i % len(prompts)]) for i, q in enumerate(own)]

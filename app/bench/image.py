@@ -19,16 +19,14 @@ from mmspec.app.bench.image_model import load
 from mmspec.app.bench.image_plain import ImageBench
 from mmspec.app.bench.report import Record, spread
 from mmspec.app.compare import Comparison, Method, over
-from mmspec.app.devices import EngineError
 from mmspec.app.mar import draws
 from mmspec.app.options import count, from_zero, where
-from mmspec.app.painter import ImageResult, ImageSubject, sheet, together
+from mmspec.app.painter import ImageResult, ImageSubject, together
 from mmspec.app.prompt import PromptError, read_prompts
 from mmspec.app.provenance import provenance
 from mmspec.zoo import pictures
 
 HELD_OUT = 2**31  # first seed of prompts that no training uses
-GRID = 8  # pictures per method on the sheet
 SPEED = "image"  # the suite of these records
 
 
@@ -43,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     drafters.configure(parser)
     add("--prompts", type=Path, metavar="FILE", help="your own prompts, one per line, or the captions of COCO "
         "(.json) (default: held-out scenes)")  # fmt: skip
-    add("--images", type=int, default=12, help="prompts timed side by side; 0: no timing (%(default)s)")
+    add("--images", type=count, default=12, help="prompts timed side by side (%(default)s)")
     add("--batch", type=count, nargs="+", default=[1, 4], help="pictures per timed call (default: 1 4)")
     add("--methods", nargs="+", metavar="PATTERN", help="ar and only these, such as 'jacobi-*' '*+scaled'")
     add("--without", nargs="+", default=[], metavar="PATTERN", help="leave these out, such as ar-compiled")
@@ -53,15 +51,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int)
     add("--temperature", type=from_zero)
     add("--image-area", type=count, metavar="N", help="pixels of an Emu3's pictures (default: its processor's)")
-    add("--grid", type=Path, metavar="FILE", help="a sheet of pictures, all methods at the same seeds")
     where(parser)
     add("--seed", type=int, default=0)
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    """Timings, then the sheet; yields whenever the outcome has new records."""
-    if args.images == 0 and args.grid is None:
-        raise BenchError("nothing to do; give --images or --grid")
+    """Time the methods at each batch size; yields whenever the outcome has new records."""
     yield from timings(begin(args, outcome), args, outcome)
 
 
@@ -96,18 +91,15 @@ def methods(painter: ImageSubject, args: argparse.Namespace) -> list[Method]:
 def timings(
     bench: ImageBench, args: argparse.Namespace, outcome: Outcome, methods: Methods = methods
 ) -> Iterator[None]:
-    """Time the chosen methods at each batch size, and draw the sheet."""
+    """Time the chosen methods at each batch size."""
     chosen = matching(methods(bench.painter, args), args.methods, args.without)
-    conditions = prompts(bench.painter, args, max(args.images, GRID if args.grid else 0))
+    conditions = prompts(bench.painter, args, args.images)
     gc.freeze()  # so that the garbage collections before the calls skip loaded objects
     try:
-        for batch in args.batch if args.images else ():
-            records = timed(bench, chosen, conditions[: args.images], batch)
+        for batch in args.batch:
+            records = timed(bench, chosen, conditions, batch)
             outcome.records += records
             say(f"batch {batch}: " + ", ".join(f"{r['method']} {r['speedup_e2e']:.2f}x" for r in records if r["n"]))
-            yield
-        if args.grid:
-            draw_sheet(bench, chosen, conditions[:GRID], args.grid)
             yield
     finally:
         gc.unfreeze()
@@ -193,21 +185,3 @@ def charges(spent: Sequence[float], tokens: int) -> Record:
         "spent_max": max(spent, default=None),
         "spent_per_token": None if mean is None else mean / tokens,
     }
-
-
-def draw_sheet(bench: ImageBench, chosen: list[Method], prompts: Sequence[str | int], path: Path) -> None:
-    """Write a sheet with a row per method, and the same prompt and seed in each column."""
-    group = list(zip(prompts, seeds_of(1, len(prompts), bench.seed), strict=True))
-    rows = []
-    for method in chosen:
-        if method.arguments:  # plain loops with fixed shapes draw as ar does
-            continue
-        try:
-            painting = bench.call(method, group)
-        except EngineError as error:
-            say(f"{method.name} is not on the sheet: {error}")
-            continue
-        rows.append((f"{method.name}, {painting.compression:.2f} tokens per forward", painting.images))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sheet(rows).save(path)
-    say(f"sheet: {path}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,20 +14,22 @@ from lmms_eval.models.model_utils.gen_metrics import log_metrics
 from PIL import Image
 from tqdm import tqdm
 
-import mmspec
 from mmspec import media
 from mmspec.app import embedded, enabling
-from mmspec.app.devices import find_device, wait
+from mmspec.app.devices import find_device
 from mmspec.app.engine import load
 from mmspec.app.media.clips import VideoReader
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaLimits
-from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.prompts import Chat, inputs_of, knows_clips, shown, unmarked
-from mmspec.pipelines.serving.batcher import answer_length
+from mmspec.pipelines.serving.batcher import Batcher, FinishedPrompt, StaticBatcher
+from mmspec.statistics import Stats
 
-KEPT = ("top_k", "num_beams", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "min_new_tokens")
-READ = ("until", "max_new_tokens", "do_sample", "temperature", "top_p", *KEPT)  # supported generation_kwargs
+SUPPORTED = (  # generation_kwargs of tasks
+    "max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "num_beams", "repetition_penalty",
+    "length_penalty", "no_repeat_ngram_size", "min_new_tokens",
+)  # fmt: skip
 
 
 class Mmspec(lmms):  # type: ignore[misc]
@@ -39,7 +40,7 @@ class Mmspec(lmms):  # type: ignore[misc]
         drafter: as for `mmspec.enable`; "": the default for the model; "none": the stock path, for comparison.
         device: auto, cuda, cuda:1, cpu, …; with several processes each takes the device of its own local rank.
         dtype: auto, float32, bfloat16, …
-        batch_size: questions per batch; "auto": as many as fit into the device's memory.
+        batch_size: questions answered at once; "auto": as many as fit into the device's memory.
         max_batch_size: the limit of "auto".
         max_new_tokens: for tasks that do not set it.
         max_num_frames: frames of a video, evenly spaced.
@@ -70,6 +71,7 @@ class Mmspec(lmms):  # type: ignore[misc]
         self.frames = FramePolicy("uniform", int(max_num_frames), int(max_num_frames))
         self.system_prompt = self._resolve_system_prompt(str(system_prompt))
         self.ignored = set[str]()  # settings that were reported to have no effect
+        self.stats = Stats()
 
     @property
     def model(self) -> GenerativeModel:
@@ -80,25 +82,29 @@ class Mmspec(lmms):  # type: ignore[misc]
         return torch.device(self.model.device)
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
-        """The answers to the requests, in order; requests with the same settings share batches."""
-        answers: dict[int, GenerationResult] = {}
-        seconds, before = 0.0, self._gained()
+        """The answers to the requests, in order."""
+        batches, seconds, waiting = self._batches(), 0.0, list(range(len(requests)))
+        answers: dict[Any, GenerationResult] = {}
+        lengths: dict[Any, int] = {}  # of the prompts
         bar = tqdm(total=len(requests), disable=self.rank != 0, desc="mmspec answers")
         with VideoReader(self.frames) as clips, bar:
-            for numbers in _batches([one.args[2] for one in requests], self.batch_size):
-                chats = [self._chat(requests[number].args, clips) for number in numbers]
-                inputs = inputs_of(self.engine.processor, chats).to(self.device, self.model.dtype)
+            while waiting or batches.busy:
+                while waiting and batches.free:
+                    number = waiting.pop(0)
+                    inputs = inputs_of(self.engine.processor, [self._chat(requests[number].args, clips)])
+                    lengths[number] = inputs["input_ids"].shape[1]
+                    settings = self._arguments(requests[number].args[2])
+                    batches.add(number, inputs.to(self.model.dtype), number, **settings)
                 began = time.perf_counter()
-                settings = requests[numbers[0]].args[2]
-                answers |= zip(numbers, self._answers(inputs, settings), strict=True)
+                finished = batches.step()
                 seconds += time.perf_counter() - began
-                bar.update(len(numbers))
-                for number in numbers:
-                    context, _, own, *_ = requests[number].args
-                    self.cache_hook.add_partial("generate_until", (context, own), answers[number].text)
+                for end in finished:
+                    answers[end.ticket] = self._result(requests[end.ticket], end, lengths[end.ticket])  # type: ignore
+                    bar.update()
         tokens = sum(one.token_counts.output_tokens for one in answers.values())
-        gained, rounds = (now - then for now, then in zip(self._gained(), before, strict=True))
-        per_forward = {"tokens_per_forward": gained / rounds} if rounds else None
+        self.stats.add(batches.stats)
+        rate = batches.stats.tokens_per_target_call if batches.stats.row_rounds else None
+        per_forward = None if rate is None else {"tokens_per_forward": rate}
         log_metrics(seconds, tokens, tokens / seconds if seconds else 0.0, per_forward)
         return [answers[number] for number in range(len(requests))]
 
@@ -114,14 +120,14 @@ class Mmspec(lmms):  # type: ignore[misc]
     def clean(self) -> None:
         """Print the statistics of mmspec at the end of a run, and free the model."""
         if self.engine.drafter is not None:
-            print(f"mmspec: {mmspec.stats(self.model)}", file=sys.stderr)
+            print(f"mmspec: {self.stats}", file=sys.stderr)
         del self.engine
         super().clean()
 
-    def _gained(self) -> tuple[int, int]:
-        """Tokens gained in rounds, and row-rounds, so far."""
-        stats = None if self.engine.drafter is None else mmspec.stats(self.model)
-        return (stats.gained, stats.row_rounds) if stats is not None else (0, 0)
+    def _batches(self) -> Batcher:
+        if self.engine.drafter is not None:
+            return self.engine.batcher(self.batch_size)
+        return StaticBatcher(self.model, self.engine.processor, self.batch_size, **self.engine.settings)
 
     def _chat(self, arguments: tuple[Any, ...], clips: VideoReader) -> Chat:
         """The messages of a task for its document, in the format of chat templates."""
@@ -146,35 +152,34 @@ class Mmspec(lmms):  # type: ignore[misc]
         frames = clips(media.read(value, MediaLimits().max_bytes), (), str(value))
         return shown(frames, knows_clips(self.engine.processor))
 
-    def _answers(self, inputs: BatchFeature, settings: dict[str, Any]) -> list[GenerationResult]:
-        """Generate a batch; returns the texts, cut at their stop strings, with token counts."""
-        stops, arguments = self._arguments(settings)
-        rows = self.model.generate(**inputs, **arguments)[:, inputs["input_ids"].shape[1] :].tolist()
-        wait(self.device)
-        config = self.model.generation_config
-        answers = [_written(row, config.eos_token_id, config.pad_token_id) for row in rows]
-        texts = self.engine.processor.batch_decode(answers, skip_special_tokens=True)
-        texts = [text[: min((text.find(stop) for stop in stops if stop in text), default=None)] for text in texts]
-        counts = zip(inputs["attention_mask"].sum(1).tolist(), map(len, answers), strict=True)
-        return [GenerationResult(text, TokenCounts(*count)) for text, count in zip(texts, counts, strict=True)]
-
-    def _arguments(self, settings: dict[str, Any]) -> tuple[list[str], dict[str, object]]:
-        """The stop strings and the arguments of `generate`; a temperature of 0 or None is greedy."""
-        until = settings.get("until") or []
-        stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
-        warmth = settings.get("temperature")
-        given = {name: settings[name] for name in KEPT if settings.get(name) is not None}
-        given["max_new_tokens"] = settings.get("max_new_tokens") or self.engine.settings["max_new_tokens"]
-        given["do_sample"] = bool(settings.get("do_sample", bool(warmth)) and warmth != 0)
-        if given["do_sample"]:
-            given |= {name: settings[name] for name in ("temperature", "top_p") if settings.get(name) is not None}
-        if stops:
-            tokenizer = getattr(self.engine.processor, "tokenizer", self.engine.processor)
-            given |= {"stop_strings": stops, "tokenizer": tokenizer}
-        for name in settings.keys() - {*READ, *self.ignored}:
+    def _arguments(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of `generate`; a temperature of 0 or None is greedy."""
+        given = {name: settings[name] for name in SUPPORTED if settings.get(name) is not None}
+        heat = given.get("temperature")
+        given["do_sample"] = bool(given.get("do_sample", heat)) and heat != 0
+        if not given["do_sample"]:
+            given = {name: value for name, value in given.items() if name not in ("temperature", "top_p")}
+        if stops := _stops(settings):
+            given["stop_strings"] = stops
+        for name in settings.keys() - {"until", *SUPPORTED, *self.ignored}:
             self.ignored.add(name)
             print(f"mmspec: {name} of this task's generation_kwargs has no effect here", file=sys.stderr)
-        return stops, given
+        return given
+
+    def _result(self, request: Instance, end: FinishedPrompt, length: int) -> GenerationResult:
+        """The text of an answer, cut at its stop strings, with token counts."""
+        if end.error is not None:
+            raise end.error
+        context, _, settings, *_ = request.args
+        text = self.engine.processor.batch_decode([end.tokens], skip_special_tokens=True)[0]
+        text = text[: min((text.find(stop) for stop in _stops(settings) if stop in text), default=None)]
+        self.cache_hook.add_partial("generate_until", (context, settings), text)
+        return GenerationResult(text, TokenCounts(length, len(end.tokens)))
+
+
+def _stops(settings: dict[str, Any]) -> list[str]:
+    until = settings.get("until") or []
+    return [stop for stop in ([until] if isinstance(until, str) else until) if stop]
 
 
 def _own(device: str) -> str:
@@ -182,21 +187,3 @@ def _own(device: str) -> str:
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     kind = find_device(device).type if device == "auto" else device
     return f"{kind}:{os.environ.get('LOCAL_RANK', '0')}" if several and kind == "cuda" else device
-
-
-def _written(row: list[int], end: int | list[int] | None, pad: int | None) -> list[int]:
-    """A row without the padding after its end token or stop string."""
-    row = row[: answer_length(row, end)]
-    while row and row[-1] == pad != end:
-        row.pop()
-    return row
-
-
-def _batches(settings: Sequence[Mapping[str, object]], most: int) -> Iterator[list[int]]:
-    """Batches of indices of requests with the same settings, of at most `most` each."""
-    groups: dict[str, list[int]] = {}
-    for number, one in enumerate(settings):
-        groups.setdefault(repr(sorted(one.items())), []).append(number)
-    for numbers in groups.values():
-        for first in range(0, len(numbers), most):
-            yield numbers[first : first + most]

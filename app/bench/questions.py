@@ -1,23 +1,29 @@
-"""The questions of the vlm suite: drawn scenes that are in no training, or the user's own questions."""
+"""The questions of a benchmark: drawn scenes that are in no training, or the user's lists, folders and data sets."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from mmspec.app.bench.command import BenchError, refuse
-from mmspec.app.bench.sources import NAMES, QuestionSource, Row, source_of
+from mmspec.app.bench.command import BenchError
 from mmspec.app.media.clips import HELP, USUAL, VideoReader, policy
+from mmspec.app.media.hub import Dataset
+from mmspec.app.media.inputs import images
+from mmspec.app.media.tables import Columns
 from mmspec.app.options import count
-from mmspec.media import MediaError, decode, load_image
+from mmspec.media import MediaError, dataset_folders, decode, load_image
 from mmspec.train.data import VIDEOS, Clips, VideoError, video_of
 from mmspec.zoo import PROMPTS, scenes
 
+Row = Mapping[str, Any]
+LISTS = (".jsonl", ".json", ".parquet")
 HELD_OUT, TUNING = 7001, 7002  # first number of seeds whose scenes are in no training, evaluation or other suite
 FIELDS = {  # possible names of a list's fields; the first one that is not empty counts
     "images": ("image", "images", "image_path", "image_paths", "image_file", "file_name", "img"),
@@ -62,13 +68,31 @@ class Shown:
 Questions = dict[Shown, list[Question]]
 
 
+@dataclass(frozen=True)
+class QuestionSource:
+    """Questions as rows.
+
+    Attributes:
+        folders: where the files that a row names are looked for.
+        ask: a row's question, with the usual fields.
+    """
+
+    rows: Sequence[Row]
+    folders: Sequence[Path] = ()
+    ask: Callable[[Row], Row] = lambda row: row
+
+
+FINDERS: list[Callable[[Path], QuestionSource | None]] = []  # further sources, which are asked first
+NAMES: list[str] = []  # the names of data that these know
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     own = (
         "questions: a folder of pictures, a .jsonl, .json or .parquet list, a folder of MMSpec's, "
-        f"hf:owner/name[:split], or one of {', '.join(NAMES)}"
+        f"{', '.join(['hf:owner/name[:split]', *NAMES])}"
     )
-    add("--data", type=Path, nargs="+", metavar="PATH", help=f"{own}; several also get a common table")
+    add("--data", type=Path, nargs="+", metavar="PATH", help=own)
     add("--video-frames", type=policy, metavar="POLICY", default=USUAL, help=HELP)
     add("--prompt", nargs="+", help="short, long, or your own texts, a cell for each; default: short and long")
     add("--images", type=_some, default=20, help="questions per cell at batch 1, or all (default: %(default)s)")
@@ -79,91 +103,132 @@ def _some(text: str) -> int | None:
     return None if text == "all" else count(text)
 
 
-def tuned_on(args: argparse.Namespace) -> int:
-    """Number of further questions for tuning."""
-    if args.images is None and args.data is None:
-        raise BenchError("--images all is for --data; for drawn pictures give a number")
-    if not args.tune:
-        refuse(args, "nothing is tuned without --tune", tune_images=4)
-    return args.tune_images if args.tune else 0
-
-
-def asked(args: argparse.Namespace, pictures: bool = True) -> tuple[Questions, Questions]:
-    """By cell: the questions to measure, and those to tune on.
+def asked(args: argparse.Namespace, pictures: bool = True, tuning: int = 0) -> Questions:
+    """The questions to measure, by cell.
 
     Args:
         pictures: whether the model reads pictures; one that reads text alone needs --data.
+        tuning: if not 0, as many others, which are not measured.
     """
-    others = tuned_on(args)
+    if args.data is None and args.images is None:
+        raise BenchError("--images all is for --data; for drawn pictures give a number")
     if args.data is None and not pictures:
         raise BenchError(f"{args.model} reads text alone; name a list of prompts without pictures with --data")
     if args.data is None:
-        drawn = [[Question((scenes.render(scenes.draw(np.random.default_rng([first, args.seed, i]))),))
-                  for i in range(count)] for first, count in ((HELD_OUT, args.images), (TUNING, others))]  # fmt: skip
-        return labelled(Shown("picture", 1), drawn[0], drawn[1], args.prompt)
-    measured: Questions = {}
-    tuning: Questions = {}
+        first = TUNING if tuning else HELD_OUT
+        drawn = [scenes.draw(np.random.default_rng([first, args.seed, i])) for i in range(tuning or args.images)]
+        return labelled(Shown("picture", 1), [Question((scenes.render(scene),)) for scene in drawn], args.prompt)
+    found: Questions = {}
     for path in args.data:
         with VideoReader(args.video_frames) as clips:
-            some, further = read_questions(path, args.images, others, pictures, clips)
-        if some[0].prompt:
-            refuse(args, f"the questions of {path} have their own prompts", prompt=None)
-        shown = Shown() if len(args.data) == 1 else Shown(str(path))
-        now, later = labelled(shown, some, further, args.prompt)
-        measured, tuning = measured | now, tuning | later
-    return measured, tuning
+            some = read_questions(path, tuning or args.images, pictures, clips, args.images if tuning else 0)
+        found |= labelled(Shown() if len(args.data) == 1 else Shown(str(path)), some, args.prompt, str(path))
+    return found
 
 
-def labelled(
-    shown: Shown, some: list[Question], others: list[Question], labels: list[str] | None
-) -> tuple[Questions, Questions]:
+def labelled(shown: Shown, some: list[Question], labels: list[str] | None, data: str = "") -> Questions:
     """The questions with the prompts of each label, or with their own."""
-    if labels is None and some[0].prompt:
-        return {shown: some}, {shown: others}
+    if some[0].prompt:
+        if labels and data:
+            raise BenchError(f"--prompt: the questions of {data} have their own prompts; leave it out")
+        if not labels:
+            return {shown: some}
     texts = {label: PROMPTS.get(label, label) for label in labels or ("short", "long")}
-    now, later = ({replace(shown, prompt=label): [replace(q, prompt=text) for q in each]
-                   for label, text in texts.items()} for each in (some, others))  # fmt: skip
-    return now, later
+    return {replace(shown, prompt=label): [replace(q, prompt=text) for q in some] for label, text in texts.items()}
 
 
 def read_questions(
-    path: Path, count: int | None, others: int, pictures: bool = True, clips: Clips | None = None
-) -> tuple[list[Question], list[Question]]:
-    """`count` questions spread over the data (None: all), and `others` more for tuning.
+    path: Path, count: int | None, pictures: bool = True, clips: Clips | None = None, without: int = 0
+) -> list[Question]:
+    """`count` questions spread over the data (None: all).
 
     Args:
         path: see `source_of`; a list has the fields of FIELDS.
         pictures: whether questions have pictures; False for a model that reads text alone.
         clips: the decoder for videos in place of pictures; None: videos are refused.
+        without: none of those that are read with this `count`.
 
     Raises:
         BenchError: no such data, too few questions, a list without pictures or prompts, or a video that cannot be read.
     """
     source = source_of(path)
     size = len(source.rows)
-    count = max(1, size - others) if count is None else count
-    if size < count + others:
-        raise BenchError(
-            f"{path} has {size} questions; {count} are needed to measure and {others} to tune. "
-            f"Lower --images or --tune-images"
-        )
-    chosen = {i * size // count for i in range(count)}
-    rest = [i for i in range(size) if i not in chosen]
-    tuning = [rest[i * len(rest) // others] for i in range(others)]
+    count = size if count is None else count
+    if size < count + without:
+        raise BenchError(f"{path} has {size} questions; {count + without} are needed. Lower --images")
+    taken = {i * size // without for i in range(without)}
+    places = [i for i in range(size) if i not in taken]
 
     def read(number: int) -> Question:
         row, where = source.ask(source.rows[number]), f"question {number + 1}"
         try:
             video = video_of(dict(row), clips is not None and pictures)
-            frames = clips(video, source.folders, where) if video is not None and clips is not None else None
+            frames = clips(video, [*source.folders], where) if video is not None and clips is not None else None
         except VideoError as error:
             raise BenchError(f"{where}: {error}") from error
         except MediaError as error:
             raise BenchError(f"{where}: its video {error.reason}; {error.what_to_do}") from error
         return _question(row, source, where, pictures, frames)
 
-    measured, tuned = ([read(i) for i in places] for places in (sorted(chosen), tuning))
-    return measured, tuned
+    return [read(places[i * len(places) // count]) for i in range(count)]
+
+
+def source_of(path: Path) -> QuestionSource:
+    """The questions of a list, a folder, hf:owner/name[/config][:split], or what FINDERS know.
+
+    Raises BenchError: there are none.
+    """
+    for find in FINDERS:
+        if (source := find(path)) is not None:
+            return source
+    name = str(path)
+    if name.startswith("hf:"):
+        return QuestionSource(split_of(name.removeprefix("hf:")), dataset_folders(name[3:].partition(":")[0]))
+    if path.is_dir():
+        lists = sorted(p for p in path.iterdir() if p.suffix in LISTS)
+        if len(lists) > 1:
+            raise BenchError(f"{path} holds {len(lists)} lists ({', '.join(p.name for p in lists)}); name one of them")
+        if not lists:
+            return QuestionSource([{"image": str(picture.resolve())} for picture in images(path)])
+        path = lists[0]
+    if path.suffix not in LISTS or not path.is_file():
+        allowed = ", ".join(["hf:owner/name[:split]", *NAMES])
+        raise BenchError(f"no questions in {name!r}; give a folder, a file ending in {', '.join(LISTS)}, or {allowed}")
+    try:
+        return QuestionSource(_listed(path), [path.parent / sub for sub in ("", "images", "videos")])
+    except (OSError, ValueError) as error:  # pyarrow's are among these
+        raise BenchError(f"{path} cannot be read as a list of questions: {error}") from error
+
+
+def _listed(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file. ValueError: it is no list of objects."""
+    if path.suffix == ".parquet":
+        try:
+            import pyarrow.parquet
+        except ImportError as error:
+            raise BenchError("a parquet list needs pyarrow: pip install pyarrow, or convert it to .jsonl") from error
+        return pyarrow.parquet.read_table(path).to_pylist()  # type: ignore[no-any-return]
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".jsonl":
+        rows: Any = [json.loads(line) for line in text.splitlines() if line.strip()]
+    else:
+        rows = json.loads(text)
+        if isinstance(rows, dict):
+            rows = next((value for value in rows.values() if isinstance(value, list)), None)
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("it must have an object for each question")
+    return rows
+
+
+def split_of(where: str) -> Any:
+    """The rows of one split of a data set."""
+    try:
+        parts = Dataset(f"hf:{where}", Columns()).parts
+    except MediaError as error:
+        raise BenchError(str(error)) from error
+    if len(parts) > 1:
+        raise BenchError(f"hf:{where} has the splits {', '.join(parts)}; name one, as in owner/name:split")
+    return next(iter(parts.values()))
 
 
 def _question(

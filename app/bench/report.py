@@ -12,9 +12,10 @@ import yaml
 from mmspec.statistics import Stats
 
 Record = dict[str, Any]
-NO_DATA = ("data", "picture", "pair", "clip")  # kinds that are not names of data sets
 TABLES = Path(__file__).with_name("tables.yaml")
 LAYOUTS: dict[str, dict[str, Any]] = yaml.safe_load(TABLES.read_text())
+
+SUMMARIES: list[Callable[[Sequence[Record]], dict[str, list[list[str]]]]] = []  # further tables, by title
 
 
 def number(value: float | Record | None, form: str) -> str:
@@ -108,35 +109,8 @@ def tables(records: Sequence[Record], wide: bool) -> Iterator[tuple[str, list[li
             columns = {name: columns[name] for name in layout["narrow"]}
         cells = ([cell(row, spec) for spec in columns.values()] for row in rows)
         yield title, [[*columns], *cells], [f"{row['method']}: {row['note']}" for row in rows if row.get("note")]
-    for title, rows_by_data in data_tables(records).items():
-        yield title, rows_by_data, []
-
-
-def data_tables(records: Sequence[Record]) -> dict[str, list[list[str]]]:
-    """Tables of several data sets as in papers, by condition: rows are methods, columns are data sets and their mean.
-
-    A cell has tokens per target call and the speed-up over stock. A condition with only one data set has no table.
-    """
-    conditions: dict[str, dict[str, dict[str, Record]]] = {}  # condition → data set → method → record
-    for record in records:
-        if record["suite"] == "vlm" and record["category"] == "all" and record["kind"] not in NO_DATA:
-            prompt = f", {record['prompt']} prompt" if record["prompt"] else ""
-            title = f"tokens/call, speedup: batch {record['batch']}, temperature {record['temperature']:g}{prompt}"
-            conditions.setdefault(title, {}).setdefault(record["kind"], {})[record["method"]] = record
-    tables = {}
-    for title, sets in conditions.items():
-        methods = {name: [one.get(name) for one in sets.values()] for each in sets.values() for name in each}
-        rows = [[name, *(_mean([one]) for one in found), _mean(found)] for name, found in methods.items()]
-        tables[title] = [["method", *sets, "mean"], *rows]
-    return {title: rows for title, rows in tables.items() if len(conditions[title]) > 1}
-
-
-def _mean(records: Sequence[Record | None]) -> str:
-    """The means over these records; a dash if a value is missing."""
-    pairs = [(r["tokens_per_target_call"], r["speedup_e2e"]) for r in records if r is not None]
-    if len(pairs) < len(records) or not all(map(all, pairs)):
-        return "-"
-    return "{:.2f}, {:.2f}x".format(*map(statistics.fmean, zip(*pairs, strict=True)))
+    for summary in SUMMARIES:
+        yield from ((title, rows, []) for title, rows in summary(records).items())
 
 
 def table(records: Sequence[Record]) -> str:

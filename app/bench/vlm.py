@@ -31,18 +31,6 @@ STOCK_PATHS = ("stock", "stock-static")
 ASSISTED = {"prompt_lookup_num_tokens", "assistant_model", "use_mtp"}  # arguments of transformers' own speculation
 SINGLE = "not measured: transformers refuses assisted decoding at batch > 1"
 SWITCHED = "; a name with a comma is the same drafter with one of its parts switched off while it drafts"
-GRIDS: dict[str, tuple[dict[str, int], ...]] = {  # the settings that --tune tries
-    "hf-prompt-lookup": tuple({"prompt_lookup_num_tokens": k} for k in (3, 5, 10)),
-    "ngram": tuple({"depth": d} for d in (3, 5, 8)),
-    "drafter": (
-        *({"depth": d, "width": 1} for d in range(3, 11)),
-        {"depth": 3, "width": 2, "size": 8},
-        {"depth": 5, "width": 2, "size": 12},
-        {"depth": 5, "width": 4, "size": 16},
-        {"depth": 7, "width": 4, "size": 24},
-        {"depth": 6, "width": 8, "size": 40},
-    ),
-}
 Request = tuple[BatchFeature, int]  # model inputs, and a seed
 
 
@@ -69,8 +57,6 @@ def conditions(parser: argparse.ArgumentParser, batch: list[int], temperature: l
     add("--model", default=embedded.MODEL, help="folder, name on the Hub, or an embedded one: %(default)s, "
         "scenes-hybrid")  # fmt: skip
     drafters.configure(parser, " beside ngram")
-    add("--tune", action="store_true", help="choose each method's depth and tree on other images first")
-    add("--tune-images", type=count, default=4, help="number of these images (default: %(default)s)")
     add("--without", nargs="+", default=[], metavar="PATTERN", help="leave these out, such as stock-static 'eagle*'")
     questions.configure(parser)
     add("--batch", type=count, nargs="+", default=batch)
@@ -120,7 +106,8 @@ def measure(
     args: argparse.Namespace,
     outcome: Outcome,
     methods: Callable[[GenerativeModel, argparse.Namespace], list[Method]] = methods,
-    asking: Callable[[argparse.Namespace, bool], tuple[Questions, Questions]] = questions.asked,
+    asked: Callable[[argparse.Namespace, bool], Questions] = questions.asked,
+    tuned: Callable[[VlmBench, list[Method], VlmCell], list[Method]] = lambda bench, chosen, cell: chosen,
 ) -> Iterator[None]:
     """Measure all cells in turn; yields whenever the outcome has new records."""
     engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
@@ -128,51 +115,16 @@ def measure(
     chosen = methods(bench.model, args)
     outcome.provenance = provenance(bench.model.device, bench.model.dtype) | {"model": args.model}
     outcome.provenance |= {"data": [*map(str, args.data)]} if args.data else {}
-    asked, others = asking(args, not text_alone(bench.processor))
+    some = asked(args, not text_alone(bench.processor))
     for batch, heat in [(batch, heat) for batch in args.batch for heat in args.temperature]:
-        ready = chosen
-        if args.tune:
-            outcome.tuned[str(VlmCell(batch, heat))] = best = tune(bench, chosen, VlmCell(batch, heat), others)
-            ready = [tuned(m, best[m.name]["chosen"]) if m.name in best else m for m in chosen]
-            yield
-        for shown, some in asked.items():
+        ready = tuned(bench, chosen, VlmCell(batch, heat))
+        for shown, group in some.items():
             cell = VlmCell(batch, heat, shown)
-            records = measure_cell(bench, cell, ready, some)
+            records = measure_cell(bench, cell, ready, group)
             outcome.records += records
             speeds = [f"{r['method']} {r['speedup_e2e']:.2f}x" for r in records if r["n"] and r["category"] == "all"]
             say(f"{cell}: {'; '.join(speeds)}")
             yield
-
-
-def tuned(method: Method, setting: dict[str, int]) -> Method:
-    if method.drafter is None:
-        return replace(method, arguments={**method.arguments, **setting})
-    return replace(method, options={**method.options, **setting})
-
-
-def tune(bench: VlmBench, chosen: list[Method], cell: VlmCell, asked: Questions) -> report.Record:
-    """For each method with a grid, the setting with the least time per token, and all settings that were tried."""
-    tried: dict[str, tuple[str, dict[str, int]]] = {}
-    ways = []
-    for method in chosen:
-        grid = GRIDS.get(method.name, () if method.drafter is None else GRIDS["drafter"])
-        for setting in grid if cell.batch == 1 or not single(method) else ():
-            title = f"{method.name} {setting}"
-            tried[title] = method.name, setting
-            ways.append(replace(tuned(method, setting), name=title))
-    groups = [group for some in asked.values() for group in batches(some, cell.batch)]
-    comparison = Comparison(ways, calling(bench, cell))
-    comparison.warm_up((bench.inputs(groups[0]), bench.seed))  # leaves out settings that a drafter does not take
-    best: report.Record = {}
-    requests = ((bench.inputs(group), bench.seed + turn) for turn, group in enumerate(groups, 1))
-    for title, calls in comparison.measure(requests).items():
-        name, setting = tried[title]
-        cost = 1e3 * sum(c.seconds for c in calls) / sum(c.tokens for c in calls)
-        best.setdefault(name, {"tried": []})["tried"].append({"setting": setting, "ms_per_token": cost})
-    for name, entry in best.items():
-        entry["chosen"] = min(entry["tried"], key=lambda one: one["ms_per_token"])["setting"]
-        say(f"tuned {cell}: {name} {entry['chosen']}")
-    return best
 
 
 def calling(bench: VlmBench, cell: VlmCell) -> Callable[[Method, Request], TimedCall]:

@@ -8,9 +8,10 @@ from typing import Any
 
 from PIL import Image
 
+from mmspec.app.captioner import Captioner
 from mmspec.app.compare import Comparison, Method
 from mmspec.app.devices import first_line
-from mmspec.app.engine import Captioner, Engine
+from mmspec.app.engine import Engine
 from mmspec.app.prompt import PromptChoice
 from mmspec.pipelines.serving.batcher import StaticBatcher
 
@@ -49,7 +50,7 @@ class Sampled:
                 return _timed(engine.flow(rows), shown)
             with engine.stock():
                 batches = StaticBatcher(engine.model, engine.processor, rows, **(engine.settings | more))
-                return _timed(Captioner(engine, batches), shown)
+                return _timed(Captioner(batches, engine.threads), shown)
 
         both = Comparison([OWN, STOCK], run)
         groups = [self.kept[first : first + rows] for first in range(0, len(self.kept), rows)]

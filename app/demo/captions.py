@@ -24,7 +24,7 @@ from mmspec.config import SpecConfig, option_names
 from mmspec.media import MediaError, MediaLimits
 from mmspec.pipelines.host.kinds import BatchFeature
 from mmspec.pipelines.prompts import chat_inputs
-from mmspec.pipelines.serving.batcher import answer_length
+from mmspec.pipelines.serving.batcher import cut_off
 from mmspec.pipelines.serving.stream import Step, stream
 from mmspec.registry import name_of
 
@@ -242,9 +242,7 @@ class CaptionRace(Race[Turn]):
                 answer.take(step)
         split(answer.tokens, lambda ids: self.processor.decode(ids, skip_special_tokens=True))
         answer.state = TIMED_OUT if limits.over else DONE
-        ends = self.model.generation_config.eos_token_id
-        full = len(answer.tokens) >= question.max_new_tokens
-        answer.cut = full and answer_length([*answer.ids, -1], ends) > len(answer.tokens)
+        answer.cut = cut_off(answer.ids, self.model.generation_config.eos_token_id, question.max_new_tokens)
 
     def _options(self, question: CaptionRequest) -> dict[str, object]:
         """The options of --enable that the page has no control for and that the chosen drafter takes."""

@@ -21,7 +21,7 @@ from mmspec.app.serve.chat import AnswerText, ChatError, ChatRequest, Pictures
 from mmspec.app.serve.worker import ModelThread
 from mmspec.pipelines.host.processors.grammar import json_grammar
 from mmspec.pipelines.prompts import inputs_of
-from mmspec.pipelines.serving.batcher import answer_length
+from mmspec.pipelines.serving.batcher import cut_off
 
 ADDRESSES = ("POST /v1/chat/completions", "GET /v1/models", "GET /v1/models/NAME", "GET /health")
 T = TypeVar("T")
@@ -106,7 +106,6 @@ class Service:
                 if not (done or writer.stopped):
                     yield piece, None, {}
                     continue
-                ends = answer_length([*tokens, -1], self.engine.model.generation_config.eos_token_id) <= len(tokens)
                 n = len(tokens)
                 usage = {"prompt_tokens": length, "completion_tokens": n, "total_tokens": length + n}
                 facts = {
@@ -116,7 +115,7 @@ class Service:
                     "tokens_per_target_call": round(stats.tokens_per_target_call, 4),
                     "seconds": round(time.perf_counter() - began, 6),
                 }
-                cut = len(tokens) >= most and not ends and not writer.stopped
+                cut = cut_off(tokens, self.engine.model.generation_config.eos_token_id, most) and not writer.stopped
                 yield piece, "length" if cut else "stop", {"usage": usage, "mmspec": facts}
                 return
         finally:

@@ -43,27 +43,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--frames", type=count, nargs="+", default=[8], help="of clips, a cell for each number (default: 8)")
 
 
-def asked(args: argparse.Namespace, pictures: bool = True) -> tuple[Questions, Questions]:
-    """By cell: what is measured, and what is tuned on; pairs and clips have prompts of their own.
-
-    Args:
-        pictures: whether the model sees some.
-    """
+def asked(args: argparse.Namespace, pictures: bool = True, tuning: int = 0) -> Questions:
+    """The questions to measure, by cell; pairs and clips have prompts of their own. For the arguments see
+    `mmspec.app.bench.questions.asked`."""
     if "clip" not in args.shown:
         refuse(args, "only clips have frames (--shown clip)", frames=[8])
     if args.data is not None:
         refuse(args, "--data shows your own pictures, and nothing drawn", shown=["picture"])
-        return questions.asked(args, pictures)
-    measured: Questions = {}
-    tuning: Questions = {}
-    others = questions.tuned_on(args)
+        return questions.asked(args, pictures, tuning)
+    found: Questions = {}
     for kind in args.shown:
         for frames in args.frames if kind == "clip" else [2]:
             if kind == "picture":
-                now, later = questions.asked(args, pictures)
-            else:
-                drawn = [[KINDS[kind]([first, args.seed, i], frames) for i in range(count)]
-                         for first, count in ((HELD_OUT, args.images), (TUNING, others))]  # fmt: skip
-                now, later = questions.labelled(Shown(kind, frames), drawn[0], drawn[1], args.prompt)
-            measured, tuning = measured | now, tuning | later
-    return measured, tuning
+                found |= questions.asked(args, pictures, tuning)
+                continue
+            first = TUNING if tuning else HELD_OUT
+            some = [KINDS[kind]([first, args.seed, i], frames) for i in range(tuning or args.images)]
+            found |= questions.labelled(Shown(kind, frames), some, args.prompt)
+    return found

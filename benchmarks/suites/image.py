@@ -18,7 +18,7 @@ from benchmarks.suites.gallery import Gallery, gallery_of
 from benchmarks.suites.judge import ImagePrompts, Judge
 from benchmarks.suites.plots import CURVES
 from mmspec.app.bench import image
-from mmspec.app.bench.command import BenchError, Outcome, matching, refuse, say
+from mmspec.app.bench.command import BenchError, Outcome, matching, refuse, say, seeds_of
 from mmspec.app.bench.image import SPEED, charges
 from mmspec.app.bench.image_methods import BASE, facts, sweeps, with_rule
 from mmspec.app.bench.image_plain import ImageBench
@@ -28,13 +28,14 @@ from mmspec.app.devices import EngineError
 from mmspec.app.mar import draws
 from mmspec.app.media.inputs import images
 from mmspec.app.options import count
-from mmspec.app.painter import ImageSubject
+from mmspec.app.painter import ImageSubject, sheet
 from mmspec.drafters.jacobi import JacobiDrafter
 from mmspec.media import load_image
 from mmspec.protocols import SessionView, Target
 from mmspec.types import NO_TOKEN, Draft
 from mmspec.zoo import pictures
 
+GRID = 8  # pictures per method on the sheet
 QUALITY = "image-quality"  # the suite of its records
 UNKNOWN = ("fd_ar", "fd_over_noise", "fd_real", "precision", "recall", "faithfulness", "all_right", "compression",
            "spent", "spent_max")  # fmt: skip
@@ -60,6 +61,9 @@ class Hostile(JacobiDrafter):
 
 def configure(parser: argparse.ArgumentParser) -> None:
     image.configure(parser)
+    images = next(action for action in parser._actions if action.dest == "images")
+    images.type, images.help = int, "prompts timed side by side; 0: no timing (%(default)s)"
+    parser.add_argument("--grid", type=Path, metavar="FILE", help="a sheet of pictures, all methods at the same seeds")
     parser.add_argument("--resume", action="store_true", help="continue with the records of an earlier run's --json")
     measures.configure(parser)
     good = parser.add_argument_group("how good the pictures are")
@@ -98,7 +102,12 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     args.batch = [b for b in args.batch if not all(there(outcome.records, SPEED, batch=b, method=m) for m in timed)]
     outcome.records[:] = [r for r in outcome.records if (r["suite"], r.get("batch")) not in
                           {(SPEED, batch) for batch in args.batch}]  # fmt: skip
-    yield from image.timings(bench, args, outcome, methods)
+    if args.images:
+        yield from image.timings(bench, args, outcome, methods)
+    if args.grid:
+        draw_sheet(
+            bench, matching(known, args.methods, args.without), image.prompts(bench.painter, args, GRID), args.grid
+        )
     if measured:
         left = [
             m for m in matching(known, args.methods, args.without)
@@ -109,6 +118,24 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
             yield from measures.measure_pictures(bench, left, conditions, args, outcome)
     elif args.quality_images:
         yield from judged(bench, args, outcome)
+
+
+def draw_sheet(bench: ImageBench, chosen: list[Method], prompts: Sequence[str | int], path: Path) -> None:
+    """Write a sheet with a row per method, and the same prompt and seed in each column."""
+    group = list(zip(prompts, seeds_of(1, len(prompts), bench.seed), strict=True))
+    rows = []
+    for method in chosen:
+        if method.arguments:  # plain loops with fixed shapes draw as ar does
+            continue
+        try:
+            painting = bench.call(method, group)
+        except EngineError as error:
+            say(f"{method.name} is not on the sheet: {error}")
+            continue
+        rows.append((f"{method.name}, {painting.compression:.2f} tokens per forward", painting.images))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet(rows).save(path)
+    say(f"sheet: {path}")
 
 
 def take_up(path: Path | None, outcome: Outcome) -> None:

@@ -49,8 +49,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     def run(method: Method, question: Question) -> TimedCall:
         return bench.call(method, 0.0, bench.inputs([question]), args.seed)
 
-    args.tune = False
-    for shown, some in questions.asked(args)[0].items():
+    for shown, some in questions.asked(args).items():
         comparison = Comparison(methods, run)
         comparison.warm_up(some[0], ["stock"])
         calls = comparison.measure(some)

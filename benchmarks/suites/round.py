@@ -13,7 +13,7 @@ import torch
 from benchmarks.suites import ablations, drawn, roofline, subject
 from mmspec.app.bench import report, vlm
 from mmspec.app.bench.answers import VlmBench
-from mmspec.app.bench.command import Outcome, batches, matching, refuse
+from mmspec.app.bench.command import Outcome, batches, matching
 from mmspec.app.compare import Method, Reads
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel
@@ -36,13 +36,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    refuse(args, "the round bench tunes nothing", tune=False, tune_images=4)
     bench = subject.timed(args, outcome)
     weights = sum(p.numel() * p.element_size() for p in bench.model.parameters()) / 2**20
     most = roofline.measured(bench.model)
     outcome.provenance |= {"weights_mb": round(weights, 1)} | most.facts()
     args.without = [*args.without, "hf-*", "ngram", *([] if args.static else ["stock-static"])]
-    chosen, (asked, _) = matching(list(methods(bench.model, args)), args.methods), drawn.asked(args)
+    chosen, asked = matching(list(methods(bench.model, args)), args.methods), drawn.asked(args)
     for batch, heat in [(batch, heat) for batch in args.batch for heat in args.temperature]:
         for shown, some in asked.items():
             cell, first = vlm.VlmCell(batch, heat, shown), bench.inputs(batches(some, batch)[0])

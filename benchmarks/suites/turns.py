@@ -79,8 +79,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     whole = Method("whole prompts", drafter=made, options=options | {"prefix_cache": None})
     kept = replace(whole, name="prefix_cache", options={"prefix_cache": KEPT} | options)
     chosen = [Method("stock"), whole, kept]
-    args.tune = False
-    for shown, some in drawn.asked(args)[0].items():
+    for shown, some in drawn.asked(args).items():
         comparison = Comparison(chosen, TurnsBench(bench, args.second).run)
         comparison.warm_up(some[0], ["stock"])
         made_by = comparison.measure(some)

@@ -308,6 +308,11 @@ def answer_length(row: list[int], eos: int | list[int] | Tensor | None) -> int:
     return next((place + 1 for place, token in enumerate(row) if token in ends), len(row))
 
 
+def cut_off(row: list[int], eos: int | list[int] | Tensor | None, most: int) -> bool:
+    """Whether an answer has the maximum length and no end-of-sequence token."""
+    return len(row) >= most and answer_length([*row, -1], eos) > len(row)
+
+
 def require_one_row(inputs: Any, name: str) -> None:
     """Check that these are the inputs of one prompt, as a processor returns them.
 

@@ -747,15 +747,15 @@ def test_the_clock_starts_when_the_model_has_warmed_up(caption, compiled: list[i
 
 
 def test_the_processor_has_threads_of_its_own(truly, model: Path, monkeypatch: pytest.MonkeyPatch):
-    from mmspec.app import engine
+    from mmspec.app import captioner
 
-    real, threads = engine.chat_inputs, []
+    real, threads = captioner.chat_inputs, []
 
     def noted(*args, **more):
         threads.append(threading.current_thread().name)
         return real(*args, **more)
 
-    monkeypatch.setattr(engine, "chat_inputs", noted)
+    monkeypatch.setattr(captioner, "chat_inputs", noted)
     assert truly("--no-compare", "--batch-size", "2") == OK
     assert len(threads) == len(GOOD) and all(name.startswith("mmspec-processor") for name in threads)
 

@@ -82,7 +82,7 @@ def test_what_is_drawn_instead_of_the_published_sampler_is_told(tmp_path, capsys
     (["1", "--reproducible"], "reproducible is for models that draw token ids; this one is a MAR, which takes window"),
     (["1", "--enable", "depth=3"], "depth is for models"),
     (["1", "--window", 0], "ahead must be a whole number ≥ 1"),
-    (["1", "--drafter", "none", "--window", 4], "need a drafter"),
+    (["1", "--drafter", "none", "--window", 4], "needs a drafter"),
     (["1", "--rule", "lantern"], "rule must be one of gaussian_path, cspd"),
     (["1", "--drafter", "nowhere"], "nowhere"),
 ])  # fmt: skip

@@ -15,6 +15,7 @@ from PIL import Image
 
 import mmspec
 from benchmarks.__main__ import parser as workshop
+from benchmarks.suites import published, tuning
 from mmspec.app import cli, compare
 from mmspec.app.bench import command as bench
 from mmspec.app.bench import report
@@ -142,8 +143,8 @@ def test_reads_a_folder_laid_out_like_mmspec(tmp_path: Path) -> None:
         for i, n in enumerate(names)
     ]
     (tmp_path / "mmspec.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    measured, tuning = read_questions(tmp_path, 2, 2)
-    assert [q.prompt for q in measured] == ["w0?", "w2?"] and [q.prompt for q in tuning] == ["w1?", "w3?"]
+    measured, others = read_questions(tmp_path, 2), read_questions(tmp_path, 2, without=2)
+    assert [q.prompt for q in measured] == ["w0?", "w2?"] and [q.prompt for q in others] == ["w1?", "w3?"]
     assert measured[0].category == "t0" and measured[0].images[0].getpixel((0, 0)) == (0, 90, 10)
 
 
@@ -151,9 +152,9 @@ def test_reads_json_with_several_pictures_and_plain_folders(tmp_path: Path) -> N
     names = save_pictures(tmp_path / "pictures", 3)
     rows = {"data": [{"images": [f"pictures/{n}" for n in names], "question": "which?", "task": "pairs"}]}
     (tmp_path / "list.json").write_text(json.dumps(rows))
-    (question,) = read_questions(tmp_path / "list.json", 1, 0)[0]
+    (question,) = read_questions(tmp_path / "list.json", 1)
     assert len(question.images) == 3 and question.prompt == "which?" and question.category == "pairs"
-    assert [q.prompt for q in read_questions(tmp_path / "pictures", 3, 0)[0]] == ["", "", ""]
+    assert [q.prompt for q in read_questions(tmp_path / "pictures", 3)] == ["", "", ""]
 
 
 def test_reads_pictures_inside_parquet(tmp_path: Path) -> None:
@@ -161,14 +162,14 @@ def test_reads_pictures_inside_parquet(tmp_path: Path) -> None:
     (name,) = save_pictures(tmp_path, 1)
     row = {"image": {"bytes": (tmp_path / name).read_bytes(), "path": None}, "question": "what?"}
     parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "list.parquet")
-    (question,) = read_questions(tmp_path / "list.parquet", 1, 0)[0]
+    (question,) = read_questions(tmp_path / "list.parquet", 1)
     assert question.images[0].size == (28, 28) and question.category == "all"
 
 
 @pytest.mark.parametrize(
     ("content", "count", "told"),
     [
-        ('{"image": "0.png", "question": "w?"}', 3, "has 1 questions; 3 are needed to measure"),
+        ('{"image": "0.png", "question": "w?"}', 3, "has 1 questions; 3 are needed"),
         ('{"question": "w?"}', 1, "no picture: its fields are question"),
         ('{"image": "0.png", "answer": "w"}', 1, "no prompt"),
         ('{"image": "0.png", "video": "a.mp4", "question": "w?"}', 1, "question 1: 'video' holds a video, and only"),
@@ -178,7 +179,7 @@ def test_says_what_is_wrong_with_a_list(tmp_path: Path, content: str, count: int
     save_pictures(tmp_path, 1)
     (tmp_path / "list.jsonl").write_text(content)
     with pytest.raises(BenchError, match=told):
-        read_questions(tmp_path / "list.jsonl", count, 0)
+        read_questions(tmp_path / "list.jsonl", count)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,6 @@ def test_says_what_is_wrong_with_a_list(tmp_path: Path, content: str, count: int
         (["vlm", "--data", "{}", "--shown", "pair"], "--shown: --data shows your own pictures, and nothing drawn"),
         (["vlm", "--data", "{}", "--prompt", "short"], "--prompt: the questions of "),
         (["caption", "--data", "{}", "--prompt", "short"], "--prompt: the questions of "),
-        (["round", "--tune"], "--tune: the round bench tunes nothing; leave it out"),
         (["shapes", "--sizes", "toy", "--models", "llamagen-xl", "--contexts", "9"], "--contexts: only vision-"),
         (["image", "--sweep", "--real", "{}"], "--sweep and --real: no quality is measured without --quality-images N"),
         (["image", "--model", "mar", "--rule", "x", "--prompts", "y"], "--prompts and --rule: a MAR draws classes by"),
@@ -220,10 +220,10 @@ def test_the_screen_shows_the_columns_that_fit_there() -> None:
 def test_a_file_that_is_no_list_of_questions(tmp_path: Path, content: str) -> None:
     (tmp_path / "list.json").write_text(content)
     with pytest.raises(BenchError, match=r"list\.json cannot be read as a list of questions: "):
-        read_questions(tmp_path / "list.json", 1, 0)
+        read_questions(tmp_path / "list.json", 1)
     (tmp_path / "list.jsonl").write_text(content)
     with pytest.raises(BenchError, match=r"holds 2 lists \(list\.json, list\.jsonl\); name one of them"):
-        read_questions(tmp_path, 1, 0)
+        read_questions(tmp_path, 1)
 
 
 @pytest.mark.parametrize("flag", ["--json", "--markdown"])
@@ -239,7 +239,7 @@ def test_a_file_that_cannot_be_written_ends_the_run_before_it_begins(
 
 def test_no_data(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"\.jsonl, \.json, \.parquet"):
-        read_questions(tmp_path / "absent.csv", 1, 0)
+        read_questions(tmp_path / "absent.csv", 1)
 
 
 # -- whole runs ----------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_tunes_a_feature_drafter_and_survives_a_failing_path(
     drafter = EagleDrafter(EagleConfig(hidden=64, intermediate=96, heads=4, kv_heads=2, vocab=128))
     monkeypatch.setattr(mmspec, "load_drafter", lambda path: drafter, raising=False)
     grids = {"drafter": ({"depth": 2, "width": 1}, {"depth": 2, "width": 2, "size": 4})}
-    monkeypatch.setattr(bench_vlm, "GRIDS", grids)
+    monkeypatch.setattr(tuning, "GRIDS", grids)
     whole = VlmBench.call
 
     def broken(bench_: VlmBench, method: Any, *rest: Any) -> TimedCall:
@@ -279,7 +279,8 @@ def test_tunes_a_feature_drafter_and_survives_a_failing_path(
 
     monkeypatch.setattr(VlmBench, "call", broken)
     words = ["--drafter", "somewhere", "--batch", 1, "--temperature", 0, "--tune", "--tune-images", 1]
-    assert run("--model", model, *QUICK, *words, "--json", tmp_path / "out.json") == 0
+    words = ["vlm", "--model", model, *QUICK, *words, "--json", tmp_path / "out.json"]
+    assert cli.main([*map(str, words)], workshop) == 0
     found = json.loads((tmp_path / "out.json").read_text())
     records = {r["method"]: r for r in found["records"]}
     chosen = found["tuned"]["batch 1, temperature 0"]["eagle"]
@@ -306,17 +307,17 @@ def test_several_data_sets_make_a_table(model: Path, tmp_path: Path, capsys: pyt
     words = ["--data", *(tmp_path / f"{kind}.jsonl" for kind in ("one", "other")), "--images", 1, "--batch", 1]
     words += ["--temperature", 0, "--max-new-tokens", 6, "--without", "stock-static", "hf-*"]
     files = ["--json", tmp_path / "out.json", "--markdown", tmp_path / "out.md"]
-    assert run("--model", model, *words, *files) == 0
+    assert cli.main([*map(str, ["vlm", "--model", model, *words, *files])], workshop) == 0
     records = json.loads((tmp_path / "out.json").read_text())["records"]
     assert [r["kind"] for r in records] == [
         str(tmp_path / f"{kind}.jsonl") for kind in ("one", "one", "other", "other")
     ]
-    ((title, (head, stock, ngram)),) = report.data_tables(records).items()
+    ((title, (head, stock, ngram)),) = published.data_tables(records).items()
     assert title == "tokens/call, speedup: batch 1, temperature 0" and head[-1] == "mean" and len(head) == 4
     assert stock == ["stock", *["1.00, 1.00x"] * 3] and ngram[0] == "ngram" and ngram[3].endswith("x")
     assert title in capsys.readouterr().out and f"## {title}" in (tmp_path / "out.md").read_text()
     del records[3]
-    assert report.data_tables(records)[title][2][2:] == ["-", "-"] and report.data_tables(records[:2]) == {}
+    assert published.data_tables(records)[title][2][2:] == ["-", "-"] and published.data_tables(records[:2]) == {}
 
 
 def test_plots(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -339,9 +340,7 @@ def test_the_kernels_suite_knows_no_such_device(capsys: pytest.CaptureFixture[st
     assert "no device 'foo' here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "words", ["--images 0", "--batch 0", "--tune-images 0", "--max-new-tokens x", "--temperature -1"]
-)
+@pytest.mark.parametrize("words", ["--images 0", "--batch 0", "--max-new-tokens x", "--temperature -1"])
 def test_values_that_cannot_be_meant_are_refused_before_the_work(words: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as stop:
         run(*words.split())

@@ -17,6 +17,7 @@ from PIL import Image
 import mmspec
 from benchmarks.suites import SUITES, ablations, curves
 from benchmarks.suites import drawn as suite_drawn
+from benchmarks.suites import tuning as suite_tuning
 from benchmarks.zoo import clips
 from mmspec.app import embedded
 from mmspec.app.bench import command as bench
@@ -69,7 +70,7 @@ def arguments(*words: object) -> argparse.Namespace:
 
 
 def test_pictures_pairs_and_clips_of_several_lengths() -> None:
-    asked, _ = suite_drawn.asked(arguments("--shown", "picture", "pair", "clip", "--frames", 2, 4, "--images", 2))
+    asked = suite_drawn.asked(arguments("--shown", "picture", "pair", "clip", "--frames", 2, 4, "--images", 2))
     assert [(s.kind, s.pictures, s.prompt) for s in asked] == [
         ("picture", 1, "short"), ("picture", 1, "long"), ("pair", 2, ""), ("clip", 2, ""), ("clip", 4, ""),
     ]  # fmt: skip
@@ -83,8 +84,8 @@ def test_pictures_pairs_and_clips_of_several_lengths() -> None:
 
 
 def test_tuning_shows_other_things() -> None:
-    words = ("--shown", "picture", "pair", "clip", "--frames", 2, "--images", 3, "--tune", "--tune-images", 3)
-    measured, tuning = suite_drawn.asked(arguments(*words))
+    words = ("--shown", "picture", "pair", "clip", "--frames", 2, "--images", 3)
+    measured, tuning = (suite_drawn.asked(arguments(*words), tuning=n) for n in (0, 3))
     for shown in measured:
         seen = {q.images[0].tobytes() for q in measured[shown]}
         assert len(seen) == 3 and not seen & {q.images[0].tobytes() for q in tuning[shown]}
@@ -244,7 +245,7 @@ def test_ablations_in_one_table(
 def test_tuning_leaves_out_what_a_drafter_cannot_do(
     model: Path, drafters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vlm, "GRIDS", {"drafter": ({"depth": 2, "width": 1}, {"depth": 4, "width": 1})})
+    monkeypatch.setattr(suite_tuning, "GRIDS", {"drafter": ({"depth": 2, "width": 1}, {"depth": 4, "width": 1})})
     words = ["--drafters", drafters["flash"], "--images", 1, "--prompt", "short", "--tune", "--tune-images", 1,
              "--batch", 1, "--temperature", 0, "--max-new-tokens", 4,
              "--without", "stock-static", "hf-prompt-lookup", "ngram"]  # fmt: skip

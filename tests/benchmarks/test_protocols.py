@@ -13,9 +13,10 @@ import huggingface_hub
 import pytest
 from PIL import Image
 
+from benchmarks.suites import vlm as _  # noqa: F401
+from benchmarks.suites.published import COMMAND, LETTER, PROTOCOLS, SHORT
 from mmspec.app.bench.command import BenchError
 from mmspec.app.bench.questions import read_questions
-from mmspec.app.bench.sources import COMMAND, LETTER, PROTOCOLS, SHORT
 from mmspec.app.media.clips import VideoReader
 from mmspec.app.media.video import FramePolicy
 
@@ -66,7 +67,7 @@ def test_a_row_is_asked_as_the_field_asks_it(name: str, monkeypatch: pytest.Monk
         return made
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    measured, _ = read_questions(Path(name), 3, 1)
+    measured = read_questions(Path(name), 3)
     assert len(measured) == 3 and {q.prompt for q in measured} == {ASKED.get(name, f"what is it?{SHORT}")}
     shown = FIELDS[name].get("image", [PICTURE] * (3 if name == "mmmu" else 1))
     assert [picture.size for picture in measured[0].images] == [(8, 6)] * len(shown)
@@ -83,14 +84,14 @@ def test_any_data_set_with_the_usual_fields(tmp_path: Path) -> None:
     made = datasets.Dataset.from_list(rows).cast_column("image", datasets.Image())
     for split in ("test", "train"):
         made.to_parquet(tmp_path / "set" / f"{split}.parquet")
-    (question,) = read_questions(Path(f"hf:{tmp_path / 'set'}:test"), 1, 0)[0]
+    (question,) = read_questions(Path(f"hf:{tmp_path / 'set'}:test"), 1)
     assert question.prompt == "question 0" and question.category == "ocr" and question.images[0].size == (8, 6)
     with pytest.raises(BenchError, match=r"has the splits \w+, \w+; name one"):
-        read_questions(Path(f"hf:{tmp_path / 'set'}"), 1, 0)
+        read_questions(Path(f"hf:{tmp_path / 'set'}"), 1)
     with pytest.raises(BenchError, match="cannot be loaded"):
-        read_questions(Path(f"hf:{tmp_path / 'nowhere'}"), 1, 0)
-    with pytest.raises(BenchError, match="or one of scienceqa, mm-vet, textvqa"):
-        read_questions(Path("scienceqb"), 1, 0)
+        read_questions(Path(f"hf:{tmp_path / 'nowhere'}"), 1)
+    with pytest.raises(BenchError, match="scienceqa, mm-vet, textvqa"):
+        read_questions(Path("scienceqb"), 1)
 
 
 def test_an_open_question_of_mmmu_has_no_options() -> None:
@@ -107,17 +108,17 @@ def test_mvbench_is_read_from_a_copy_with_its_videos(
         row = {"video": f"{task}.mp4", "question": "what?", "candidates": ["a ball", "none"], "answer": "none"}
         (tmp_path / "json" / f"{task}.json").write_text(json.dumps([row] * 2))
     with pytest.raises(BenchError, match=f"no videos in perception/videos; download it: {COMMAND}"):
-        read_questions(tmp_path, 2, 0)
+        read_questions(tmp_path, 2)
     (tmp_path / "perception" / "videos").mkdir(parents=True)
     film = clips.write_clip(tmp_path / "perception" / "videos" / "action_count.mp4", 6)
     with pytest.raises(BenchError, match=r"has no perception/videos/object_shuffle\.mp4; download it"):
-        read_questions(tmp_path, 2, 0)
+        read_questions(tmp_path, 2)
     shutil.copy(film, film.with_name("object_shuffle.mp4"))
     cached = list[dict[str, Any]]()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **how: cached.append(how) or str(tmp_path))
     for path in (tmp_path, Path("mvbench")):
         with VideoReader(FramePolicy("uniform", 3)) as reader:
-            measured, _ = read_questions(path, 2, 0, clips=reader)
+            measured = read_questions(path, 2, clips=reader)
         assert [q.category for q in measured] == ["action_count", "object_shuffle"]
         assert {q.prompt for q in measured} == {
             "Question:what?\nOption:\n(A) a ball\n(B) none\nOnly give the best option.\n"
@@ -130,4 +131,4 @@ def test_mvbench_is_read_from_a_copy_with_its_videos(
 def test_mvbench_is_not_fetched_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(BenchError, match="mvbench is not on this machine; download it: hf download OpenGVLab/MVBench"):
-        read_questions(Path("mvbench"), 1, 0)
+        read_questions(Path("mvbench"), 1)

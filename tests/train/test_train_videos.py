@@ -63,7 +63,7 @@ def test_a_data_set_with_a_column_of_videos(questions: Path, reader: VideoReader
     made.cast_column("video", datasets.Video()).to_parquet(tmp_path / "set" / "train.parquet")
     sample = data.read(f"hf:{tmp_path / 'set'}", clips=reader)[1]
     assert (sample.prompt, sample.clip, len(sample.load())) == ("w5?", True, 4)
-    (question,) = read_questions(Path(f"hf:{tmp_path / 'set'}:train"), 1, 0, clips=reader)[0]
+    (question,) = read_questions(Path(f"hf:{tmp_path / 'set'}:train"), 1, clips=reader)
     assert question.clip and [clips.place_of(frame) for frame in question.images] == [1, 3, 5, 7]
 
 
@@ -79,7 +79,7 @@ def test_one_video_or_pictures(line: dict[str, Any], told: str, tmp_path: Path, 
     with pytest.raises(ValueError, match=f"line 1: .*{told}"):
         data.read(str(tmp_path / "x.jsonl"), clips=reader)
     with pytest.raises(BenchError, match=f"question 1: .*{told}"):
-        read_questions(tmp_path / "x.jsonl", 1, 0, clips=reader)
+        read_questions(tmp_path / "x.jsonl", 1, clips=reader)
 
 
 def test_a_video_elsewhere_is_not_opened(questions: Path, tmp_path: Path, reader: VideoReader) -> None:
@@ -88,7 +88,7 @@ def test_a_video_elsewhere_is_not_opened(questions: Path, tmp_path: Path, reader
     with pytest.raises(data.UnreadableError, match="lies outside of"):
         sample.load()
     with pytest.raises(BenchError, match=r"question 1: its video names .* lies outside of"):
-        read_questions(tmp_path / "x.jsonl", 1, 0, clips=reader)
+        read_questions(tmp_path / "x.jsonl", 1, clips=reader)
 
 
 @pytest.mark.parametrize("method", ["vispec", "flash"])

@@ -1,26 +1,24 @@
-"""Where the questions of a benchmark come from: lists, folders, data sets of the Hub, and published benchmarks."""
+"""Published benchmarks by name: their data sets on the Hub, and the prompts and pictures of their rows."""
 
 from __future__ import annotations
 
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 from mmspec.app.bench.command import BenchError, say
-from mmspec.app.media.hub import Dataset
-from mmspec.app.media.inputs import images
-from mmspec.app.media.tables import Columns
-from mmspec.media import MediaError, dataset_folders
+from mmspec.app.bench.questions import QuestionSource, Row, split_of
+from mmspec.app.bench.report import Record
+from mmspec.media import dataset_folders
 
-Row = Mapping[str, Any]
-LISTS = (".jsonl", ".json", ".parquet")
 QUESTION, CAPTION = "{question}", "Provide a one-sentence caption for the provided image."
 SHORT = "\nAnswer the question using a single word or phrase."
+NO_DATA = ("data", "picture", "pair", "clip")  # kinds of questions that are not names of data sets
 LETTER = "\nAnswer with the option's letter from the given choices directly."
 FOUR = "{question}\nA. {choice_a}\nB. {choice_b}\nC. {choice_c}\nD. {choice_d}" + LETTER  # of SEED-Bench
 MVBENCH, BRANCH = "OpenGVLab/MVBench", "video"  # the main branch has uncut videos in archives
@@ -43,20 +41,6 @@ VIDEOS = {  # folder of videos of MVBench → the tasks about them; the question
     "tvqa/video_fps3_hq_segment": "episodic_reasoning",
     "vlnqa": "egocentric_navigation",
 }
-
-
-@dataclass(frozen=True)
-class QuestionSource:
-    """Questions as rows.
-
-    Attributes:
-        folders: where the files that a row names are looked for.
-        ask: a row's question, with the usual fields.
-    """
-
-    rows: Sequence[Row]
-    folders: Sequence[Path] = ()
-    ask: Callable[[Row], Row] = lambda row: row
 
 
 def _lettered(choices: Sequence[str]) -> str:
@@ -87,26 +71,24 @@ class Protocol:
 
     Attributes:
         where: owner/name[/config]:split on the Hub.
-        prompt: a row's prompt, as a function of the row or with its {fields}; None: the row has the usual fields.
+        prompt: a row's prompt, as a function of the row or with its {fields}.
         category: the field whose values get separate rows in the bench's table.
         shown: a function that returns a row's picture or pictures.
         album: a separate data set with the pictures by `id`; a row's `imageId` names one.
     """
 
     where: str
-    prompt: str | Callable[[Row], str] | None = None
+    prompt: str | Callable[[Row], str]
     category: str | None = None
     shown: Callable[[Row], object] = itemgetter("image")
     album: str | None = None
 
     def source(self) -> QuestionSource:
         folders = dataset_folders(self.where.partition(":")[0])
-        pictures = None if self.album is None else _split(self.album)
+        pictures = None if self.album is None else split_of(self.album)
         numbers = {} if pictures is None else {name: number for number, name in enumerate(pictures["id"])}
 
         def ask(row: Row) -> Row:
-            if self.prompt is None:
-                return row
             try:
                 if pictures is not None:
                     row = {**row, "image": pictures[numbers[row["imageId"]]]["image"]}
@@ -116,7 +98,7 @@ class Protocol:
                 raise BenchError(f"{self.where} has no field {error}; its fields are {', '.join(row)}") from error
             return question | ({"category": row.get(self.category)} if self.category else {})
 
-        return QuestionSource(_split(self.where), folders, ask)
+        return QuestionSource(split_of(self.where), folders, ask)
 
 
 PROTOCOLS: dict[str, Protocol] = {
@@ -136,69 +118,19 @@ PROTOCOLS: dict[str, Protocol] = {
     ),
     "mmmu": Protocol("lmms-lab-encoder/MMMU:validation", _exam, shown=_numbered),
 }
+
+
 NAMES = (*PROTOCOLS, "mvbench")
 
 
-def source_of(path: Path) -> QuestionSource:
-    """The questions of a list, a folder, hf:owner/name[/config][:split], or a published benchmark by its name.
-
-    Raises BenchError: there are none.
-    """
-    name = str(path)
-    if not path.exists():
-        if name == "mvbench":
-            return _mvbench(_cached())
-        if (protocol := PROTOCOLS.get(name)) is not None or name.startswith("hf:"):
-            return (protocol or Protocol(name.removeprefix("hf:"))).source()
+def find(path: Path) -> QuestionSource | None:
+    """The questions of a benchmark by its name, or of a folder with a copy of MVBench; None for others."""
     if path.is_dir():
-        if any((path / "json" / f"{task}.json").is_file() for tasks in VIDEOS.values() for task in tasks.split()):
-            return _mvbench(path)
-        lists = sorted(p for p in path.iterdir() if p.suffix in LISTS)
-        if len(lists) > 1:
-            raise BenchError(f"{path} holds {len(lists)} lists ({', '.join(p.name for p in lists)}); name one of them")
-        if not lists:
-            return QuestionSource([{"image": str(picture.resolve())} for picture in images(path)])
-        path = lists[0]
-    if path.suffix not in LISTS or not path.is_file():
-        raise BenchError(
-            f"no questions in {name!r}; give a folder, a file ending in {', '.join(LISTS)}, "
-            f"hf:owner/name[:split], or one of {', '.join(NAMES)}"
-        )
-    try:
-        return QuestionSource(_listed(path), [path.parent / sub for sub in ("", "images", "videos")])
-    except (OSError, ValueError) as error:  # pyarrow's are among these
-        raise BenchError(f"{path} cannot be read as a list of questions: {error}") from error
-
-
-def _listed(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file. ValueError: it is no list of objects."""
-    if path.suffix == ".parquet":
-        try:
-            import pyarrow.parquet
-        except ImportError as error:
-            raise BenchError("a parquet list needs pyarrow: pip install pyarrow, or convert it to .jsonl") from error
-        return pyarrow.parquet.read_table(path).to_pylist()  # type: ignore[no-any-return]
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".jsonl":
-        rows: Any = [json.loads(line) for line in text.splitlines() if line.strip()]
-    else:
-        rows = json.loads(text)
-        if isinstance(rows, dict):
-            rows = next((value for value in rows.values() if isinstance(value, list)), None)
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError("it must have an object for each question")
-    return rows
-
-
-def _split(where: str) -> Any:
-    """The rows of one split of a data set."""
-    try:
-        parts = Dataset(f"hf:{where}", Columns()).parts
-    except MediaError as error:
-        raise BenchError(str(error)) from error
-    if len(parts) > 1:
-        raise BenchError(f"hf:{where} has the splits {', '.join(parts)}; name one, as in owner/name:split")
-    return next(iter(parts.values()))
+        tasks = [task for tasks in VIDEOS.values() for task in tasks.split()]
+        return _mvbench(path) if any((path / "json" / f"{task}.json").is_file() for task in tasks) else None
+    if str(path) == "mvbench":
+        return _mvbench(_cached())
+    return PROTOCOLS[str(path)].source() if str(path) in PROTOCOLS else None
 
 
 def _cached() -> Path:
@@ -239,3 +171,30 @@ def _watch(row: Row) -> Row:
     options = "".join(f"({chr(ord('A') + i)}) {one}\n" for i, one in enumerate(row["candidates"]))
     prompt = f"Question:{row['question']}\nOption:\n{options}Only give the best option.\n"
     return {"video": row["video"], "prompt": prompt, "category": row["task"]}
+
+
+def data_tables(records: Sequence[Record]) -> dict[str, list[list[str]]]:
+    """Tables of several data sets as in papers, by condition: rows are methods, columns are data sets and their mean.
+
+    A cell has tokens per target call and the speed-up over stock. A condition with only one data set has no table.
+    """
+    conditions: dict[str, dict[str, dict[str, Record]]] = {}  # condition → data set → method → record
+    for record in records:
+        if record["suite"] == "vlm" and record["category"] == "all" and record["kind"] not in NO_DATA:
+            prompt = f", {record['prompt']} prompt" if record["prompt"] else ""
+            title = f"tokens/call, speedup: batch {record['batch']}, temperature {record['temperature']:g}{prompt}"
+            conditions.setdefault(title, {}).setdefault(record["kind"], {})[record["method"]] = record
+    tables = {}
+    for title, sets in conditions.items():
+        methods = {name: [one.get(name) for one in sets.values()] for each in sets.values() for name in each}
+        rows = [[name, *(_mean([one]) for one in found), _mean(found)] for name, found in methods.items()]
+        tables[title] = [["method", *sets, "mean"], *rows]
+    return {title: rows for title, rows in tables.items() if len(conditions[title]) > 1}
+
+
+def _mean(records: Sequence[Record | None]) -> str:
+    """The means over these records; a dash if a value is missing."""
+    pairs = [(r["tokens_per_target_call"], r["speedup_e2e"]) for r in records if r is not None]
+    if len(pairs) < len(records) or not all(map(all, pairs)):
+        return "-"
+    return "{:.2f}, {:.2f}x".format(*map(statistics.fmean, zip(*pairs, strict=True)))

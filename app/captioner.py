@@ -1,0 +1,192 @@
+"""Turns pictures and prompts into texts: prepares them in threads, batches them, and decodes the answers."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from PIL import Image
+
+from mmspec.app.prompt import PromptChoice
+from mmspec.compile.capture_cache import settled
+from mmspec.pipelines.host.kinds import BatchFeature, Processor
+from mmspec.pipelines.prompts import chat_inputs
+from mmspec.pipelines.serving.batcher import Batcher, cut_off
+from mmspec.statistics import Stats
+
+THREADS = 2  # per model; resizing and normalizing release the GIL
+T = TypeVar("T")
+
+
+class ProcessorThreads:
+    """Threads that each use their own copy of a processor, since tokenizers are not thread-safe."""
+
+    def __init__(self, processor: Processor):
+        self.processor, self._own = processor, threading.local()
+
+        def begin() -> None:
+            self._own.processor = copy.deepcopy(processor)
+
+        self._pool = ThreadPoolExecutor(THREADS, "mmspec-processor", initializer=begin)
+
+    def submit(self, job: Callable[[Processor], T]) -> Future[T]:
+        return self._pool.submit(lambda: job(self._own.processor))
+
+
+@dataclass(frozen=True)
+class CaptionResult:
+    """The result of one item.
+
+    Attributes:
+        tokens: number of generated tokens.
+        seconds: since the prefill of its prompt; answers of one batch share the time.
+        finish: "stop" if the model ended the answer, "length" if it, or another of several answers, was cut off at
+            `max_new_tokens`.
+        further: the answers to the further prompts.
+        scores: mean log-probability per token for each answer, in the order of the prompts; empty unless requested.
+        error: why there is no text; None if there is one.
+    """
+
+    ticket: Hashable
+    text: str = ""
+    tokens: int = 0
+    seconds: float = 0.0
+    error: Exception | None = None
+    finish: str = ""
+    further: tuple[str, ...] = ()
+    scores: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class _Ticket:
+    """What is needed to decode an answer: its item, the forced beginning, and the number of its prompt."""
+
+    ticket: Hashable
+    start: str
+    prompt: list[int]
+    number: int = 0
+    rest: tuple[Prompted, ...] = ()  # for the first of several prompts: the others
+
+
+Prompted = tuple[_Ticket, BatchFeature, int]  # the arguments of `Batcher.add`: ticket, inputs, seed
+
+
+class Captioner:
+    """Takes pictures and prompts one by one, and returns answers as they finish; a failure affects only its item."""
+
+    def __init__(self, batches: Batcher, threads: ProcessorThreads) -> None:
+        self._batches, self._threads = batches, threads
+        self._prepared = deque[tuple[Hashable, Future[Prompted]]]()
+        self._several: dict[Hashable, list[CaptionResult | None]] = {}  # items with several prompts; answers so far
+
+    @property
+    def rows(self) -> int:
+        """The maximum batch size; it is halved when memory runs out."""
+        return self._batches.rows
+
+    @property
+    def free(self) -> int:
+        """How many items can be added; some are prepared ahead, so that an ended row is replaced at once."""
+        return max(0, self._batches.free + max(THREADS, self.rows // 4) - len(self._prepared))
+
+    @property
+    def busy(self) -> bool:
+        """Whether any item has not been returned yet."""
+        return self._batches.busy or bool(self._prepared)
+
+    @property
+    def stats(self) -> Stats:
+        """Statistics of the accelerated path so far."""
+        return self._batches.stats
+
+    def add(self, ticket: Hashable, frames: Sequence[Image.Image], choice: PromptChoice, seed: int = 0) -> None:
+        """Add one picture, or the frames of one clip, and its prompts; `seed` is used for sampling.
+
+        Further prompts join once the first is answered, so that they can use the prefix cache of the picture.
+        """
+
+        def one(processor: Processor, number: int, text: str, rest: tuple[Prompted, ...] = ()) -> Prompted:
+            inputs = chat_inputs(processor, [text], [frames], choice.system, choice.start, clips=True)
+            inputs = inputs.to(self._batches.model.dtype)
+            prompt = inputs["input_ids"][0].tolist() if choice.start else []
+            return _Ticket(ticket, choice.start, prompt, number, rest), inputs, seed + number
+
+        def job(processor: Processor) -> Prompted:
+            rest = tuple(one(processor, number, text) for number, text in enumerate(choice.further, 1))
+            return one(processor, 0, choice.text, rest)
+
+        self._prepared.append((ticket, self._threads.submit(job)))
+
+    def _enter(self) -> list[CaptionResult]:
+        """Add prepared prompts to the batcher; returns results for those that the processor or the batcher refuses."""
+        refused, wait = [], 0 if self._batches.busy else self._batches.free
+        while self._prepared and (wait > 0 or self._prepared[0][1].done()):
+            ticket, future = self._prepared.popleft()
+            wait -= 1
+            try:
+                self._batches.add(*future.result())
+            except Exception as error:  # the picture or prompt cannot be processed
+                refused.append(CaptionResult(ticket, error=error))
+        return refused
+
+    def step(self) -> list[CaptionResult]:
+        """Do a part of the work, such as one forward of the model, and return the finished results.
+
+        Only full batches are worth compiling: at the end of a run the batch shrinks through all smaller sizes.
+        """
+        results = self._enter()
+        with settled(self._batches.free > 0):
+            finished = self._batches.step()
+        for one in finished:
+            assert isinstance(one.ticket, _Ticket)
+            settings, eos = self._batches.generation, self._batches.model.generation_config.eos_token_id
+            error, finish = one.error, "length" if cut_off(one.tokens, eos, settings["max_new_tokens"]) else "stop"
+            if finish == "length" and "logits_processor" in settings:
+                error = error or ValueError(f"no complete JSON in {len(one.tokens)} tokens; raise --max-new-tokens")
+            text = self._text(one.ticket, one.tokens) if error is None else ""
+            scores = () if one.logprob is None else (round(one.logprob / max(1, len(one.tokens)), 6),)
+            finish = finish if error is None else ""
+            result = CaptionResult(one.ticket.ticket, text, len(one.tokens), one.seconds, error, finish, scores=scores)
+            results += self._gathered(one.ticket, result)
+        return results
+
+    def _gathered(self, ticket: _Ticket, result: CaptionResult) -> list[CaptionResult]:
+        """The result of an item, once all of its prompts are answered; if one fails, the item fails."""
+        if ticket.rest and result.error is None:
+            self._several[ticket.ticket] = [None] * (1 + len(ticket.rest))
+            for prompt, inputs, seed in reversed(ticket.rest):
+                self._batches.add(prompt, inputs, seed, ahead=True)
+        several = self._several.get(ticket.ticket)
+        if several is None:
+            return [result]
+        several[ticket.number] = result
+        results = [one for one in several if one is not None]
+        if len(results) < len(several):
+            return []
+        del self._several[ticket.ticket]
+        return [
+            replace(
+                results[0],
+                tokens=sum(one.tokens for one in results),
+                seconds=sum(one.seconds for one in results),
+                error=next((one.error for one in results if one.error is not None), None),
+                finish="length" if any(one.finish == "length" for one in results) else results[0].finish,
+                further=tuple(one.text for one in results[1:]),
+                scores=tuple(score for one in results for score in one.scores),
+            )
+        ]
+
+    def _text(self, ticket: _Ticket, tokens: list[int]) -> str:
+        """The answer after its forced beginning; both are decoded together, since a tokenizer may merge them."""
+        if not ticket.start:
+            return self._decode(tokens).strip()
+        before, whole = self._decode(ticket.prompt), self._decode(ticket.prompt + tokens)
+        return (ticket.start + whole.removeprefix(before)).strip()
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._threads.processor.batch_decode([tokens], skip_special_tokens=True)[0]
