@@ -80,7 +80,11 @@ def enable(model_or_pipe: object, drafter: Any = None, **options: Any) -> Handle
     patch = Patch(family, ready, config, rule, proposer, given, target)
     if (note := family.note(model)) is not None:
         _log.warning("mmspec: %s", note)
-    return Handle(model, patch, put_on(model, patch))
+    before = put_on(model, patch)
+    for module in (model, patch.drafter):
+        if isinstance(module, Module):
+            version.version(module)  # takes longer than seeing, in a call, that it has not changed
+    return Handle(model, patch, before)
 
 
 def _chosen(drafter: Any, given: Options, target: TargetInfo, family: Family, model: Any) -> Any:
