@@ -228,7 +228,7 @@ class Run:
     def _report(self, tally: RunTally, workers: Sequence[dict[str, Any]] = (), comparison: Any = None) -> None:
         if self.options.report:
             self.outputs.finals.note(self.options.report)
-            report.write(self.options, self.todo, tally, workers, comparison, self.outputs.ledger, self.inputs.items)
+            report.write(self.options, self.todo, tally, workers, comparison)
 
     def _wind_up(self, tally: RunTally) -> None:
         """Write final files and report of a run that ends early; errors here must not hide the reason why it ends."""

@@ -147,8 +147,8 @@ class Options:
     extension: str = _flag(".EXT", ".txt", "extension of caption files", type=_extension)
     on_existing: str = _flag(None, "skip", "keep or overwrite captions and final files that mmspec did not write",
         choices=("skip", "overwrite"))
-    report: Path | None = _flag("FILE", None, "write speeds and counts as .json, or as a .html page",
-        type=lambda text: Path(_text(r".*\.(json|html)", "a report's name, as report.json or report.html")(text)))
+    report: Path | None = _flag("FILE", None, "write counts, speeds and versions as JSON",
+        type=lambda text: Path(_text(r".*\.json", "a report's name, as report.json")(text)))
 
     config: Path | None = _flag("FILE", None, "YAML file of flags, such as an earlier run's run.yaml", type=Path,
         section="the run")

@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
 
 AHEAD = 4  # items per worker process, whether waiting, being decoded or finished
 HELD_BYTES = 512 * 2**20  # of finished frames that were not fetched; above this limit no new item is started
-START_SECONDS = 120.0  # time limit for a process to start on a busy machine
-STARTS = 3  # processes in a row that may fail to start before the decoder gives up
+START_SECONDS = 300.0  # time limit for a process to start on a busy machine
 TRIES = 2  # an earlier item may cause a later crash, so an item fails only after it crashed two processes
 
 
@@ -46,7 +44,7 @@ class DecodeWorker:
 
     order: DecodeOrder
     process: Any = None
-    pipe: Connection | None = None
+    pipe: Any = None  # a Connection
     started: bool = False
     job: DecodeJob | None = None
 
@@ -77,12 +75,10 @@ class DecodeWorker:
 
     def answers(self, seconds: float) -> bool:
         """Whether an answer arrives within so many seconds; the second poll finds one that arrived at the deadline."""
-        assert self.pipe is not None
-        return self.pipe.poll(seconds) or self.pipe.poll(0)
+        return bool(self.pipe.poll(seconds) or self.pipe.poll(0))
 
     def ask(self, job: DecodeJob, seconds: float) -> Media | MediaError | None:
         """The decoded item or its error; None if it takes too long. EOFError or OSError if the process has died."""
-        assert self.pipe is not None
         self.pipe.send_bytes(job.packed)
         if not self.answers(seconds):
             return None
@@ -202,22 +198,15 @@ class Decoder:
                 self._change.notify_all()
 
     def _start(self, worker: DecodeWorker) -> None:
-        """Wait until the process has started; replace it if it does not."""
-        for _ in range(STARTS):
-            late = not worker.answers(START_SECONDS)
-            if not late:
-                with contextlib.suppress(OSError, EOFError):
-                    assert worker.pipe is not None
-                    worker.pipe.recv_bytes()
-                    worker.started = True
-                    return
-            how = worker.end(0 if late else 1)
-            if self._closing:
-                break
-            worker.begin()
-        what = "takes too long to start" if late else f"ends before it has started ({how})"
+        """Wait until the process has started."""
+        if worker.answers(START_SECONDS):
+            with contextlib.suppress(OSError, EOFError):
+                worker.pipe.recv_bytes()
+                worker.started = True
+                return
+        how = worker.end(1)
         guard = "is the main program guarded by `if __name__ == '__main__':`?"
-        raise DecoderError(f"a decoder process {what}; {guard}")
+        raise DecoderError(f"a decoder process ended before it has started ({how}); {guard}")
 
     def _decode(self, worker: DecodeWorker, job: DecodeJob) -> Media | MediaError:
         """Decode one item, in a new process if the first one dies."""
