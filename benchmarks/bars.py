@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-SHOWN = ("round-hybrid.json", "round-hybrid-long.json", "round-video.json")
+SHOWN = ("round-hybrid.json", "round-hybrid-long.json", "round-video.json", "round-video-long.json")
 NAMES = {
     "stock": "stock generate", "stock-static": "stock, static cache, compiled", "plain": "no drafter",
     "plain compiled": "no drafter, compiled",
