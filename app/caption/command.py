@@ -17,7 +17,7 @@ from mmspec import zoo
 from mmspec.app import embedded
 from mmspec.app.caption import options as settings
 from mmspec.app.caption import report
-from mmspec.app.caption.mirror import Mirror
+from mmspec.app.caption.mirror import Mirror, push_to_hub
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.options import BESIDE, ENGINE, Options, SettingsError
 from mmspec.app.caption.outputs import FAILURES, FILE, OutputError, Outputs
@@ -108,7 +108,10 @@ def _caption(options: Options) -> int:
         if options.dry_run:
             return run.dry()
         with mirror.kept_up() if mirror is not None else contextlib.nullcontext():
-            return run.work()
+            code = run.work()
+        if options.push_to_hub and code in (OK, SOME_FAILED):
+            print(f"uploaded to {push_to_hub(folder, options.push_to_hub)}")
+        return code
 
 
 def _folders(options: Options, inputs: Inputs) -> tuple[Path, str]:
@@ -228,7 +231,7 @@ class Run:
     def _report(self, tally: RunTally, workers: Sequence[dict[str, Any]] = (), comparison: Any = None) -> None:
         if self.options.report:
             self.outputs.finals.note(self.options.report)
-            report.write(self.options, self.todo, tally, workers, comparison)
+            report.write(self.options, self.todo, tally, workers, comparison, self.outputs.ledger, self.inputs.items)
 
     def _wind_up(self, tally: RunTally) -> None:
         """Write final files and report of a run that ends early; errors here must not hide the reason why it ends."""

@@ -157,6 +157,25 @@ class Mirror:
         self._synced[name] = stamp(path)
 
 
+def push_to_hub(folder: Path, repo: str) -> str:
+    """Upload an output folder, without its journals, as a data set on the Hub, private if it is new; returns its URL.
+
+    Raises OutputError: the name is invalid, no token may write to it, or there is no network.
+    """
+    from huggingface_hub import HfApi
+
+    hub = HfApi()
+    try:
+        address = hub.create_repo(repo, repo_type="dataset", private=True, exist_ok=True)
+        hub.upload_folder(
+            folder_path=folder, repo_id=address.repo_id, repo_type="dataset", ignore_patterns=[".*", "*/.*"],
+            commit_message="Captions by mmspec",
+        )  # fmt: skip
+    except (OSError, ValueError) as error:  # the Hub's errors are among the former, wrong names among the latter
+        raise OutputError(f"cannot upload to {repo} ({error}); all captions are in {folder}") from error
+    return str(address)
+
+
 def _log(name: str) -> bool:
     return name.startswith(f"{STATE}/") and name.endswith(LOGS) and name.count("/") == 1
 

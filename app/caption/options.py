@@ -147,8 +147,8 @@ class Options:
     extension: str = _flag(".EXT", ".txt", "extension of caption files", type=_extension)
     on_existing: str = _flag(None, "skip", "keep or overwrite captions and final files that mmspec did not write",
         choices=("skip", "overwrite"))
-    report: Path | None = _flag("FILE", None, "write counts, speeds and versions as JSON",
-        type=lambda text: Path(_text(r".*\.json", "a report's name, as report.json")(text)))
+    report: Path | None = _flag("FILE", None, "write speeds and counts as .json, or as a .html page",
+        type=lambda text: Path(_text(r".*\.(json|html)", "a report's name, as report.json or report.html")(text)))
 
     config: Path | None = _flag("FILE", None, "YAML file of flags, such as an earlier run's run.yaml", type=Path,
         section="the run")
@@ -163,6 +163,8 @@ class Options:
     batch_size: int | str = _flag("N", AUTO, "items in a batch on each device; auto: as many as fit, by the sizes of "
         "the pictures", type=_count_or(AUTO))
     max_errors: int | None = _flag("N", None, "give up after N failures", type=count)
+    push_to_hub: str | None = _flag("REPO", None, "at the end, upload the output folder as a data set owner/name",
+        type=_text(r"[\w.-]+/[\w.-]+", "a name like owner/name"))
     compare: bool = _switch(True, "measure the speed-up over stock generate on a few items")
     quiet: bool = _switch(False, "do not print the captions")
     # fmt: on
@@ -230,6 +232,8 @@ class Options:
         """SettingsError for options that cannot be combined."""
         if self.shard and not int(self.shard.partition("/")[0]) < int(self.shard.partition("/")[2]):
             raise SettingsError(f"--shard {self.shard!r} is not I/N with I from 0 to N-1, as 0/4 ... 3/4")
+        if self.push_to_hub and self.out == BESIDE:
+            raise SettingsError("--push-to-hub uploads a whole folder; give --out a folder that holds only captions")
         own = {"several --prompt": len(self.prompt) > 1, "--score": self.score, "--json-schema": self.schema}
         if self.engine != ENGINE and any(own.values()):
             name = next(name for name, given in own.items() if given)

@@ -6,18 +6,20 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from mmspec.app.caption.journal import Record
+from mmspec.app.caption import page
+from mmspec.app.caption.journal import Ledger, Record
 from mmspec.app.caption.options import Options
 from mmspec.app.caption.plan import Plan
 from mmspec.app.caption.workers import places
 from mmspec.app.files import write_whole
+from mmspec.app.media.items import Item
 
 if TYPE_CHECKING:  # torch is imported only once it is clear that there is something to caption
     from mmspec.app.caption.compare import Sampled
@@ -105,8 +107,12 @@ class RunTally:
         return ", ".join(filter(None, [self.counted, pace, cut, first]))
 
 
-def write(options: Options, todo: Plan, tally: RunTally, workers: Sequence[Record], comparison: Sampled | None) -> None:
-    """Write the report as JSON: counts, speeds, acceptance, and provenance."""
+def write(
+    options: Options, todo: Plan, tally: RunTally, workers: Sequence[Record], comparison: Sampled | None,
+    ledger: Ledger, items: Callable[[], Iterable[Item]],
+) -> None:  # fmt: skip
+    """Write the report as JSON: counts, speeds, acceptance, and provenance; or, where the name ends in .html, as a page
+    with all this and some of the items with their captions."""
     import torch
 
     from mmspec.app.devices import EngineError, find_device, find_dtype
@@ -143,9 +149,13 @@ def write(options: Options, todo: Plan, tally: RunTally, workers: Sequence[Recor
         "options": {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()},
         "provenance": provenance(device, dtype),
     }
-    assert options.report is not None
-    text = json.dumps(facts, indent=2, ensure_ascii=False)
-    write_whole(options.report, text.encode("utf-8", "backslashreplace") + b"\n")
+    path = options.report
+    assert path is not None, "no --report was given"
+    if path.suffix == ".html":
+        data = page.render(facts, ledger, items(), options)
+    else:
+        data = json.dumps(facts, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+    write_whole(path, data)
 
 
 def estimate(todo: Plan, tally: RunTally, workers: int, summary: Record) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import re
@@ -564,6 +566,22 @@ def test_several_prompts_are_answered_as_if_each_was_asked_alone(
     assert truly(*WORDS[:4], "--append", "!", drafter=drafter) == OK and len(journal()) == 10
 
 
+def test_the_report_as_a_page(truly, photos: Path, capsys: pytest.CaptureFixture):
+    spoil(photos)
+    shutil.copy(photos / "a.png", photos / "<b>.png")
+    for pictures in (5, 4):  # the second replaces the first, with captions of the first
+        assert truly("--report", "report.html", "--score", drafter="ngram") == SOME_FAILED
+        text = Path("report.html").read_text()
+        assert text.count("<figure>") == 5 and text.count("data:image/jpeg;base64,") == pictures
+        assert "&lt;b&gt;.png" in text and "<b>.png" not in text and text.count("log-probability -") == 5
+        assert text.count("<li>") == 3 and ("over stock generate" in text) == (pictures == 5)
+        (photos / "d.png").unlink(missing_ok=True)
+    with Image.open(io.BytesIO(base64.b64decode(text.split("base64,")[1].split('"')[0]))) as picture:
+        assert picture.size == (40, 30)
+    Path("other.html").write_text("<!doctype html>")
+    assert truly("--report", "other.html") == FATAL and "no run wrote" in capsys.readouterr().err
+
+
 def test_captions_are_scored(truly, photos: Path, capsys: pytest.CaptureFixture):
     from pyarrow import parquet
 
@@ -894,7 +912,7 @@ def test_fatal_errors_say_what_to_do(caption, truly, photos: Path, capsys: pytes
         ("--temperature -1", "'-1' is not a number from 0 on"),
         ("--shard 4/4", "'4/4' is not I/N"),
         ("--format xls", "'xls' is not a list of txt,metadata"),
-        ("--report out.pdf", "'out.pdf' is not a report's name, as report.json"),
+        ("--report out.pdf", "'out.pdf' is not a report's name, as report.json or report.html"),
         ("--frames fps:2000", "unknown frame policy"),
         ("--devices ,", "',' is not auto, cpu, cuda, mps, or a list as 0,1"),
         ("--max-bytes 2X", "'2X' is not a size"),

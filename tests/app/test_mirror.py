@@ -8,8 +8,10 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
+import huggingface_hub
 import pytest
 
 from mmspec.app.caption.mirror import Mirror
@@ -204,3 +206,31 @@ def test_checkpoints_go_on_where_one_fails(away, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kept.fs, "put_file", lambda *_: real("/nowhere", "/nowhere/else"))
     with pytest.raises(OutputError, match="all captions are in"), kept.kept_up():
         pass
+
+
+def test_the_output_is_uploaded_as_a_data_set(caption, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    asked: list[dict] = []
+
+    class Hub:
+        def create_repo(self, repo: str, **more) -> SimpleNamespace:
+            asked.append({"repo": repo, **more})
+            if repo.startswith("not-mine/"):
+                raise PermissionError("401")
+            return SimpleNamespace(repo_id=repo, __str__=lambda self: repo)
+
+        def upload_folder(self, **more) -> None:
+            asked.append(more)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    assert caption("--push-to-hub", "me/captions") == OK
+    made, sent = asked
+    assert made == {"repo": "me/captions", "repo_type": "dataset", "private": True, "exist_ok": True}
+    names = [path.relative_to("captions").as_posix() for path in Path("captions").rglob("*") if path.is_file()]
+    left = list(huggingface_hub.utils.filter_repo_objects(names, ignore_patterns=sent["ignore_patterns"]))
+    assert sorted(left) == ["a.txt", "b.txt", "c.txt", "d.txt", "metadata.jsonl", "run.yaml"]
+    assert sent["repo_id"] == "me/captions" and Path(sent["folder_path"]).name == "captions"
+    assert caption("--push-to-hub", "not-mine/captions") == FATAL
+    assert "cannot upload to not-mine/captions (401)" in capsys.readouterr().err
+    assert caption("--push-to-hub", "me/captions", "--out", "beside") == SENSELESS
+    with pytest.raises(SystemExit):
+        caption("--push-to-hub", "captions")
