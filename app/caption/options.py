@@ -234,7 +234,7 @@ class Options:
             raise SettingsError(f"--shard {self.shard!r} is not I/N with I from 0 to N-1, as 0/4 ... 3/4")
         if self.push_to_hub and self.out == BESIDE:
             raise SettingsError("--push-to-hub uploads a whole folder; give --out a folder that holds only captions")
-        own = {"several --prompt": len(self.prompt) > 1, "--score": self.score, "--json-schema": self.schema}
+        own = {"several --prompt": len(self.prompt) > 1, "--score": self.score, "--json-schema": self.json_schema}
         if self.engine != ENGINE and any(own.values()):
             name = next(name for name, given in own.items() if given)
             raise SettingsError(f"--engine {self.engine} does not support {name}; leave it out")

@@ -90,9 +90,6 @@ class RecurrentLayer:
         self.writes = {index: Writes(next(tensors), next(tensors), next(tensors)) for index in self.state}
 
 
-Group = list[tuple[RecurrentLayer, int]]  # states of one shape, by layer and index
-
-
 class RecurrentLayers(dict[int, RecurrentLayer]):
     """The recurrent layers of one cache, by layer index.
 
@@ -103,31 +100,24 @@ class RecurrentLayers(dict[int, RecurrentLayer]):
     def __init__(self, given: Iterable[tuple[int, RecurrentLayer]] = ()) -> None:
         super().__init__(given)
         self._buffers: dict[Kind, tuple[Tensor, tuple[Tensor, ...]]] = {}  # kind → its buffer, and the layers' views
-        self._groups: tuple[list[Group], dict[Kind, Group]] = ([], {})  # of these rows; empty: not known yet
 
     def commit(self, path: AcceptedPath) -> None:
         """Apply the writes of the accepted nodes of the last draft to the states, and drop all others."""
-        if not any(self._groups):
-            self._groups = self._grouped()
-        inputs, states = self._groups
-        for group in inputs:
-            _fold_inputs(group, path)
-        for kind, group in states.items():
-            self._fold_states(kind, group, path)
-        for layer in self.values():
-            layer.inputs, layer.writes = {}, {}
-
-    def _grouped(self) -> tuple[list[Group], dict[Kind, Group]]:
-        """The convolutions, and the recurrent states, that are updated together."""
-        inputs, states = defaultdict[Kind, Group](list), defaultdict[Kind, Group](list)
+        inputs: defaultdict[Kind, list[tuple[RecurrentLayer, int]]] = defaultdict(list)
+        states: defaultdict[tuple[Kind, Kind], list[tuple[RecurrentLayer, int]]] = defaultdict(list)
         for layer in self.values():
             for index, x in layer.inputs.items():
                 inputs[_kind(layer.conv[index], x)].append((layer, index))
             for index, written in layer.writes.items():
-                states[_kind(layer.state[index], *written)].append((layer, index))
-        return list(inputs.values()), states
+                states[_kind(layer.state[index]), _kind(*written)].append((layer, index))
+        for group in inputs.values():
+            _fold_inputs(group, path)
+        for (kind, _), group in states.items():
+            self._fold_states(kind, group, path)
+        for layer in self.values():
+            layer.inputs, layer.writes = {}, {}
 
-    def _fold_states(self, kind: Kind, group: Group, path: AcceptedPath) -> None:
+    def _fold_states(self, kind: Kind, group: list[tuple[RecurrentLayer, int]], path: AcceptedPath) -> None:
         """Fold the nodes' writes into the states of layers of one kind."""
         own = tuple(layer.state[index] for layer, index in group)
         buffer, views = self._buffers.get(kind, (own[0], ()))
@@ -154,14 +144,14 @@ class RecurrentLayers(dict[int, RecurrentLayer]):
             )
 
     def select(self, rows: Tensor) -> None:
-        self._buffers, self._groups = {}, ([], {})
+        self._buffers = {}
         for layer in self.values():
             for tensors in (layer.conv, layer.state):
                 tensors.update({index: t[rows.to(t.device)] for index, t in tensors.items()})
 
     def join(self, other: RecurrentLayers) -> None:
         """These rows, then the other's."""
-        self._buffers, self._groups = {}, ([], {})
+        self._buffers = {}
         for number, layer in self.items():
             theirs = other[number]
             for own, more in ((layer.conv, theirs.conv), (layer.state, theirs.state)):
@@ -172,7 +162,7 @@ def _kind(*tensors: Tensor) -> Kind:
     return tuple((t.shape, t.dtype, t.device) for t in tensors)
 
 
-def _fold_inputs(group: Group, path: AcceptedPath) -> None:
+def _fold_inputs(group: list[tuple[RecurrentLayer, int]], path: AcceptedPath) -> None:
     """Update the last inputs of convolutions of one shape with those of the accepted path."""
     stored = torch.cat([layer.conv[index] for layer, index in group])
     x = torch.cat([layer.inputs[index] for layer, index in group])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 import transformers as T
 from tiny_image_models import CLOSE, END, FIRST_CODE, LINE
 
-from mmspec.app.bench import command as bench
+from benchmarks.__main__ import parser as workshop
 from mmspec.app.bench import image_model
 from mmspec.app.compare import PLAIN, Method
 from mmspec.app.devices import EngineError
@@ -23,9 +22,8 @@ WINDOW = {"window": 5}
 
 
 def run(*words: object) -> int:
-    parser = argparse.ArgumentParser()
-    bench.configure(parser)
-    return bench.run(parser.parse_args(["image", *map(str, words)]))
+    args = workshop().parse_args(["image", *map(str, words)])
+    return args.run(args)
 
 
 @pytest.fixture(scope="module")

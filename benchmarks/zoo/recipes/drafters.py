@@ -12,7 +12,7 @@ _CHAIN = Shape.chain(8)
 class DrafterRecipe:
     """An embedded drafter: for which model, from which prompts, in which shape; `mmspec.train.recipes` says how.
 
-    `drafts` is how it recommends to draft, chosen on scenes of their own: sizes by `mmspec bench vlm --tune`.
+    `drafts` is how it recommends to draft, chosen on scenes of their own: sizes by `python -m benchmarks vlm --tune`.
     """
 
     name: str
