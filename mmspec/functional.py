@@ -16,8 +16,6 @@ ENTRIES = 1 << 14  # size of a weight from which `few_rows` is faster
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of x [..., K] with a weight [N, K]; a few rows on a CPU by `few_rows`, which rounds differently."""
-    if torch.compiler.is_compiling():  # captured functions replace their products, see mmspec/compile/products.py
-        return F.linear(x, weight, bias)
     rows = x.numel() // x.shape[-1] if x.numel() else 0
     few = 0 < rows <= few_rows.ROWS and gains(x, weight)
     return few_rows.linear(x, weight, bias) if few else F.linear(x, weight, bias)
@@ -66,7 +64,7 @@ def sdpa(
     Returns:
         [B, heads, n, E], with the memory layout [B, n, heads, E].
     """
-    few = not causal and q.shape[1] // k.shape[1] * q.shape[2] <= few_rows.ROWS
+    few = q.is_cpu and not causal and q.shape[1] // k.shape[1] * q.shape[2] <= few_rows.ROWS
     if few and _plain(q, k, v) and few_rows.attends(q, k, v, mask):
         return few_rows.attend(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale).transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
@@ -80,7 +78,7 @@ def sdpa(
 
 
 def _plain(*tensors: Tensor) -> bool:
-    """Whether no tracing, autocast or grad is on for these tensors."""
+    """Whether no tracing, autocast or grad is on for these tensors; `mmspec/compile/products.py` serves traced ones."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled("cpu"):
         return False
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))

@@ -81,7 +81,7 @@ def enable(model_or_pipe: object, drafter: Any = None, **options: Any) -> Handle
     if (note := family.note(model)) is not None:
         _log.warning("mmspec: %s", note)
     before = put_on(model, patch)
-    for module in (model, patch.drafter):
+    for module in (model, patch.drafter) if config.compile else (model,):
         if isinstance(module, Module):
             version.version(module)  # takes longer than seeing, in a call, that it has not changed
     return Handle(model, patch, before)

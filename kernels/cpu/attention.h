@@ -45,39 +45,40 @@ static inline void transpose(Vector* square) {  // LANES vectors, by perfect shu
 
 constexpr int WIDTH = COLUMNS * LANES;
 
-// M rows of queries [M, D] times WIDTH keys that are turned: [D, WIDTH].
-template <int M, int TILES = COLUMNS>
-static inline void score(const float* queries, const float* turned, float* scores, int64_t D, int64_t stride) {
-    Vector sums[M * TILES];
+// M rows of a [M, K] times V vectors of each row of b [K, ...], summed in registers.
+template <int M, int V>
+static inline void outer(const float* a, int64_t a_row, const float* b, int64_t b_row, int64_t K, Vector* sums) {
     #pragma GCC unroll 32
-    for (int i = 0; i < M * TILES; i++) sums[i] = Vector{};
-    for (int64_t d = 0; d < D; d++) {
-        Vector k[TILES];
+    for (int i = 0; i < M * V; i++) sums[i] = Vector{};
+    for (int64_t k = 0; k < K; k++) {
+        Vector v[V];
         #pragma GCC unroll 4
-        for (int i = 0; i < TILES; i++) k[i] = load(turned + (d * TILES + i) * LANES);
+        for (int i = 0; i < V; i++) v[i] = load(b + k * b_row + i * LANES);
         #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
-            Vector query = Vector{} + queries[m * D + d];
+            Vector u = Vector{} + a[m * a_row + k];
             #pragma GCC unroll 4
-            for (int i = 0; i < TILES; i++) sums[m * TILES + i] += query * k[i];
+            for (int i = 0; i < V; i++) sums[m * V + i] += u * v[i];
         }
     }
+}
+
+// Scores of up to M rows of queries [rows, D] for WIDTH keys that are turned: [D, WIDTH].
+template <int M>
+static inline void score(int64_t rows, const float* queries, const float* turned, float* scores, int64_t D,
+                         int64_t stride) {
+    if constexpr (M > 1)
+        if (rows < M) return score<M - 1>(rows, queries, turned, scores, D, stride);
+    Vector sums[M * COLUMNS];
+    outer<M, COLUMNS>(queries, D, turned, WIDTH, D, sums);
     #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
         #pragma GCC unroll 4
-        for (int i = 0; i < TILES; i++) *(Floats*)(scores + m * stride + i * LANES) = sums[m * TILES + i];
+        for (int i = 0; i < COLUMNS; i++) *(Floats*)(scores + m * stride + i * LANES) = sums[m * COLUMNS + i];
 }
 
-template <int M>
-static inline void scored(int64_t rows, const float* queries, const float* turned, float* scores, int64_t D,
-                          int64_t stride) {
-    if constexpr (M > 1)
-        if (rows < M) return scored<M - 1>(rows, queries, turned, scores, D, stride);
-    score<M>(queries, turned, scores, D, stride);
-}
-
-// A row of scores [T], with zeros up to a multiple of LANES, becomes weights that are yet to be divided by their sum,
-// which is returned. `mask`: what is added to the scores, or whether they are seen; null: all are.
+// A row of scores [T], with room up to a multiple of LANES, becomes weights that are yet to be divided by their sum,
+// which is returned; the room gets zeros. `mask`: what is added to the scores, or whether they are seen; null: all are.
 template <class Mask>
 static float weigh(float* scores, int64_t T, const Mask* mask) {
     int64_t end = (T + LANES - 1) / LANES * LANES;
@@ -113,19 +114,7 @@ template <int M, int V>
 static inline void mix(const float* weights, int64_t stride, const float* values, int64_t T, int64_t E,
                        const float* sums, float* const* out) {
     Vector results[M * V];
-    #pragma GCC unroll 32
-    for (int i = 0; i < M * V; i++) results[i] = Vector{};
-    for (int64_t t = 0; t < T; t++) {
-        Vector v[V];
-        #pragma GCC unroll 4
-        for (int i = 0; i < V; i++) v[i] = load(values + t * E + i * LANES);
-        #pragma GCC unroll 8
-        for (int m = 0; m < M; m++) {
-            Vector weight = Vector{} + weights[m * stride + t];
-            #pragma GCC unroll 4
-            for (int i = 0; i < V; i++) results[m * V + i] += weight * v[i];
-        }
-    }
+    outer<M, V>(weights, stride, values, E, T, results);
     #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
         #pragma GCC unroll 4
@@ -181,7 +170,7 @@ static void score_all(const float* queries, const float* keys, float* scores, fl
                 for (int j = 0; j < LANES; j++) *(Floats*)(turned + (d + j) * WIDTH + i * LANES) = square[j];
             }
         for (int64_t r = 0; r < R; r += MOST)
-            scored<MOST>(std::min<int64_t>(MOST, R - r), queries + r * D, turned, scores + r * stride + t, D, stride);
+            score<MOST>(std::min<int64_t>(MOST, R - r), queries + r * D, turned, scores + r * stride + t, D, stride);
     }
 }
 

@@ -215,6 +215,7 @@ class _Seen:
             [kind.forward for kind in dict.fromkeys(kinds)],
             list(map(attrgetter("training"), modules)),
             list(map(attrgetter("dtype"), tensors)),
+            list(map(attrgetter("device"), tensors)),
             list(map(attrgetter("shape"), tensors)),
             list(map(attrgetter("_version"), map(values.__getitem__, self._counted))),
             list(map(Tensor.data_ptr, map(values.__getitem__, self._placed))),
