@@ -1,6 +1,6 @@
 """Products and attention of a few rows on x86 CPUs: the folder `cpu`, compiled on first use.
 
-torch's products take about twice as long for two rows as for one, and on some CPUs three times as long as the memory
+torch's products take much longer for two rows than for one, and on some CPUs three times as long as the memory
 bandwidth allows for one. Here the threads share a weight in the layout of `nn.Linear`, which is read once and not
 copied; attention reads each key once for several queries. `F.linear` and `F.scaled_dot_product_attention` are the
 definitions; sums differ in their last digits. The result of a row does not depend on the other rows.
