@@ -3,7 +3,7 @@
 torch's products take much longer for two rows than for one, and on some CPUs three times as long as the memory
 bandwidth allows for one. Here the threads share a weight in the layout of `nn.Linear`, which is read once and not
 copied; attention reads each key once for several queries. `F.linear` and `F.scaled_dot_product_attention` are the
-definitions; sums differ in their last digits. The result of a row does not depend on the other rows.
+definitions; sums differ in their last digits. A row of a product does not depend on the other rows.
 """
 
 from __future__ import annotations
