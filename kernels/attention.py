@@ -159,9 +159,9 @@ def tree_attention(
     rows = heads // groups * n
     wide = {"BLOCK_D": max(16, triton.next_power_of_2(D)), "BLOCK_E": max(16, triton.next_power_of_2(E))}
     size = max(wide.values()) * q.element_size()  # bytes of a row
-    most = 32 if q.dtype == torch.float32 or size > 256 else 64  # so that it compiles quickly
-    block_m = max(16, min(most, triton.next_power_of_2(rows)))
+    most = 32 if q.dtype == torch.float32 else 64  # so that it compiles quickly
     block_n = max(16, min(most, 2**14 // size))  # two blocks each of keys and values, and the queries, in 99 KiB
+    block_m = max(16, min(block_n, triton.next_power_of_2(rows)))
     tiles = triton.cdiv(rows, block_m)
     splits = splits or splits_for(q, tiles * B * groups, T, 4 * block_n)
     partial = torch.empty(splits, B, heads, n, E + 2, dtype=torch.float32, device=q.device) if splits > 1 else None
@@ -176,7 +176,7 @@ def tree_attention(
             0 if open_slots is None else open_slots.stride(0), 0 if first is None else first.stride(0),
             HAS_OPEN=open_slots is not None, HAS_FIRST=first is not None, SPLIT=splits > 1,
             UPCAST=INTERPRETED and q.dtype == torch.bfloat16,  # the interpreter's dot of bfloat16 is wrong
-            BLOCK_M=block_m, BLOCK_N=block_n, **wide,
+            BLOCK_M=block_m, BLOCK_N=block_n, **wide, num_stages=2,
         )  # fmt: skip
         if splits > 1:
             lines = B * heads * n

@@ -40,8 +40,8 @@ def _tree(
         system = tl.dot(k, tl.trans(k), input_precision="ieee") * decay * beta[:, None]
         for node in range(1, n):
             mine = tl.sum(tl.where((i == node)[:, None] & (j < node)[None, :], system, 0.0), 0)
-            seen = tl.sum(mine[:, None] * u, 0)
-            u = tl.where((i == node)[:, None], u - seen[None, :], u)
+            read = tl.sum(mine[:, None] * u, 0)
+            u = tl.where((i == node)[:, None], u - read[None, :], u)
     out = tl.dot(q, state, input_precision="ieee") * tl.exp(g)[:, None]
     reads = tl.dot(q, tl.trans(k), input_precision="ieee") * decay
     out += tl.dot(reads, u, input_precision="ieee")

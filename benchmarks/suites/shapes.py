@@ -126,9 +126,7 @@ def _model(
         yield
 
 
-def _asked(
-    ways: Iterable[ShapeMethod], drafters: list[str] | None, patterns: list[str] | None
-) -> list[ShapeMethod]:
+def _asked(ways: Iterable[ShapeMethod], drafters: list[str] | None, patterns: list[str] | None) -> list[ShapeMethod]:
     """Stock, and those of some drafters whose names match."""
     of_drafters = [way for way in ways if way.plain or drafters is None or way.name.split()[0] in drafters]
     return list(matching(of_drafters, patterns))

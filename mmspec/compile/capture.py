@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
@@ -149,7 +150,9 @@ def inductor(piece: fx.GraphModule, examples: list[Tensor]) -> Function:
         "size_asserts": False,  # the shapes are those of the trace; checking them takes as long as a small operation
         "alignment_asserts": False,
     }
-    return backend.compile(piece, list(examples), options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)  # float32 is to stay what it is
+        return backend.compile(piece, list(examples), options)
 
 
 @contextmanager

@@ -175,9 +175,13 @@ class Recorder:
             with torch.cuda.stream(self.stream), _uncollected():
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")  # others may go on using CUDA
                 try:
-                    outputs = list(function(*inputs))
-                finally:
-                    graph.capture_end()
+                    try:
+                        outputs = list(function(*inputs))
+                    finally:
+                        graph.capture_end()
+                except RuntimeError:
+                    _leave_capture(self.device)
+                    raise
         return outputs, graph.replay
 
     def follow(self) -> None:
@@ -190,6 +194,12 @@ class Recorder:
     def rest(self) -> None:
         """Wait until the last call has finished, before its graphs are deleted."""
         self.last.synchronize()
+
+
+def _leave_capture(device: torch.device) -> None:
+    """Let torch's generator draw again: after a recording that failed it still refuses to, as if it were recorded."""
+    generator = torch.cuda.default_generators[device.index]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 @contextmanager

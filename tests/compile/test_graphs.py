@@ -295,7 +295,7 @@ def test_a_piece_that_waits_for_the_host_runs_as_it_is(device: str) -> None:
     assert len(told) == 1, f"one of {DEPTH - 1} places tells it for all"
     assert device == "cuda" or pretend_graphs.Tape.made == 1
     for _ in range(2):
-        x = new()
+        x = new()  # of random numbers, which torch refuses to draw after a recording that failed
         near(captured(attention, x), layers(x, attention))
 
 
