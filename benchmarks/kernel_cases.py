@@ -39,8 +39,6 @@ TOLERANCES: dict[str, Tolerance] = {
     "logit_window": {torch.float32: (0.0, 0.0)},
     # float32 sum of steps × channels terms of magnitude 1 that cancel: 10⁻⁷ per term at most, 10⁻⁵ of the whole
     "gaussian_path": _alike(1e-5, 1e-3),
-    # sums of up to 10³ products of magnitude 1 in another order, and a triangular system of β < 1, which damps errors
-    "recurrent_tree": {torch.float32: (1e-5, 1e-5)},
 }
 
 
@@ -152,22 +150,6 @@ def _gaussian(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:
     }
 
 
-def _recurrent(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:
-    """Keys of length 1, as the layers have them, that lie near each other, so that nodes write over one another."""
-    B, H, N, D, E = (n[name] for name in ("B", "heads", "N", "D", "E"))
-    q, k = (torch.nn.functional.normalize(torch.randn(B, H, N, D) + 0.5, dim=-1).to(device) for _ in range(2))
-    seen = ancestors(parents(B, N))
-    return {
-        "q": q,
-        "k": k,
-        "v": torch.randn(B, H, N, E).to(device),
-        "beta": torch.rand(B, H, N).to(device),
-        "G": (-torch.rand(B, H, N) @ seen.float().transpose(1, 2)).to(device),
-        "state": torch.randn(B, H, D, E).to(device),
-        "ancestors": seen.to(device),
-    }
-
-
 def tensors(some: object) -> list[Tensor]:
     """All tensors in nested arguments."""
     return [leaf for leaf in tree_leaves(some) if isinstance(leaf, Tensor)]
@@ -228,10 +210,6 @@ CASES: dict[str, Case] = {
         {"B": 4, "N": 32, "K": 32, "V": 16384, "size": 50}, as_sets=True,
     ),
     "gaussian_path": Case(_gaussian, size_of, {"R": 3, "K": 11, "C": 5}, {"R": 64, "K": 100, "C": 16}),
-    "recurrent_tree": Case(
-        _recurrent, size_of, {"B": 2, "heads": 3, "N": 7, "D": 24, "E": 20},
-        {"B": 4, "heads": 32, "N": 60, "D": 128, "E": 128},
-    ),
 }  # fmt: skip
 
 

@@ -15,7 +15,6 @@ from mmspec.kernels import reference
 
 VARIABLE = "MMSPEC_KERNELS"
 TREE_NODES = 256  # limit of the verification kernel, whose [16, nodes] tiles must fit into registers
-RECURRENT_NODES = 64  # limit of the recurrent layers' kernel, likewise for its [nodes, nodes] tiles
 KERNELS = {  # operation: the module with its Triton kernel; the definition is in `reference`
     "uniform": "noise",
     "tree_attention": "attention",
@@ -26,7 +25,6 @@ KERNELS = {  # operation: the module with its Triton kernel; the definition is i
     "lantern_accept": "relaxed",
     "logit_window": "relaxed",
     "gaussian_path": "gaussian",
-    "recurrent_tree": "recurrent",
 }
 
 
@@ -90,10 +88,6 @@ def _few_nodes(
     return ancestors is None or tokens.shape[1] <= TREE_NODES
 
 
-def _one_decay(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, G: Tensor, *_: Any) -> bool:
-    return G.dim() == 3 and G.shape[2] <= RECURRENT_NODES
-
-
 uniform = _operation("uniform")
 tree_attention = _operation("tree_attention")
 compact_rows = _operation("compact_rows")
@@ -103,4 +97,3 @@ residual_sample = _operation("residual_sample")
 lantern_accept = _operation("lantern_accept")
 logit_window = _operation("logit_window")
 gaussian_path = _operation("gaussian_path")
-recurrent_tree = _operation("recurrent_tree", _one_decay)

@@ -15,7 +15,6 @@ from mmspec.kernels.reference_noise import (
     uniform,
     widest,
 )
-from mmspec.kernels.reference_recurrent import recurrent_tree
 from mmspec.kernels.reference_rules import (
     borrowed,
     cell_residual,
@@ -77,7 +76,6 @@ __all__ = [
     "positive_residual",
     "quantile",
     "rank_window",
-    "recurrent_tree",
     "remaining",
     "residual_sample",
     "scaled_ratio",

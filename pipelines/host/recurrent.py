@@ -21,14 +21,12 @@ from torch.nn import Module
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from mmspec.kernels import dispatch
 from mmspec.kernels import reference_recurrent as ops
 from mmspec.modes import each_module, uncast
 from mmspec.pipelines.host.forward import during, now
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.recurrent_state import RecurrentLayer, Writes
 
-TreeScan = Callable[..., tuple[Tensor, Tensor]]  # returns the nodes' outputs, and what they write
 Scan = Callable[..., tuple[Tensor, Tensor | None]]  # returns the tokens' outputs, and the state after them
 
 
@@ -39,7 +37,6 @@ class Reading:
     parents: Tensor  # [B, n]
     depth: Tensor  # [B, n]
     ancestors: Tensor  # bool [B, n, n]
-    scan: TreeScan = dispatch.recurrent_tree
     layer: RecurrentLayer | None = None
     index: int = 0  # the `state_idx` of the convolution that stock will call next
     _windows: dict[int, Tensor] = field(default_factory=dict)
@@ -65,17 +62,15 @@ class Reading:
         state = state.float().transpose(-1, -2) if turned else state.float()
         with uncast(k.device):
             G = ops.path_decay(g, ancestors)
-            out, u = self.scan(q, k, v, beta, G, state, ancestors)
+            out, u = ops.recurrent_tree(q, k, v, beta, G, state, ancestors)
         self.layer.writes[0] = Writes(u, k, G) if turned else Writes(k, u, G)
         return out
 
 
 @contextmanager
-def reads(
-    parents: Tensor, depth: Tensor, ancestors: Tensor, scan: TreeScan = dispatch.recurrent_tree
-) -> Iterator[None]:
-    """A context in which forwards read this tree by `scan`; captures need `ops.recurrent_tree`, which is no kernel."""
-    with during(draft=Reading(parents, depth, ancestors, scan)):
+def reads(parents: Tensor, depth: Tensor, ancestors: Tensor) -> Iterator[None]:
+    """A context in which forwards read this tree."""
+    with during(draft=Reading(parents, depth, ancestors)):
         yield
 
 

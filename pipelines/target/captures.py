@@ -16,7 +16,6 @@ from mmspec.compile.capture import PiecewiseFunction, Uncapturable
 from mmspec.compile.capture_cache import CaptureCache, compare, weights
 from mmspec.compile.version import PLAIN, version
 from mmspec.functional import LayerAttention, sdpa
-from mmspec.kernels import reference
 from mmspec.modes import computed_in, lasting
 from mmspec.pipelines.host import adapters, recurrent, tree_attention
 from mmspec.pipelines.host.cache import PassThroughCache
@@ -93,7 +92,7 @@ def _capture(target: ModelTarget, state: State, tokens: Tensor, places: Tensor) 
         cache = PassThroughCache(past)
         seen = torch.ones(len(tokens), 1, tokens.shape[1], past + tokens.shape[1], dtype=torch.bool)
         kinds = {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(masks.KINDS, seen)}
-        tree = (next(given), next(given), next(given), reference.recurrent_tree) if state.cache.recurrent else None
+        tree = (next(given), next(given), next(given)) if state.cache.recurrent else None
         cache.recurrent = RecurrentLayers((index, kept.before(given)) for index, kept in state.cache.recurrent.items())
         with capture.Cut(cache, masked=True), nullcontext() if tree is None else recurrent.reads(*tree):
             mask = kinds if target.mixed else seen

@@ -123,8 +123,6 @@ ODD: list[tuple[str, dict[str, int]]] = [
     ("logit_window", {"V": 5, "size": 12, "K": 5}),
     ("gaussian_path", {"R": 1, "K": 1, "C": 1}),
     ("gaussian_path", {"R": 2, "K": 3, "C": 17}),
-    ("recurrent_tree", {"B": 1, "heads": 1, "N": 1, "D": 1, "E": 1}),
-    ("recurrent_tree", {"N": 17, "D": 33, "E": 65}),
 ]
 
 
@@ -149,7 +147,6 @@ def test_odd_sizes(name: str, sizes: dict[str, int]):
         ("lantern_accept", {"V": 2000, "k": 1000}),
         ("logit_window", {"V": 9001, "size": 50}),
         ("gaussian_path", {"R": 2, "K": 100, "C": 16}),
-        ("recurrent_tree", {"B": 1, "heads": 2, "N": 64, "D": 128, "E": 128}),
     ],
 )
 def test_larger_sizes(name: str, sizes: dict[str, int]):
@@ -188,20 +185,6 @@ def test_attention_sees_what_it_should(splits: int, view: str):
         given["open_slots"] = torch.zeros(B, 60, dtype=torch.bool, device=DEVICE)
     out = agree("tree_attention", F32, given, splits=splits)
     assert bool(out.isfinite().all()) and bool(out.any()) == (view != "nothing")
-
-
-@needs_triton
-@pytest.mark.parametrize("how", ["no delta rule", "strided", "strong decay"])
-def test_a_recurrent_layer_reads_its_ancestors(how: str):
-    given = made("recurrent_tree")
-    if how == "no delta rule":
-        given["beta"] = None
-    if how == "strong decay":  # beyond an ancestor e^(G_i - G_j) is no number
-        given["G"] = given["G"] * 300
-    if how == "strided":
-        given["state"] = given["state"].transpose(-1, -2).contiguous().transpose(-1, -2)
-        given |= {name: given[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("q", "k", "v", "beta")}
-    agree("recurrent_tree", F32, given)
 
 
 def test_attention_is_that_of_sdpa_under_the_tree_mask():
