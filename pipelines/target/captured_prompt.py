@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,10 +20,12 @@ from mmspec.compile.capture_cache import compare, weights
 from mmspec.compile.version import PLAIN, version
 from mmspec.functional import LayerAttention, sdpa
 from mmspec.modes import computed_in, lasting
+from mmspec.pipelines.host import recurrent
 from mmspec.pipelines.host.cache import PassThroughCache, RaggedCache
 from mmspec.pipelines.host.call import BOTH_WAYS
 from mmspec.pipelines.host.forward import Decode, now, reading
 from mmspec.pipelines.host.names import CACHE, FEATURES
+from mmspec.pipelines.host.recurrent_state import RecurrentLayers
 from mmspec.pipelines.target import masks
 from mmspec.pipelines.target.captures import Forward, require_capturable
 from mmspec.types import FINAL
@@ -33,13 +36,21 @@ _MASK = "attention_mask"
 
 
 @dataclass
+class _Output:
+    """What a capture of one shape gives."""
+
+    kind: type  # the class of the decoder's output
+    recurrent: RecurrentLayers  # the layers with a recurrent state; their tensors are empty
+
+
+@dataclass
 class _Shapes:
     """The prompt shapes that one model has read."""
 
     seen: Counter[Hashable] = field(default_factory=Counter)
     last: Hashable = None  # the most recent shape
     row: int = 0  # how often in a row it was seen
-    tried: dict[Hashable, type] = field(default_factory=dict)  # shape → the class of the decoder's output
+    tried: dict[Hashable, _Output] = field(default_factory=dict)
 
 
 _OF: WeakKeyDictionary[Forward, _Shapes] = WeakKeyDictionary()
@@ -55,7 +66,7 @@ def reader(target: Any, slots: RaggedCache, valid: Tensor) -> Decode | None:
         slots: the cache that the prompt goes into.
         valid: bool [B, L], false on padding.
     """
-    special = target.by_tree or target.shares or target.draft_attention is not None
+    special = target.stateful or target.shares or target.draft_attention is not None
     if not target.compiles_prompts or special or slots.lengths.longest or not target.masks.causal(valid.shape[1]):
         return None
     return partial(_read, target, slots) if bool(valid.all()) else None
@@ -81,7 +92,8 @@ def _read(target: Any, slots: RaggedCache, run: Callable[..., Any], *args: objec
         return run(**kwargs)
     before = version(target.model, kept=True)
     out = run(**kwargs)
-    history.tried[key] = type(out)
+    shapeless = ((index, layer.before(repeat(torch.empty(0)))) for index, layer in slots.recurrent.items())
+    history.tried[key] = _Output(type(out), RecurrentLayers(shapeless))
 
     def build() -> PiecewiseFunction:
         require_capturable(target)
@@ -96,13 +108,17 @@ def _read(target: Any, slots: RaggedCache, run: Callable[..., Any], *args: objec
 
 
 def _replayed(
-    target: Any, slots: RaggedCache, kind: type, captured: PiecewiseFunction, tensors: list[Tensor]
+    target: Any, slots: RaggedCache, output: _Output, captured: PiecewiseFunction, tensors: list[Tensor]
 ) -> object:
-    """The decoder's output, an instance of `kind`, from a capture; also records the features for the drafter."""
-    hidden, *features = captured(_attending(slots), *tensors)
+    """The decoder's output from a capture; also records the features for the drafter, and the recurrent states."""
+    hidden, *rest = captured(_attending(slots), *tensors)
+    layers, outputs = _layers(target), iter(rest)
+    features = dict(zip(layers, outputs, strict=False))
     if (read := now().read) is not None:
-        read.layers.update(zip(_layers(target), features, strict=True))
-    return kind(**{FEATURES: hidden, CACHE: slots})
+        read.layers.update(features)
+    states = RecurrentLayers((index, layer.before(outputs)) for index, layer in output.recurrent.items())
+    slots.recurrent = states.copied(slice(None))
+    return output.kind(**{FEATURES: hidden, CACHE: slots})
 
 
 def _checked(
@@ -117,20 +133,24 @@ def _checked(
         rest, cache = iter(inputs), PassThroughCache(0)
         now = tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
         seen = torch.ones(B, 1, L, L, dtype=torch.bool)
-        mask = dict.fromkeys(masks.KINDS, seen) if target.mixed else seen
+        kinds = {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(masks.KINDS, seen)}
+        mask = kinds if target.mixed else seen
         with capture.Cut(cache, masked=True), reading() as read:
             out = run(**now, **{CACHE: cache, _MASK: mask})
-        return [out[FEATURES], *(read.layers[i] for i in _layers(target))]
+        states = (t for layer in cache.recurrent.values() for t in layer.held())
+        return [out[FEATURES], *(read.layers[i] for i in _layers(target)), *states]
 
     with lasting():
         captured = PiecewiseFunction(read, [t.clone() for t in tensors], weights(target.model), graphed=False)
     scratch = RaggedCache(B, final.device, L)
-    hidden = captured(_attending(scratch), *tensors)[0]
+    hidden, *rest = captured(_attending(scratch), *tensors)
     mine, theirs = (
         [t[:, :, :L] for held in cache.slots for t in (held.keys, held.values) if t is not None]
         for cache in (scratch, slots)
     )
-    compare([hidden, *mine], [final, *theirs], computed_in(final.dtype, final.device))
+    states = [t for layer in slots.recurrent.values() for t in layer.held()]
+    mine = [hidden, *mine, *rest[len(_layers(target)) :]]
+    compare(mine, [final, *theirs, *states], computed_in(final.dtype, final.device))
     return captured
 
 
