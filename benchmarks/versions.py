@@ -1,11 +1,12 @@
 """Which releases of transformers mmspec works with: tries each in an environment of its own, and writes a page.
 
-    python benchmarks/versions.py            # the floor, every minor up to the cap, and the newest of everything
+    python benchmarks/versions.py            # every minor of transformers, the floor with torch's, the newest of all
     python benchmarks/versions.py 5.24.0     # this one alone, into its line of docs/versions.md
     python benchmarks/versions.py --quick    # of the tests only those of calls, generate and the contract
 
 For each release: the contract's rows on its unpacked wheel, `mmspec doctor`, and the tests. An environment is a copy of
-.venv with another transformers; `newest` is .venv-newest, as `make test LOCK=` makes it.
+.venv with another transformers; `floor` has also the oldest torch that pyproject.toml allows, `newest` is .venv-newest,
+as `make test LOCK=` makes it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, WORK = ROOT / "docs" / "versions.md", ROOT / "build" / "versions"
 QUICK = ("test_calls.py", "test_contract.py", "test_generate.py")
-RELEASES = ("5.23.0", "5.24.0", "newest")
+FLOOR = ("transformers==5.23.0", "torch==2.11.0", "torchvision==0.26.0")
+RELEASES = ("5.23.0", "5.24.0", "floor", "newest")
+LABELS = {"floor": " (the oldest torch)", "newest": " (newest of everything)"}
 _HEAD = """# Supported versions
 
 mmspec is tested with transformers {range}. `constraints.txt` names the releases of all packages that `make`
@@ -51,8 +54,8 @@ def environment(release: str) -> Path:
     place = WORK / release
     if not place.exists():
         shutil.copytree(ROOT / ".venv", place, symlinks=True)
-        pip = (place / "bin" / "python", "-m", "pip", "install", "-q", "--no-deps")
-        code, said = run(*pip, f"transformers=={release}")
+        pip = (place / "bin" / "python", "-m", "pip", "install", "-q")  # torch's own needs change with it
+        code, said = run(*pip, *(FLOOR if release == "floor" else ("--no-deps", f"transformers=={release}")))
         if code:
             raise SystemExit(said)
     return place / "bin" / "python"
@@ -68,7 +71,7 @@ def tried(release: str, tests: tuple[str, ...]) -> str:
     said = run(python, "-m", "pytest", "-n", "2", "--dist", "loadfile", *tests)[1]
     counts = re.findall(r"\d+ (?:passed|failed|skipped|errors?)\b", said) or ["no test ran"]
     minutes = (time.monotonic() - began) / 60
-    label = f"{name} (newest of everything)" if release == "newest" else name
+    label = name + LABELS.get(release, "")
     healthy = "ok" if doctor == 0 else "fails"
     counts += ["of calls, generate and the contract"] if tests else []
     cells = (label, torch, own, rows.split(" (")[0], healthy, ", ".join(counts), f"{minutes:.0f}")
