@@ -1,4 +1,4 @@
-"""Compares methods: each is warmed up, then all run in turn on the same requests, with peak memory and host reads."""
+"""Compares methods: each is warmed up, then all run in turn on the same requests, with peak memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from mmspec.app.devices import first_line
 from mmspec.compile.capture import PiecewiseFunction
@@ -70,7 +69,6 @@ class Comparison(Generic[M, Q, R]):
         results: by method, the results of its runs, one per request.
         notes: by method, why it failed, or a remark about its runs.
         peaks: by method, peak memory of a run in MiB; None if unknown.
-        reads: by method, how often a run read values of tensors to the host.
     """
 
     def __init__(self, methods: Sequence[M], run: Callable[[M, Q], R]) -> None:
@@ -78,18 +76,13 @@ class Comparison(Generic[M, Q, R]):
         self.results: dict[str, list[R]] = {}
         self.notes: dict[str, str] = {}
         self.peaks: dict[str, float | None] = {}
-        self.reads: dict[str, int] = {}
 
-    def warm_up(
-        self, request: Q, needed: Collection[str] = (), device: torch.device | None = None,
-        read: Callable[[M], bool] | None = None,
-    ) -> None:  # fmt: skip
+    def warm_up(self, request: Q, needed: Collection[str] = (), device: torch.device | None = None) -> None:
         """Run each method until nothing compiles any more; drop those that fail.
 
         Args:
             needed: methods whose failure is raised, since there is nothing to compare without them.
             device: where peak memory is measured; None: it is not.
-            read: says for which methods host reads are counted.
         """
         for method in self.able[:]:
             try:
@@ -99,10 +92,6 @@ class Comparison(Generic[M, Q, R]):
                 self._note(method.name, caught)
                 if device is not None:
                     self.peaks[method.name] = peak_mb(device, partial(self.run, method, request))
-                if read is not None and read(method):
-                    with Reads() as reads:
-                        self.run(method, request)
-                    self.reads[method.name] = reads.count
             except Exception as error:
                 if method.name in needed:
                     raise
@@ -160,20 +149,6 @@ def settle(call: Callable[[], object]) -> None:
         if compiled_graphs() == graphs:
             return
     raise RuntimeError(f"still compiling after {WARM_UPS} calls")
-
-
-class Reads(TorchFunctionMode):
-    """Counts how often Python reads values of a tensor; on a GPU each read waits for the device."""
-
-    READING = {"item", "tolist", "__bool__", "__int__", "__index__", "__float__", "cpu", "nonzero"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += getattr(func, "__name__", "") in self.READING
-        return func(*args, **(kwargs or {}))
 
 
 def free() -> None:

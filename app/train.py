@@ -210,7 +210,7 @@ def _opened(target: str, pictures: bool, device: torch.device) -> tuple[Any, Any
 
     Raises EngineError: there is no such model, or it cannot be loaded.
     """
-    from mmspec.app.own_file import of_file
+    from mmspec.app.image_model import of_file
     from mmspec.pipelines.host import image_models
     from mmspec.pipelines.host.loading import model_and_processor
     from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline

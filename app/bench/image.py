@@ -6,6 +6,7 @@ import argparse
 import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,10 @@ import torch
 from mmspec.app import embedded, enabling
 from mmspec.app.bench import drafters, report
 from mmspec.app.bench.command import BenchError, Outcome, batches, matching, say, seeds_of
-from mmspec.app.bench.image_methods import PLAIN, facts, lossless, relaxed
-from mmspec.app.bench.image_model import load
-from mmspec.app.bench.image_plain import ImageBench
 from mmspec.app.bench.report import Record, spread
 from mmspec.app.compare import Comparison, Method, over
+from mmspec.app.devices import wait
+from mmspec.app.image_model import load
 from mmspec.app.mar import draws
 from mmspec.app.options import count, from_zero, where
 from mmspec.app.painter import ImageResult, ImageSubject, together
@@ -28,6 +28,26 @@ from mmspec.zoo import pictures
 
 HELD_OUT = 2**31  # first seed of prompts that no training uses
 SPEED = "image"  # the suite of these records
+PLAIN = ("ar", "ar-static", "ar-compiled")  # the pipeline's own loop; the maintainers' suite has loops of fixed shapes
+BASE = {"window": 16, "coupling": "maximal"}  # the Jacobi drafter of every relaxed rule
+
+
+@dataclass
+class ImageBench:
+    """The model, and the seed of a run."""
+
+    painter: ImageSubject
+    seed: int
+
+    def go(self, method: Method) -> None:
+        self.painter.go(method)
+
+    def call(self, method: Method, group: Sequence[tuple[str | int, int]]) -> ImageResult:
+        """One timed call for (prompt, seed) pairs."""
+        self.go(method)
+        gc.collect()
+        wait(self.painter.model.device)
+        return self.painter.paint([prompt for prompt, _ in group], [seed for _, seed in group])
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +63,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "(.json) (default: held-out scenes)")  # fmt: skip
     add("--images", type=count, default=12, help="prompts timed side by side (%(default)s)")
     add("--batch", type=count, nargs="+", default=[1, 4], help="pictures per timed call (default: 1 4)")
-    add("--methods", nargs="+", metavar="PATTERN", help="ar and only these, such as 'jacobi-*' '*+scaled'")
-    add("--without", nargs="+", default=[], metavar="PATTERN", help="leave these out, such as ar-compiled")
-    add("--rule", nargs="+", default=[], metavar="SPEC", help="further rules, such as 'lantern(k=20, lam=1.2)'")
+    add("--methods", nargs="+", metavar="PATTERN", help="ar and only these, such as 'jacobi-*' 'eagle*'")
+    add("--without", nargs="+", default=[], metavar="PATTERN", help="leave these out, such as 'jacobi-none*'")
+    add("--rule", nargs="+", default=[], metavar="SPEC", help="relaxed rules to measure, such as 'scaled(omega=1.5)'")
     add("--budget", type=float, help="limit of a relaxed rule's cost per picture, in total variation")
     add("--guidance", type=float)
     add("--top-k", type=int)
@@ -78,14 +98,38 @@ Methods = Callable[[ImageSubject, argparse.Namespace], list[Method]]
 
 
 def methods(painter: ImageSubject, args: argparse.Namespace) -> list[Method]:
-    trained, given = drafters.read(args, trained=True, model=painter.model), enabling.given(args.enable)
-    named = [(name, drafter) for name, drafter in trained.items()]
-    known = [*lossless(named), *relaxed(painter.codes, named, args.rule, args.budget)]
-    return [
-        Method(m.name, m.drafter, {**m.options, **given}, m.arguments, m.facts) if m.drafter in trained.values() else m
-        for m in known
-        if painter.static or not m.arguments
-    ]
+    """Plain decoding, Jacobi drafts, the drafters, and each rule of --rule with all of these."""
+    given, exact = enabling.given(args.enable), {"reproducible": True}
+    drafted = [Method(f"jacobi-{kind}-16", "jacobi", {**BASE, "coupling": kind}) for kind in ("none", "maximal")]
+    seeded = [Method(f"jacobi-exact-seed-{window}", "jacobi", {"window": window, **exact}) for window in (16, 32)]
+    seeded.append(Method("jacobi-exact-seed-16-compiled", "jacobi", {"window": 16, **exact, "compile": True}))
+    for name, drafter in drafters.read(args, trained=True, model=painter.model).items():
+        if not fills_windows(name):
+            drafted.append(Method(name, drafter, given))
+        seeded.append(Method(f"{name}-exact-seed", drafter, {**exact, **given}))
+    relaxed = [with_rule(f"{m.name}+{spec}", m, spec, args.budget) for spec in args.rule for m in drafted]
+    return [Method(PLAIN[0]), *drafted, *seeded, *relaxed]
+
+
+def fills_windows(name: str) -> bool:
+    """Whether it is heads, which fill windows and have no lossless rule of their own; the others draft trees."""
+    return name.partition(":")[0] == "heads"
+
+
+def with_rule(name: str, base: Method, spec: str, budget: float | None, **about: object) -> Method:
+    """The method with a rule; `about` are further fields of its records."""
+    limit = {} if budget is None else {"budget": budget}
+    return replace(base, name=name, options={**base.options, "rule": spec, **limit}, facts=about)
+
+
+def facts(method: Method) -> Record:
+    """What the records say of a method."""
+    plain = method.drafter is None
+    return {
+        "method": method.name, "lossless": str(method.options.get("rule", "exact")) == "exact",
+        "exact_seed": plain or bool(method.options.get("reproducible")), "family": None, "parameter": None,
+        "setting": method.setting, **method.facts,
+    }  # fmt: skip
 
 
 def timings(
@@ -125,27 +169,25 @@ def timed(bench: ImageBench, chosen: list[Method], prompts: Sequence[str | int],
     torch.compiler.reset()  # code compiled for other lengths counts toward the recompilation limit
     groups = batches(list(zip(prompts, seeds_of(1, len(prompts), bench.seed), strict=True)), batch)
     comparison = Comparison(chosen, bench.call)
-    # host reads of compiled code cannot be counted
-    comparison.warm_up(groups[0], ["ar"], read=lambda method: not method.arguments)
+    comparison.warm_up(groups[0], ["ar"])
     results = comparison.measure(groups)
     best = report.fastest(results, PLAIN, "seconds")
     slower = {name: f"slower than {best} here" for name in PLAIN if name in results and name != best}
     return [
         {"suite": SPEED, "batch": batch}
         | facts(m)
-        | figures(m.name, results, best, comparison.reads.get(m.name))
+        | figures(m.name, results, best)
         | {"note": comparison.notes.get(m.name, slower.get(m.name, ""))}
         for m in chosen
     ]
 
 
-def figures(name: str, calls: dict[str, list[ImageResult]], best: str, reads: int | None = None) -> Record:
+def figures(name: str, calls: dict[str, list[ImageResult]], best: str) -> Record:
     """The figures of one method from its timed calls; None for those that do not apply.
 
     Args:
         calls: of every method, on the same prompts and seeds in the same order.
         best: the plain path for `speedup_vs_best_plain`.
-        reads: how often one call read values of tensors to the host, if that was counted.
     """
     own, plain = calls.get(name, []), calls["ar"]
     whole = together(own) if own else None
@@ -154,25 +196,21 @@ def figures(name: str, calls: dict[str, list[ImageResult]], best: str, reads: in
     parts["other"] = sum(much for part, much in stats.seconds.items() if part not in (*parts, "prefill"))
     same = [torch.equal(a, b) for m, p in zip(own, plain, strict=False)
             for a, b in zip(m.tokens, p.tokens, strict=True)]  # fmt: skip
-    cost = spread("c", over(own, plain, "round_seconds"))
     return {
         "best_plain": best,
         "stock_path": name in PLAIN,
         **spread("speedup_e2e", over(plain, own)),
         **spread("speedup_decode", over(plain, own, "decode_seconds")),
         **spread("speedup_vs_best_plain", over(calls[best], own)),
-        **cost,
+        **spread("c", over(own, plain, "round_seconds")),
         **spread("seconds_per_image", [c.seconds / len(c.images) for c in own]),
         "forwards": whole and whole.forwards,
         "compression": whole and whole.compression,
         "tokens_per_target_call": stats.tokens_per_target_call if own else None,
-        "limit": whole.compression / cost["c"] if whole and cost["c"] else None,
-        "acceptance_by_depth": report.acceptance_by_depth(stats),
         "shares": {part: s / sum(parts.values()) for part, s in parts.items()} if sum(parts.values()) else None,
         "seconds": {part: s / len(whole.images) for part, s in stats.seconds.items()} if whole else {},
         "identical_rate": statistics.fmean(same) if same else None,
         **charges(whole.spent if whole else (), own[0].tokens[0].numel() if own else 1),
-        "reads": reads,
         "n": len(own),
     }
 

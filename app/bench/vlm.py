@@ -206,7 +206,6 @@ def figures(name: str, calls: dict[str, list[TimedCall]], best: str, greedy: boo
         **report.spread("tokens_per_s", [1 / c.per_token for c in own]),
         **report.spread("step_ms", [1e3 * c.per_step if c.per_step else None for c in own]),
         "tokens_per_target_call": gain,
-        "accepted_per_call": None if gain is None else gain - 1,
         "acceptance_by_depth": by_depth,
         "tau_by_depth": [round(1 + kept, 4) for kept in itertools.accumulate(by_depth)],
         "parts_ms": {p: 1e3 * s / whole.rounds for p, s in whole.seconds.items() if p != "prefill" and whole.rounds},

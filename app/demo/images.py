@@ -13,12 +13,11 @@ from PIL import Image
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from mmspec.app.bench.image_methods import sweeps
 from mmspec.app.compare import PLAIN, Method
 from mmspec.app.demo.captions import MAX_PROMPT, MAX_SEED
 from mmspec.app.demo.race import DONE, RUNNING, TIME_LIMIT, TIMED_OUT, Limits, Race, RaceSide, RaceView, RefusedError
 from mmspec.app.mar import MarSubject
-from mmspec.app.painter import ImageSubject
+from mmspec.app.painter import ImageSubject, sweeps
 from mmspec.pipelines.llamagen.pipeline import CLASS, TEXT
 
 EXACT = "exact"

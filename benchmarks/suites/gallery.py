@@ -13,7 +13,7 @@ from typing import Any
 from PIL import Image
 
 from mmspec.app.bench.command import BenchError, seeds_of
-from mmspec.app.bench.image_plain import ImageBench
+from mmspec.app.bench.image import ImageBench
 from mmspec.app.compare import Method
 from mmspec.app.files import write_whole
 from mmspec.app.painter import ImageResult, ImageSubject

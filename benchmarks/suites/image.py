@@ -13,22 +13,22 @@ from typing import Any
 
 import torch
 
-from benchmarks.suites import mar, measures, quality
+from benchmarks.suites import image_methods, mar, measures, quality
 from benchmarks.suites.gallery import Gallery, gallery_of
 from benchmarks.suites.judge import ImagePrompts, Judge
 from benchmarks.suites.plots import CURVES
-from mmspec.app.bench import image
+from benchmarks.suites.static_loop import StaticBench
+from mmspec.app import enabling
+from mmspec.app.bench import drafters, image
 from mmspec.app.bench.command import BenchError, Outcome, matching, refuse, say, seeds_of
-from mmspec.app.bench.image import SPEED, charges
-from mmspec.app.bench.image_methods import BASE, facts, sweeps, with_rule
-from mmspec.app.bench.image_plain import ImageBench
+from mmspec.app.bench.image import BASE, SPEED, ImageBench, charges, facts, with_rule
 from mmspec.app.bench.report import Record
 from mmspec.app.compare import Method
 from mmspec.app.devices import EngineError
 from mmspec.app.mar import draws
 from mmspec.app.media.inputs import images
 from mmspec.app.options import count
-from mmspec.app.painter import ImageSubject, sheet
+from mmspec.app.painter import ImageSubject, sheet, sweeps
 from mmspec.drafters.jacobi import JacobiDrafter
 from mmspec.media import load_image
 from mmspec.protocols import SessionView, Target
@@ -94,7 +94,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         raise BenchError("give the number of pictures to measure: --quality-images N, 2 or more")
     if args.images == 0 and args.grid is None and not args.quality_images:
         raise BenchError("nothing to do; give --images, --grid or --quality-images")
-    bench = image.begin(args, outcome)
+    bench = StaticBench(**vars(image.begin(args, outcome)))
     if args.resume:
         take_up(args.json, outcome)
     known = methods(bench.painter, args)
@@ -160,10 +160,16 @@ def there(records: list[Record], suite: str, **facts: object) -> bool:
 
 
 def methods(painter: ImageSubject, args: argparse.Namespace) -> list[Method]:
-    """Those of `mmspec bench image`, and drafts that are almost always wrong."""
+    """Plain paths, every drafter, every rule, and drafts that are almost always wrong."""
     hostile = {"window": 16, "reproducible": True}
     more = [Method("hostile-16", Hostile(), hostile), Method("hostile-16-auto", Hostile(), hostile | {"auto": True})]
-    return image.methods(painter, args) + (more if painter.static else [])
+    trained, given = drafters.read(args, trained=True, model=painter.model), enabling.given(args.enable)
+    named = list(trained.items())
+    known = [*image_methods.lossless(named), *image_methods.relaxed(painter.codes, named, args.rule, args.budget)]
+    return [
+        replace(m, options={**m.options, **given}) if m.drafter in trained.values() else m
+        for m in [*known, *more] if painter.static or not (m.arguments or m in more)
+    ]  # fmt: skip
 
 
 def judged(bench: ImageBench, args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:

@@ -117,13 +117,10 @@ def timed(bench: MarSubject, chosen: list[Method], labels: list[int], batch: int
     comparison: Comparison[Method, list[tuple[int, int]], MarImages] = Comparison(
         chosen, lambda way, group: call(bench, way, *zip(*group, strict=True))
     )
-    comparison.warm_up(groups[0], [chosen[0].name], read=lambda way: True)
+    comparison.warm_up(groups[0], [chosen[0].name])
     made = comparison.measure(groups)
     say(f"batch {batch}: " + ", ".join(f"{n} {statistics.median(c.seconds for c in m):.2f} s" for n, m in made.items()))
-    return [
-        _speed(way, made, batch) | {"reads": comparison.reads.get(way.name), "note": comparison.notes.get(way.name, "")}
-        for way in chosen
-    ]
+    return [_speed(way, made, batch) | {"note": comparison.notes.get(way.name, "")} for way in chosen]
 
 
 def _speed(way: Method, made: dict[str, list[MarImages]], batch: int) -> Record:

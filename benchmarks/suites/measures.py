@@ -16,8 +16,7 @@ from torch import Tensor
 
 from benchmarks.suites.gallery import gallery_of
 from mmspec.app.bench.command import BenchError, Outcome
-from mmspec.app.bench.image_methods import facts
-from mmspec.app.bench.image_plain import ImageBench
+from mmspec.app.bench.image import ImageBench, facts
 from mmspec.app.bench.report import OWN, Record, number
 from mmspec.app.compare import Method
 from mmspec.app.devices import EngineError, find_model, first_line, load_quietly

@@ -7,19 +7,35 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from benchmarks.suites import ablations, drawn, roofline, subject
 from mmspec.app.bench import report, vlm
 from mmspec.app.bench.answers import VlmBench
 from mmspec.app.bench.command import Outcome, batches, matching
-from mmspec.app.compare import Method, Reads
+from mmspec.app.compare import Method
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel
 
 PARTS = ("draft", "verify", "accept", "commit")
 TOP = 12  # operations that --profile lists
+
+
+class Reads(TorchFunctionMode):
+    """Counts how often Python reads values of a tensor; on a GPU each read waits for the device."""
+
+    READING = {"item", "tolist", "__bool__", "__int__", "__index__", "__float__", "cpu", "nonzero"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += getattr(func, "__name__", "") in self.READING
+        return func(*args, **(kwargs or {}))
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from benchmarks.suites.shapes_models import Codes, Latents
 from benchmarks.suites.shapes_ways import COMPILED, STOCK, Cost, ShapeMethod
+from benchmarks.suites.static_loop import StaticBench
 from mmspec.app import painter
 from mmspec.app.bench.command import seeds_of
-from mmspec.app.bench.image_plain import ImageBench
 from mmspec.app.compare import Method
 from mmspec.app.devices import wait
 from mmspec.models.llamagen_vq import LlamaGenVQ
@@ -44,7 +44,7 @@ class CodesWays:
     def __init__(self, shape: Codes, sizes: str, parts: dict[str, Any], tokens: int, seed: int) -> None:
         model, self.shape = parts["target"], shape
         small = LlamaGenVQ(base=32, multipliers=(1, 1), latent=32, codes=model.config.vocab, blocks=1)  # is not asked
-        self.bench = ImageBench(
+        self.bench = StaticBench(
             painter.ImageSubject(Featured(model, small.to(model.device)), output_type="latent"), seed
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ import torch
 from PIL import Image
 
 from benchmarks.__main__ import parser as workshop
-from benchmarks.suites import gallery
+from benchmarks.suites import gallery, image_methods, static_loop
 from benchmarks.suites import image as judged_image
 from mmspec.app.bench import command as bench
 from mmspec.app.bench import image as bench_image
-from mmspec.app.bench import image_methods, image_plain, report
+from mmspec.app.bench import report
 from mmspec.app.bench.command import BenchError, matching
 from mmspec.app.compare import Method
-from mmspec.app.painter import ImageResult, ImageSubject
+from mmspec.app.painter import ImageResult, ImageSubject, published_k, sweeps
 from mmspec.registry import resolve_rule
 from mmspec.statistics import Stats
 
@@ -61,13 +62,13 @@ def test_figures_of_known_calls() -> None:
         "jacobi": [painting(1.0, 7, verify=0.5, draft=0.1, other=0.1, prefill=0.3)],
         "jacobi+scaled": [painting(0.5, 3, spent=(0.5, 1.5), fill=1, verify=0.3)],
     }
-    assert report.fastest(made, image_methods.PLAIN, "seconds") == "ar-static"
+    assert report.fastest(made, bench_image.PLAIN, "seconds") == "ar-static"
     found = bench_image.figures("jacobi", made, "ar-static")
     assert found["speedup_e2e"] == pytest.approx(2.0)
     assert found["speedup_decode"] == pytest.approx(1.5 / 0.7)
     assert found["speedup_vs_best_plain"] == pytest.approx(1.6)
     assert found["c"] == pytest.approx(1.0)  # 0.7 s for 7 rounds, 1.5 s for 15 steps
-    assert found["forwards"] == 8 and found["compression"] == 2.0 and found["limit"] == pytest.approx(2.0)
+    assert found["forwards"] == 8 and found["compression"] == 2.0
     assert found["tokens_per_target_call"] == pytest.approx(15 / 7)
     assert found["shares"] == pytest.approx({"draft": 1 / 7, "verify": 5 / 7, "other": 1 / 7})
     assert found["identical_rate"] == 1.0 and found["n"] == 1 and not found["stock_path"]
@@ -94,13 +95,13 @@ def test_a_gallery_sums_up_its_calls() -> None:
 @pytest.mark.parametrize("codes", [64, 1024, 16384])
 def test_every_rule_of_the_table_is_one(codes: int) -> None:
     specs = [*image_methods.published(codes).values(), *image_methods.ours(codes).values()]
-    specs += [spec for points in image_methods.sweeps(codes).values() for _, spec in points]
+    specs += [spec for points in sweeps(codes).values() for _, spec in points]
     if codes < 1000:
         codebook = torch.randn(codes, 4)
         assert not any(resolve_rule(spec, codebook).lossless for spec in specs)
     k = [int(spec.split("k=")[1].split(",")[0]) for spec in specs if "k=" in spec]
-    assert max(k) == max(10, image_methods.published_k(codes)) < codes
-    assert image_methods.published_k(16384) == 1000
+    assert max(k) == max(10, published_k(codes)) < codes
+    assert published_k(16384) == 1000
 
 
 def test_methods_are_chosen_by_pattern() -> None:
@@ -115,12 +116,24 @@ def test_methods_are_chosen_by_pattern() -> None:
     with pytest.raises(bench.BenchError, match=r"no method matches 'jacoby-\*'; choose from ar, ar-static"):
         matching(known, ["jacoby-*"])
     own = next(m for m in known if m.name == "jacobi+scaled(omega=9.0)")
-    about = image_methods.facts(own)
+    about = bench_image.facts(own)
     assert own.options["budget"] == 0.5 and not about["lossless"] and not about["exact_seed"]
     windows = {f"jacobi-exact-seed-{window}{how}" for window in (16, 32) for how in ("", "-compiled")}
     exact = {"ar", "ar-static", "ar-compiled", *windows, "jacobi-exact-seed-32-auto", "eagle-exact-seed"}
     exact |= {"jacobi-exact-seed-12-compiled", "jacobi-exact-seed-24-compiled"}
-    assert {m.name for m in known if image_methods.facts(m)["exact_seed"]} == exact
+    assert {m.name for m in known if bench_image.facts(m)["exact_seed"]} == exact
+
+
+def test_mmspec_bench_image_measures_a_few_methods_and_the_rules_that_are_named(monkeypatch) -> None:
+    monkeypatch.setattr(bench_image.drafters, "read", lambda *args, **more: {"eagle": "E", "heads": "H"})
+    args = argparse.Namespace(enable=["depth=2"], rule=["scaled(omega=2)"], budget=0.5)
+    known = {m.name: m for m in bench_image.methods(ImageSubject(tiny_llamagen.pipeline("class")), args)}
+    exact = ["jacobi-exact-seed-16", "jacobi-exact-seed-32", "jacobi-exact-seed-16-compiled"]
+    drafted = ["jacobi-none-16", "jacobi-maximal-16", "eagle"]
+    relaxed = [f"{name}+scaled(omega=2)" for name in drafted]
+    assert list(known) == ["ar", *drafted, *exact, "eagle-exact-seed", "heads-exact-seed", *relaxed]
+    assert known["eagle"].options == {"depth": 2} and known["jacobi-none-16"].options["coupling"] == "none"
+    assert known[relaxed[2]].options == {"depth": 2, "rule": "scaled(omega=2)", "budget": 0.5}
 
 
 # -- plain paths ---------------------------------------------------------------------------------------------------
@@ -134,12 +147,12 @@ def test_the_static_plain_path_draws_the_same_picture(kind: str, settings: dict[
     painter = ImageSubject(tiny_llamagen.pipeline(kind), **settings)
     asked = ["a red circle", "a small blue square"] if kind == "text" else [1, 2]
     stock, before = painter.paint(asked, [4, 5]), type(painter.pipe)
-    image_plain.begin(painter.pipe, compiled=False)
+    static_loop.begin(painter.pipe, compiled=False)
     for _ in range(2):  # its buffers are used again
         static = painter.paint(asked, [4, 5])
         assert torch.equal(static.tokens, stock.tokens)
     assert (static.forwards, static.compression) == (16, 1.0) and static.stats.seconds["verify"] > 0
-    image_plain.end(painter.pipe)
+    static_loop.end(painter.pipe)
     assert type(painter.pipe) is before
     other = painter.paint(asked, [6, 7])
     assert settings.get("temperature") == 0 or not torch.equal(other.tokens, stock.tokens)
@@ -149,9 +162,9 @@ def test_the_static_plain_path_draws_the_same_picture(kind: str, settings: dict[
 def test_the_compiled_plain_path_draws_the_same_picture() -> None:
     painter = ImageSubject(tiny_llamagen.pipeline("class"))
     stock = painter.paint([1, 2], [4, 5])
-    image_plain.begin(painter.pipe, compiled=True)
+    static_loop.begin(painter.pipe, compiled=True)
     assert torch.equal(painter.paint([1, 2], [4, 5]).tokens, stock.tokens)
-    image_plain.end(painter.pipe)
+    static_loop.end(painter.pipe)
 
 
 # -- galleries -----------------------------------------------------------------------------------------------------
@@ -300,7 +313,7 @@ def test_bad_input(classes: Path, capsys: pytest.CaptureFixture[str], words: lis
 
 def test_layouts_show_every_record_that_they_title() -> None:
     made = {"ar": [painting(2.0, 15, verify=1.5)]}
-    facts = image_methods.facts(Method("ar"))
+    facts = bench_image.facts(Method("ar"))
     record = {"suite": "image", "batch": 1, **facts, **bench_image.figures("ar", made, "ar"), "note": "a note"}
     page = report.markdown([record], {"model": "m"}, {})
     assert "## batch 1" in page and "| ar | kept | 1.00x (1.00-1.00) |" in page and "ar: a note" in page

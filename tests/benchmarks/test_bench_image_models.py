@@ -13,7 +13,7 @@ import transformers as T
 from tiny_image_models import CLOSE, END, FIRST_CODE, LINE
 
 from benchmarks.__main__ import parser as workshop
-from mmspec.app.bench import image_model
+from mmspec.app import image_model
 from mmspec.app.compare import PLAIN, Method
 from mmspec.app.devices import EngineError
 from mmspec.pipelines.host.image_models import ImageModel

@@ -16,7 +16,7 @@ from tiny_image_models import PAINTERS
 from torch import Tensor
 
 import mmspec
-from mmspec.app.compare import Reads
+from benchmarks.suites.round import Reads
 from mmspec.compile import capture, capture_cache
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.shape import Shape

@@ -1,19 +1,16 @@
-"""Times calls of the image model, and a fast plain loop for a LlamaGen: fixed shapes, optionally compiled."""
+"""A fast plain loop for a LlamaGen, with fixed shapes and optionally compiled, as a baseline of the image suite."""
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmspec.app.bench.image import ImageBench
 from mmspec.app.compare import Method
-from mmspec.app.devices import wait
-from mmspec.app.painter import ImageResult, ImageSubject
 from mmspec.models.llamagen import PREFIX, LlamaGenTransformer, visible
 from mmspec.pipelines.host.hooks import restore, swap
 from mmspec.pipelines.host.processors.guidance import Guidance
@@ -114,20 +111,11 @@ def end(pipe: object) -> None:
         restore(pipe)
 
 
-@dataclass
-class ImageBench:
-    painter: ImageSubject
-    seed: int
+class StaticBench(ImageBench):
+    """Times a LlamaGen's plain paths with fixed shapes, too: `plain` in a method's arguments names one."""
 
     def go(self, method: Method) -> None:
         end(self.painter.pipe)
-        self.painter.go(method)
+        super().go(method)
         if plain := method.arguments.get("plain"):
             begin(self.painter.pipe, compiled=plain == "compiled")
-
-    def call(self, method: Method, group: Sequence[tuple[str | int, int]]) -> ImageResult:
-        """One timed call for (prompt, seed) pairs."""
-        self.go(method)
-        gc.collect()
-        wait(self.painter.model.device)
-        return self.painter.paint([prompt for prompt, _ in group], [seed for _, seed in group])

@@ -1,30 +1,19 @@
-"""The methods that `mmspec bench image` compares: plain paths, drafters, and relaxed rules."""
+"""The methods of the maintainers' image suite: plain paths, drafters in many settings, and relaxed rules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from mmspec.app.bench.image import BASE, PLAIN, fills_windows, with_rule
 from mmspec.app.compare import Method
+from mmspec.app.painter import published_k
 
-PLAIN = ("ar", "ar-static", "ar-compiled")  # the pipeline's own loop, and plain loops with fixed shapes
 COUPLINGS = ("none", "maximal", "gumbel")
-BASE = {"window": 16, "coupling": "maximal"}  # the Jacobi drafter of every relaxed rule
 # The shapes of a feature drafter: its own tree; and, with sampled nodes, LANTERN++'s tree and a chain.
 SHAPES = {"": {}, "-static": {"tree": "naive_extend_57", "draws": True}, "-chain": {"tree": "chain", "draws": True}}
-PUBLISHED_CODES = 16384  # size of the codebook for which LANTERN's k was published
 Named = Sequence[tuple[str, object]]  # trained drafters with their names
 EXACT: dict[str, object] = {"reproducible": True}
 COMPILED, AUTO = {"compile": True}, {"auto": True}
-
-
-def facts(method: Method) -> dict[str, object]:
-    """What the records say of a method."""
-    plain = method.drafter is None
-    return {
-        "method": method.name, "lossless": str(method.options.get("rule", "exact")) == "exact",
-        "exact_seed": plain or bool(method.options.get("reproducible")), "family": None, "parameter": None,
-        "setting": method.setting, **method.facts,
-    }  # fmt: skip
 
 
 def jacobi(name: str, *options: Mapping[str, object], **more: object) -> Method:
@@ -50,7 +39,7 @@ def lossless(drafters: Named) -> Iterator[Method]:
     yield jacobi("pac", window=32, coupling="maximal", proactive=(3, 3))
     yield from _feature(drafters)
     for name, drafter in drafters:
-        if not _fills_windows(name):
+        if not fills_windows(name):
             yield Method(f"{name}-exact-seed", drafter, EXACT)
             continue
         for window in (12, 16, 32):
@@ -59,14 +48,9 @@ def lossless(drafters: Named) -> Iterator[Method]:
             yield Method(f"{name}-exact-seed-{window}-compiled", drafter, own | COMPILED)
 
 
-def _fills_windows(name: str) -> bool:
-    """Whether it is heads, which fill windows; the others draft trees."""
-    return name.partition(":")[0] == "heads"
-
-
 def _feature(drafters: Named) -> list[Method]:
     """Each feature drafter with each of SHAPES."""
-    return [Method(f"{name}{kind}", drafter, options) for name, drafter in drafters if not _fills_windows(name)
+    return [Method(f"{name}{kind}", drafter, options) for name, drafter in drafters if not fills_windows(name)
             for kind, options in SHAPES.items()]  # fmt: skip
 
 
@@ -92,27 +76,6 @@ def ours(codes: int) -> dict[str, str]:
     }
 
 
-def sweeps(codes: int) -> dict[str, list[tuple[float, str]]]:
-    """For each family of rules, values of its parameter from mild to aggressive, each with the rule."""
-    k = min(10, codes - 1)
-    shares = [cells for share in (0.75, 0.5, 0.25, 0.125, 0.0625) if (cells := int(codes * share)) > 0]
-    groups = [g for g in (3, 5, 10, 25, 50) if g <= codes]
-    return {
-        "typical": [(d, f"typical(epsilon=0.3, delta={d})") for d in (0.5, 0.2, 0.05, 0.01, 0.002)],
-        "scaled": [(w, f"scaled(omega={w})") for w in (1.25, 1.5, 2.0, 3.0, 6.0)],
-        "lantern": [(d, f"lantern(k={published_k(codes)}, delta={d})") for d in (0.02, 0.05, 0.1, 0.2, 0.4)],
-        "lantern++": [(lam, f"lantern(k={k}, lam={lam})") for lam in (1.5, 2.0, 5.0, 10.0, 20.0)],
-        "gsd": [(float(g), f"gsd(group={g})") for g in groups],
-        "grouped": [(float(c), f"grouped(cells={c})") for c in shares],
-        "pooled": [(float(c), f"pooled(cells={c})") for c in shares],
-    }
-
-
-def published_k(codes: int) -> int:
-    """LANTERN's k, 1000 of 16384 codes, scaled to another codebook."""
-    return max(1, min(codes - 1, round(1000 * codes / PUBLISHED_CODES)))
-
-
 def relaxed(codes: int, drafters: Named, own: Sequence[str], budget: float | None) -> Iterator[Method]:
     """Every rule with the Jacobi drafter and each feature drafter; `own` are further rules, by their specification.
     These and GSD also with windows that are redrawn in each round, as in GSD's paper."""
@@ -122,9 +85,3 @@ def relaxed(codes: int, drafters: Named, own: Sequence[str], budget: float | Non
     redrawn = Method("jacobi-none", "jacobi", BASE | {"coupling": "none"})
     for name in ("gsd-published", *own):
         yield with_rule(f"jacobi-none+{name}", redrawn, rules[name], budget)
-
-
-def with_rule(name: str, base: Method, spec: str, budget: float | None, **about: object) -> Method:
-    """The method with a rule; `about` are further fields of its records."""
-    limit = {} if budget is None else {"budget": budget}
-    return Method(name, base.drafter, {**base.options, "rule": spec, **limit}, facts=about)

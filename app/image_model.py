@@ -1,19 +1,21 @@
-"""Transformers models, diffusers pipelines and a user's own file as subjects of the image suite."""
+"""Image models other than LlamaGen: transformers models, diffusers pipelines, and a user's own Python file."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from mmspec.app import painter
 from mmspec.app.compare import PLAIN, Method
 from mmspec.app.devices import EngineError, find_device, find_dtype, find_model, first_line, load_quietly
-from mmspec.app.own_file import OWN_FILE, of_file
 from mmspec.app.painter import ImageResult, ImageSubject
 from mmspec.pipelines.families.table import unwrap
 from mmspec.pipelines.host import image_models
@@ -21,6 +23,11 @@ from mmspec.pipelines.host.image_models import ImageModel
 from mmspec.pipelines.patching.handle import Handle, Patch
 from mmspec.statistics import Stats
 from mmspec.types import NO_TOKEN
+
+OWN_FILE = (
+    "name a Python file with `load(device, dtype)`, which returns what mmspec.enable takes, and `draw(model, prompts, "
+    "**settings)`, which returns a picture for each prompt"
+)
 
 
 class ModelSubject(ImageSubject):
@@ -112,3 +119,29 @@ def load(model: str, device: str, dtype: str, **settings: object) -> ImageSubjec
         return painter.load(model, device, dtype, **settings)
     except EngineError as error:
         raise EngineError(f"{error}. To measure one whose pictures mmspec cannot decode, {OWN_FILE}") from error
+
+
+def of_file(path: Path, device: str, dtype: str) -> ImageModel:
+    """The model that the file's `load` returns, called by its `draw`.
+
+    Raises EngineError: there is no such file, it fails, or it lacks `load` or `draw`.
+    """
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise EngineError(f"no file {str(path)!r}; {OWN_FILE}")
+    module, place = importlib.util.module_from_spec(spec), find_device(device)
+    try:
+        spec.loader.exec_module(module)
+        target = module.load(place, find_dtype(dtype, place))
+        draw = module.draw
+    except Exception as error:  # in the user's code
+        raise EngineError(f"cannot load {str(path)!r} ({first_line(error)}); {OWN_FILE}") from error
+    about = f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()[:10]}"
+
+    def drawn(prompts: Sequence[str], **settings: object) -> Sequence[Image.Image]:
+        try:
+            return draw(target, prompts, **settings)  # type: ignore[no-any-return]
+        except Exception as error:  # in the user's code
+            raise EngineError(f"{str(path)!r} cannot draw: {first_line(error)}") from error
+
+    return ImageModel(target, drawn, image_models.codes_of(unwrap(target)), about)
