@@ -27,7 +27,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=from_zero, default=0.0, metavar="T", help="default for requests (%(default)s)")
     add("--max-bytes", type=count, default=32 * 2**20, metavar="N", help="limit of a request or picture (%(default)s)")
     add("--max-pixels", type=count, default=MAX_PIXELS, metavar="N", help="limit of a request's pictures (%(default)s)")
-    add("--decoders", type=count, default=2, metavar="N", help="decoder processes (%(default)s)")
     add("--allow-files", type=Path, metavar="FOLDER", help="read pictures by file:// URLs below it")
     add("--allow-http", action="store_true", help="fetch pictures from any URL that this machine can reach")
     enabling.add(parser)
@@ -59,17 +58,14 @@ def _serve(args: argparse.Namespace, key: str | None, drafter: str, options: dic
     from mmspec.app import engine as engines
     from mmspec.app.caption.model import area_for
     from mmspec.app.caption.options import AUTO
-    from mmspec.app.serve import chat, http, worker
+    from mmspec.app.serve import chat, http
 
     engine = engines.load(args.model, drafter, args.device, args.dtype, args.max_new_tokens, 0.0, **options)
     for note in engine.notes:
         print(f"mmspec serve: {note}", file=sys.stderr)
     limits = MediaLimits(args.max_pixels, args.max_bytes, chat.SECONDS, max_area=area_for(AUTO, engine)[0])
     batches = engine.batcher(args.batch_size or engine.suggest_rows())
-    with (
-        worker.ModelThread(batches) as thread,
-        chat.Pictures(limits, args.allow_files, args.allow_http, args.decoders) as pictures,
-    ):
+    with http.ModelThread(batches) as thread, chat.Pictures(limits, args.allow_files, args.allow_http) as pictures:
         shown = (args.model, args.max_new_tokens, args.temperature, args.queue, args.max_bytes, key)
         app = http.build(http.Service(engine, thread, pictures, *shown))
         print(f"{args.model} is at http://{args.host}:{args.port}/v1 (Ctrl-C ends it)", flush=True)

@@ -1,13 +1,16 @@
-"""The server's endpoints: /v1/models, /v1/chat/completions and /health, in OpenAI's formats."""
+"""The server's endpoints, in OpenAI's formats, and the thread that runs the model for all requests."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -18,15 +21,83 @@ from starlette.requests import ClientDisconnect
 from mmspec.app.devices import first_line
 from mmspec.app.engine import Engine
 from mmspec.app.serve.chat import AnswerText, ChatError, ChatRequest, Pictures
-from mmspec.app.serve.worker import ModelThread
+from mmspec.compile.capture_cache import settled
 from mmspec.pipelines.host.processors.grammar import json_grammar
 from mmspec.pipelines.prompts import inputs_of
-from mmspec.pipelines.serving.batcher import cut_off
+from mmspec.pipelines.serving.batcher import Batcher, cut_off
+from mmspec.statistics import Stats
 
 ADDRESSES = ("POST /v1/chat/completions", "GET /v1/models", "GET /v1/models/NAME", "GET /health")
 T = TypeVar("T")
 UPLOAD = 60.0  # seconds within which a request's body must arrive
 Piece = tuple[str, str | None, dict[str, Any]]  # text; for the last piece also the finish reason and usage
+Progress = tuple[list[int], Stats, bool, Exception | None]  # tokens so far, stats of their rounds, done, error
+Send = Callable[[Progress], object]
+
+
+class ModelThread:
+    """Runs the rounds of a Batcher in a separate thread; a context manager."""
+
+    def __init__(self, batches: Batcher) -> None:
+        self.batches = batches
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # between rounds; None: end the thread
+        self._open: set[Send] = set()
+        self._thread = threading.Thread(target=self._work, name="mmspec-model", daemon=True)
+
+    def __enter__(self) -> ModelThread:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    async def answer(self, inputs: Any, seed: int, settings: dict[str, Any]) -> AsyncIterator[Progress]:
+        """Yield a request's progress after each round; closing the iterator frees its row. Raises its error."""
+        loop, updates = asyncio.get_running_loop(), asyncio.Queue[Progress]()
+
+        def send(progress: Progress) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(updates.put_nowait, progress)
+
+        def begin() -> None:
+            self._open.add(send)
+            self.batches.add(send, inputs, seed, **settings)
+
+        self._jobs.put(begin)
+        try:
+            done = False
+            while not done:
+                progress = await updates.get()
+                _, _, done, error = progress
+                if error is not None:
+                    raise error
+                yield progress
+        finally:
+            self._jobs.put(lambda: self._leave(send))
+
+    def _leave(self, send: Send) -> None:
+        self._open.discard(send)
+        self.batches.cancel(send)
+
+    def _work(self) -> None:
+        while True:
+            with contextlib.suppress(Empty):
+                while (job := self._jobs.get(block=not self.batches.busy)) is not None:
+                    job()
+                return
+            try:
+                with settled(self.batches.free > 0):
+                    finished = self.batches.step()
+            except Exception as error:  # of the whole batch, since the batcher handles errors of single prompts
+                for send in [*self._open]:
+                    self._leave(send)
+                    send(([], Stats(), True, error))
+                continue
+            updates: list[tuple[Any, Progress]] = [(o.ticket, (o.tokens, o.stats, True, o.error)) for o in finished]
+            updates += [(ticket, (tokens, stats, False, None)) for ticket, tokens, stats in self.batches.written()]
+            for send, progress in updates:
+                send(progress)
 
 
 @dataclass
@@ -55,12 +126,10 @@ class Service:
     open: int = 0
 
     async def body(self, request: Request) -> bytes:
-        """Read a request's body. ChatError if the key is wrong, the queue is full, or the body is too large or late."""
-        self.enter(request)
+        """Read a request's body. ChatError if the queue is full, or the body is too large or late."""
         if self.open >= self.worker.batches.rows + self.queue:
-            raise ChatError(
-                429, f"{self.open} requests are open, which is the limit; try again later", None, "queue_full"
-            )
+            why = f"{self.open} requests are open, which is the limit; try again later"
+            raise ChatError(429, why, None, "queue_full")
         data = bytearray()
         self.open += 1
         try:
@@ -70,16 +139,13 @@ class Service:
                     if len(data) > self.max_bytes:
                         why = f"a request may have {self.max_bytes} bytes (--max-bytes); send smaller pictures"
                         raise ChatError(413, why)
-        except TimeoutError as error:
+        except (TimeoutError, ClientDisconnect) as error:
             raise ChatError(408, f"the request has not arrived after {UPLOAD:g} s; send smaller pictures") from error
-        except ClientDisconnect as error:
-            raise ChatError(499, "the client has left") from error
         finally:
             self.open -= 1
         return bytes(data)
 
-    def enter(self, request: Request) -> None:
-        """Check the API key; ChatError 401 if it is wrong."""
+    def check_key(self, request: Request) -> None:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if self.key is not None and not secrets.compare_digest(given.encode(), self.key.encode()):
             raise ChatError(401, "an API key is required: Authorization: Bearer KEY", None, "invalid_api_key")
@@ -99,7 +165,8 @@ class Service:
             yield "", None, {}
             reader, most, length = self.engine.processor, settings["max_new_tokens"], inputs["input_ids"].shape[1]
             writer = AnswerText(getattr(reader, "tokenizer", reader), body.stops)
-            async for tokens, stats, done, _ in self.worker.answer(inputs, body.seed % 2**63, settings):
+            seed = secrets.randbits(31) if body.seed is None else body.seed % 2**63
+            async for tokens, stats, done, _ in self.worker.answer(inputs, seed, settings):
                 if not (done or body.stream or body.stops):
                     continue
                 piece = writer.read(tokens, done)
@@ -107,7 +174,6 @@ class Service:
                     yield piece, None, {}
                     continue
                 n = len(tokens)
-                usage = {"prompt_tokens": length, "completion_tokens": n, "total_tokens": length + n}
                 facts = {
                     "target_calls": stats.row_rounds,
                     "drafted_tokens": stats.drafted,
@@ -115,6 +181,7 @@ class Service:
                     "tokens_per_target_call": round(stats.tokens_per_target_call, 4),
                     "seconds": round(time.perf_counter() - began, 6),
                 }
+                usage = {"prompt_tokens": length, "completion_tokens": n, "total_tokens": length + n}
                 cut = cut_off(tokens, self.engine.model.generation_config.eos_token_id, most) and not writer.stopped
                 yield piece, "length" if cut else "stop", {"usage": usage, "mmspec": facts}
                 return
@@ -123,20 +190,19 @@ class Service:
 
     async def _prepared(self, body: ChatRequest) -> tuple[Any, dict[str, Any]]:
         """The model inputs, and the settings of `generate`."""
-        chat = await asyncio.to_thread(lambda: [*body.chat(self.pictures.load)])
+        settings = body.settings(self.temperature, self.most)
+        if (schema := body.schema_of_answer) is not None:
+            try:
+                settings["logits_processor"] = [await asyncio.to_thread(json_grammar, self.engine.processor, schema)]
+            except (ImportError, ValueError) as error:
+                raise ChatError(400, f"response_format: {error}", "response_format") from error
+        chat = await asyncio.to_thread(self.pictures.chat, body.messages)
         try:
             job = self.engine.threads.submit(lambda processor: inputs_of(processor, [chat]))
             inputs = (await asyncio.wrap_future(job)).to(self.engine.model.dtype)
         except Exception as error:  # the template refuses the chat, or a picture is too small for the processor
             raise ChatError(400, f"the model cannot read this chat ({first_line(error)})", "messages") from error
         length, context = inputs["input_ids"].shape[1], self.engine.model.config.get_text_config()
-        settings = body.settings(self.temperature, self.most)
-        if body.answer_schema is not None:
-            try:
-                grammar = await asyncio.to_thread(json_grammar, self.engine.processor, body.answer_schema)
-            except (ImportError, ValueError) as error:
-                raise ChatError(400, f"response_format: {error}", "response_format") from error
-            settings["logits_processor"] = [grammar]
         room = getattr(context, "max_position_embeddings", 2**62) - length
         if room < 1:
             why = f"the prompt has {length} tokens, {1 - room} too many for this model and an answer; shorten it"
@@ -166,16 +232,17 @@ def build(service: Service) -> FastAPI:
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, object]:
-        service.enter(request)
+        service.check_key(request)
         return {"object": "list", "data": [service.model(service.name)]}
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> dict[str, object]:
-        service.enter(request)
+        service.check_key(request)
         return service.model(name)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Any:
+        service.check_key(request)
         body = ChatRequest.parse(await service.body(request))
         service.model(body.model or service.name)
         pieces = service.answer(body)
