@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import mmspec
-from mmspec.app.options import Pairs, did_you_mean
+from mmspec.app.options import did_you_mean
 
-HIDDEN = ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")  # these are did_you_mean for developers
+HIDDEN = ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")  # these are for developers
 COMMANDS = {  # command: (module with configure(parser) and run(args) -> exit code, one line of help)
     "caption": ("mmspec.app.caption.command", "caption images and videos: folders, lists, tables, tars, data sets"),
     "generate": ("mmspec.app.generate", "draw pictures from prompts with an autoregressive image model"),
@@ -25,8 +25,7 @@ COMMANDS = {  # command: (module with configure(parser) and run(args) -> exit co
     "bench": ("mmspec.app.bench.command", "measure the speed-up over plain decoding, and the quality of pictures"),
     "train": ("mmspec.app.train", "train a drafter for a model"),
     "convert": ("mmspec.app.convert", "rewrite a drafter in another published layout"),
-    "doctor": ("mmspec.app.doctor", "check versions, device, compiler and what a new release changed; for bug reports"),
-    "supported": ("mmspec.app.supported", "print the model families proved identical, the drafters and the rules"),
+    "doctor": ("mmspec.app.doctor", "check versions, device and compiler, for bug reports; list what is supported"),
 }
 
 
@@ -75,15 +74,9 @@ class Parser(argparse.ArgumentParser):
             self.exit(2)
         known, strange = super().parse_known_args(args, namespace)
         if strange:
-            near = did_you_mean(strange[0], self._option_string_actions) or self._value(strange[0])
+            near = did_you_mean(strange[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(strange)}{near}")
         return known, strange
-
-    def _value(self, word: str) -> str:
-        """A "did you mean" for a word that is not a flag, but a name that a NAME=VALUE flag takes."""
-        name = word.lstrip("-").partition("=")[0].replace("-", "_")
-        takes = (each for each in self._actions if isinstance(each, Pairs) and name in each.names())
-        return "".join(f"; did you mean {each.option_strings[0]} {name}=VALUE?" for each in takes)
 
     def _check_value(self, action: argparse.Action, value: str) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:

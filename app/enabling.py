@@ -5,20 +5,20 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from mmspec import zoo
 from mmspec.app.embedded import SHIPPED, STOCK, resolve
-from mmspec.app.options import Pairs, did_you_mean
+from mmspec.app.options import did_you_mean
 
-_DRAFT = "the smaller model that drafts: its folder, or its name in the Hub's cache"
 WORDS = {"true": True, "false": False, "none": None, "on": True, "off": False, "yes": True, "no": False}
 PLAIN = "plain"  # the registry's name for decoding without a drafter
 OF_MODEL = ("model", "assistant")  # drafters that are a separate model
 DRAFT = "draft"  # the option that names that model
+_DRAFT = "the smaller model that drafts: its folder, or its name in the Hub's cache"
 LIST = "help"  # given in place of NAME=VALUE: print the options
 DRAWN = ("rule", "budget", "reproducible")  # options that change the output; all others change only the speed
 
@@ -27,14 +27,8 @@ class EnableError(ValueError):
     """A value of --enable is invalid; the message says what is allowed."""
 
 
-class _Enable(Pairs):
+class _Enable(argparse._ExtendAction):
     """Collects NAME=VALUE; for LIST it prints all options and exits."""
-
-    @staticmethod
-    def names() -> list[str]:
-        from mmspec.config import SpecConfig, option_names
-
-        return [DRAFT, *(name for kind in (SpecConfig(), *kinds_of(None)) for name in option_names(kind))]
 
     def __call__(self, parser: argparse.ArgumentParser, args: argparse.Namespace, values: Any, *_: Any) -> None:
         if values == [LIST]:
@@ -62,7 +56,7 @@ def given(words: Iterable[str], drafter: object = None) -> dict[str, Any]:
 
     Raises EnableError: an unknown drafter or option, an invalid value, or a word that is not NAME=VALUE.
     """
-    _known(drafter)
+    _check_drafter(drafter)
     options = unchecked(words)
     if drafter in OF_MODEL:
         if DRAFT not in options:
@@ -71,28 +65,35 @@ def given(words: Iterable[str], drafter: object = None) -> dict[str, Any]:
     if not options:  # do not import torch in this case
         return {}
     from mmspec.config import SpecConfig, option_names
+    from mmspec.registry import check_rule
 
     kinds = kinds_of(drafter)
-    known = [name for kind in (SpecConfig(), *kinds) for name in option_names(kind)]
-    known += [DRAFT] if drafter in OF_MODEL else []
-    for name in options:
-        if name not in known:
-            whose = f" with the drafter {drafter}" if drafter and len(kinds) == 1 else ""
-            near, names = did_you_mean(name, known) or ".", ", ".join(dict.fromkeys(known))
-            raise EnableError(f"--enable has no {name!r}{whose}{near} It takes {names}")
-    _check(options, kinds)
+    names = [name for kind in (SpecConfig(), *kinds.values()) for name in option_names(kind)]
+    names += [DRAFT] if drafter in OF_MODEL else []
+    if unknown := next((name for name in options if name not in names), None):
+        whose = f" with the drafter {drafter}" if drafter and len(kinds) == 1 else ""
+        near = did_you_mean(unknown, names) or "."
+        raise EnableError(f"--enable has no {unknown!r}{whose}{near} It takes {', '.join(dict.fromkeys(names))}")
+    try:
+        SpecConfig.split(options)
+        if isinstance(rule := options.get("rule"), str):
+            check_rule(rule)
+    except ValueError as error:
+        raise EnableError(f"--enable: {error}") from error
+    for name, value in options.items():
+        errors = [_refusal(kind, name, value) for kind in kinds.values() if name in option_names(kind)]
+        if value is not None and errors and all(errors):
+            raise EnableError(f"--enable: {name}={value!r}: {errors[0]}")
     return options
 
 
-def _known(drafter: object) -> None:
+def _check_drafter(drafter: object) -> None:
     """EnableError, before a model is loaded, for a drafter that is neither known nor a folder or a name on the Hub."""
     if not isinstance(drafter, str) or drafter in (STOCK, SHIPPED, *zoo.DRAFTERS):
         return
-    if "/" in drafter or Path(drafter).exists():
-        return
     from mmspec.registry import DRAFTERS
 
-    if drafter not in DRAFTERS:
+    if drafter not in DRAFTERS and "/" not in drafter and not Path(drafter).exists():
         raise EnableError(
             f"unknown drafter {drafter!r}{did_you_mean(drafter, DRAFTERS) or '.'} Choose from {', '.join(DRAFTERS)}, "
             f"{STOCK}, or give a folder or owner/name on the Hub"
@@ -110,42 +111,6 @@ def unchecked(words: Iterable[str]) -> dict[str, Any]:
     return options
 
 
-def help_text(drafter: object = None) -> str:
-    """One line for each option with its meaning: first the shared options, then those of the drafter."""
-    from mmspec.config import SpecConfig
-    from mmspec.registry import DRAFTERS
-
-    lines = ["of every drafter:", *_described(SpecConfig())]
-    lines += [] if drafter not in (None, *OF_MODEL) else [f"of {', '.join(OF_MODEL)}:", f"  {DRAFT}=  {_DRAFT}"]
-    for kind in kinds_of(drafter):
-        users = [name for name in DRAFTERS if type(_options(name)) is type(kind)]
-        own = _described(kind)
-        lines += [f"of {', '.join(users)}:", *(own or ["  nothing of their own"])]
-    return "\n".join(lines)
-
-
-def kinds_of(drafter: object) -> list[object]:
-    """The options objects of a drafter; those of all drafters if its method is unknown until it is loaded."""
-    from mmspec.registry import DRAFTERS
-
-    name = zoo.DRAFTERS[drafter].method if drafter in zoo.DRAFTERS else drafter
-    name = PLAIN if name == STOCK else name
-    if name in DRAFTERS:
-        return [_options(name)]
-    kinds = {type(options): options for options in map(_options, DRAFTERS)}
-    return list(kinds.values())
-
-
-def _options(name: str) -> object:
-    from mmspec.drafters.block_config import BlockOptions
-    from mmspec.drafters.shape import TreeOptions
-    from mmspec.registry import DRAFTERS, drafter_class
-
-    if DRAFTERS[name].trained or DRAFTERS[name].from_model:  # the actual options come with its weights or model
-        return BlockOptions() if name == "block" else TreeOptions()
-    return getattr(drafter_class(name), "options", None)
-
-
 def value_of(text: str) -> object:
     """The value of a text: a number, a boolean, None, several of these separated by commas, or the text itself."""
     text = text.strip()
@@ -157,24 +122,8 @@ def value_of(text: str) -> object:
         return text
 
 
-def _check(words: Mapping[str, object], kinds: Iterable[object]) -> None:
-    """EnableError for values that no option of that name allows."""
-    from mmspec.config import SpecConfig, option_names
-    from mmspec.registry import check_rule
-
-    try:
-        SpecConfig.split(words)
-        if isinstance(rule := words.get("rule"), str):
-            check_rule(rule)
-    except ValueError as error:
-        raise EnableError(f"--enable: {error}") from error
-    for name, value in words.items():
-        troubles = [_trouble(kind, name, value) for kind in kinds if name in option_names(kind)]
-        if value is not None and troubles and all(troubles):
-            raise EnableError(f"--enable: {name}={value!r}: {troubles[0]}")
-
-
-def _trouble(kind: object, name: str, value: object) -> str:
+def _refusal(kind: Any, name: str, value: object) -> str:
+    """Why these options refuse a value; empty if they take it."""
     try:
         type(kind)(**{name: value})
     except (ValueError, TypeError) as error:
@@ -182,17 +131,39 @@ def _trouble(kind: object, name: str, value: object) -> str:
     return ""
 
 
-def _described(kind: object) -> list[str]:
-    """A line for each field of a dataclass: its name, its default, and its text in the docstring's Attributes."""
-    if not is_dataclass(kind):
-        return []
-    about = _attributes(type(kind))
-    usual = {one.name: "" if one.default is MISSING else one.default for one in fields(kind) if one.init}
-    return [f"  {name}={value}  {about.get(name, '')}".rstrip() for name, value in usual.items()]
+def kinds_of(drafter: object) -> dict[str, object]:
+    """The default options of a drafter by its name; of all drafters if its method is unknown until it is loaded."""
+    from mmspec.drafters.block_config import BlockOptions
+    from mmspec.drafters.shape import TreeOptions
+    from mmspec.registry import DRAFTERS, drafter_class
+
+    known = zoo.DRAFTERS[drafter].method if drafter in zoo.DRAFTERS else PLAIN if drafter == STOCK else drafter
+    kinds: dict[str, object] = {}
+    for name in [known] if known in DRAFTERS else DRAFTERS:
+        if DRAFTERS[name].trained or DRAFTERS[name].from_model:  # the actual options come with its weights or model
+            kinds[name] = BlockOptions() if name == "block" else TreeOptions()
+        else:
+            kinds[name] = getattr(drafter_class(name), "options", None)
+    return kinds
 
 
-def _attributes(cls: type) -> dict[str, str]:
-    """The descriptions of attributes in the docstrings of a class and its parents."""
-    sections = [(parent.__doc__ or "").partition("Attributes:\n")[2] for parent in reversed(cls.__mro__)]
+def help_text(drafter: object = None) -> str:
+    """One line for each option with its meaning: first the shared options, then those of the drafter."""
+    from mmspec.config import SpecConfig
+
+    lines = ["of every drafter:", *_described(SpecConfig())]
+    lines += [] if drafter not in (None, *OF_MODEL) else [f"of {', '.join(OF_MODEL)}:", f"  {DRAFT}=  {_DRAFT}"]
+    kinds = kinds_of(drafter)
+    for kind in {type(options): options for options in kinds.values() if is_dataclass(options)}.values():
+        users = [name for name, options in kinds.items() if type(options) is type(kind)]
+        lines += [f"of {', '.join(users)}:", *_described(kind)]
+    return "\n".join(lines)
+
+
+def _described(options: Any) -> list[str]:
+    """A line for each option: its name, its default, and its text in the Attributes of the class and its parents."""
+    sections = [(parent.__doc__ or "").partition("Attributes:\n")[2] for parent in reversed(type(options).__mro__)]
     found = re.findall(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", "\n".join(sections), re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in found}
+    about = {name: " ".join(text.split()) for name, text in found}
+    usual = {one.name: "" if one.default is MISSING else one.default for one in fields(options) if one.init}
+    return [f"  {name}={value}  {about.get(name, '')}".rstrip() for name, value in usual.items()]

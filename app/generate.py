@@ -17,8 +17,6 @@ from mmspec.app.embedded import STOCK
 from mmspec.app.options import count, from_zero, where
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from mmspec.app.compare import Method
     from mmspec.app.mar import MarSubject
     from mmspec.app.painter import ImageSubject
@@ -59,7 +57,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("-o", "--out", type=Path, metavar="PATH", help="a file for one picture, else a folder (default: picture.png)")
     add("--prompts", type=Path, metavar="FILE", help="a file of prompts, one per line; the pictures go into a folder")
     add("--images", type=count, default=1, metavar="N", help="pictures of each prompt, each with its own seed")
-    add("--grid", action="store_true", help="one sheet with all pictures, a row per prompt, instead of single files")
     add("--compare", action="store_true", help="draw each by plain decoding too, and print the difference")
     add("--batch-size", type=count, default=4, metavar="N", help="pictures drawn together (%(default)s)")
     add("--seed", type=int, default=0, help="seed of the first picture; it counts up for the next ones (%(default)s)")
@@ -122,16 +119,14 @@ def _draw(
         comparison.warm_up(batches[0], [OWN, PLAIN.name])
     done, began = 0, time.monotonic()
     for batch, drawn in zip(batches, comparison.turns(batches), strict=True):
-        if not args.grid:
-            write(batch, drawn[OWN].images)
+        for order, picture in zip(batch, drawn[OWN].images, strict=True):
+            order.path.parent.mkdir(parents=True, exist_ok=True)
+            picture.save(order.path)
+            print(order.path)
         done += len(batch)
         if done < len(orders):
             say(f"{done} of {len(orders)} pictures, {time.monotonic() - began:.0f} s")
-    results, base = (comparison.results.get(name, []) for name in (OWN, PLAIN.name))
-    if args.grid:
-        fast, plain = ([image for each in some for image in each.images] for some in (results, base))
-        write_sheet(orders, fast, plain, args.images)
-    return results, base
+    return comparison.results[OWN], comparison.results.get(PLAIN.name, [])
 
 
 def say(line: str) -> None:
@@ -177,34 +172,16 @@ def _method(args: argparse.Namespace, subject: ImageSubject | MarSubject, option
 
 def _orders(args: argparse.Namespace, prompts: list[str]) -> list[DrawingOrder]:
     conditions = [prompt for prompt in prompts for _ in range(args.images)]
-    one = args.grid or (len(conditions) == 1 and args.prompts is None and (args.out is None or args.out.suffix != ""))
+    one = len(conditions) == 1 and args.prompts is None and (args.out is None or args.out.suffix != "")
     out = args.out or Path("picture.png" if one else "pictures")
     picture = out.suffix.lower() in ENDINGS
     if one and not picture:
         raise GenerateError(f"a picture is a file ending in {', '.join(ENDINGS)}; got {str(out)!r}")
     if not one and (picture or out.is_file()):
-        raise GenerateError(f"{len(conditions)} pictures do not fit into {str(out)!r}; name a folder, or add --grid")
+        raise GenerateError(f"{len(conditions)} pictures do not fit into {str(out)!r}; name a folder")
     slugs = (re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture" for prompt in conditions)
     paths = [out if one else out / f"{i:04d}-{slug}.png" for i, slug in enumerate(slugs)]
     return [DrawingOrder(prompt, args.seed + i, paths[i]) for i, prompt in enumerate(conditions)]
-
-
-def write(orders: Sequence[DrawingOrder], pictures: Sequence[Image]) -> None:
-    for order, picture in zip(orders, pictures, strict=True):
-        order.path.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(order.path)
-        print(order.path)
-
-
-def write_sheet(orders: Sequence[DrawingOrder], pictures: Sequence[Image], plain: Sequence[Image], across: int) -> None:
-    """Write one sheet with a row per prompt, and below each row that of plain decoding, if there is one."""
-    from mmspec.app.painter import sheet
-
-    rows = []
-    for i in range(0, len(pictures), across):
-        rows.append((str(orders[i].condition), pictures[i : i + across]))
-        rows += [("plain decoding", plain[i : i + across])] if plain else []
-    write(orders[:1], [sheet(rows)])
 
 
 def _summary(results: Sequence[Any], base: Sequence[Any], options: dict[str, Any], drafter: str) -> Iterator[str]:

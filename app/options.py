@@ -7,7 +7,7 @@ import difflib
 import ipaddress
 import math
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 CLOSE = 0.75  # similarity of names, from 0 to 1, from which on one is taken for a misspelling of the other
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -62,12 +62,6 @@ def _number(text: str, allowed: str, open_end: bool) -> float:
     if not (0 < value < math.inf or (value == 0 and not open_end)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number {allowed}")
     return value
-
-
-class Pairs(argparse._ExtendAction):
-    """Collects NAME=VALUE arguments; the flag may be repeated."""
-
-    names: Callable[[], Iterable[str]] = staticmethod(lambda: ())  # the names that the flag takes
 
 
 def where(parser: argparse._ActionsContainer) -> None:

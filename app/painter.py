@@ -238,23 +238,6 @@ def published_k(codes: int) -> int:
     return max(1, min(codes - 1, round(1000 * codes / PUBLISHED_CODES)))
 
 
-def sheet(rows: Sequence[tuple[str, Sequence[Image.Image]]]) -> Image.Image:
-    """All pictures on one sheet, with each row's title above it."""
-    from PIL import ImageDraw
-
-    side = max(max(picture.size) for _, row in rows for picture in row)
-    gap, head = 4, 14
-    width = max(len(row) for _, row in rows) * (side + gap) + gap
-    page = Image.new("RGB", (width, len(rows) * (side + gap + head) + gap), "white")
-    pen = ImageDraw.Draw(page)
-    for line, (title, row) in enumerate(rows):
-        top = gap + line * (side + gap + head)
-        pen.text((gap, top), title.encode("latin-1", "replace").decode("latin-1"), fill="black")
-        for column, picture in enumerate(row):
-            page.paste(picture, (gap + column * (side + gap), top + head))
-    return page
-
-
 def _message(error: Exception) -> str:
     """The message of an error that is written for users; for other errors, class and first line."""
     return str(error) if isinstance(error, (ValueError, TypeError, FileNotFoundError)) else first_line(error)

@@ -17,7 +17,7 @@ from mmspec.app.enabling import value_of
 from mmspec.app.files import write_whole
 from mmspec.app.media.clips import HELP, USUAL, VideoReader, policy
 from mmspec.app.media.video import FramePolicy
-from mmspec.app.options import Pairs, count, from_zero
+from mmspec.app.options import count, from_zero
 from mmspec.app.untrained import BLOCKS, build, build_for_pictures, check_block, check_drawing, draftable
 from mmspec.checkpoints.save import save_drafter
 from mmspec.registry import DRAFTERS, drafter_class
@@ -50,15 +50,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, required=True, help="folder of the run")
     add("--recipe", choices=sorted(RECIPES), metavar="NAME", help="default: the published recipe of the method; of "
         f"{', '.join(sorted(RECIPES))}")  # fmt: skip
-    sets: dict[str, Any] = {"nargs": "*", "default": [], "metavar": "NAME=VALUE", "action": Pairs}
-    recipe = add("--set", help="change values of the recipe, such as steps=200 held_out=8", **sets)
-    recipe.names = lambda: [one.name for one in fields(Recipe)]  # type: ignore[attr-defined]
+    sets: dict[str, Any] = {"nargs": "*", "default": [], "metavar": "NAME=VALUE", "action": "extend"}
+    add("--set", help="change values of the recipe, such as steps=200 held_out=8", **sets)
     add("--intermediate", type=count, help="width of the drafter's MLP; default: the target's")
     add("--shape", help="other values of the drafter's config, such as draft_vocab=8192 (its own output head for the "
         "most frequent tokens of the answers), num_q=4 or depth=6", **sets)  # fmt: skip
-    draw = add("--draw", help="how to call a model that draws while its drafter is trained, such as guidance_scale=3.0 "
+    add("--draw", help="how to call a model that draws while its drafter is trained, such as guidance_scale=3.0 "
         "or temperature=0.9 top_k=2000", **sets)  # fmt: skip
-    draw.names = lambda: DRAW  # type: ignore[attr-defined]
     add("--answers", type=Path, help="folder of the target's answers, to share between runs")
     add("--keep", type=from_zero, default=0.0, metavar="GB", help="memory for caching features")
     add("--limit", type=count, help="maximum number of samples")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image, ImageDraw
 
 from benchmarks.suites import image_methods, mar, measures, quality
 from benchmarks.suites.gallery import Gallery, gallery_of
@@ -28,7 +29,7 @@ from mmspec.app.devices import EngineError
 from mmspec.app.mar import draws
 from mmspec.app.media.inputs import images
 from mmspec.app.options import count
-from mmspec.app.painter import ImageSubject, sheet, sweeps
+from mmspec.app.painter import ImageSubject, sweeps
 from mmspec.drafters.jacobi import JacobiDrafter
 from mmspec.media import load_image
 from mmspec.protocols import SessionView, Target
@@ -136,6 +137,21 @@ def draw_sheet(bench: ImageBench, chosen: list[Method], prompts: Sequence[str | 
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet(rows).save(path)
     say(f"sheet: {path}")
+
+
+def sheet(rows: Sequence[tuple[str, Sequence[Image.Image]]]) -> Image.Image:
+    """All pictures on one sheet, with each row's title above it."""
+    side = max(max(picture.size) for _, row in rows for picture in row)
+    gap, head = 4, 14
+    width = max(len(row) for _, row in rows) * (side + gap) + gap
+    page = Image.new("RGB", (width, len(rows) * (side + gap + head) + gap), "white")
+    pen = ImageDraw.Draw(page)
+    for line, (title, row) in enumerate(rows):
+        top = gap + line * (side + gap + head)
+        pen.text((gap, top), title.encode("latin-1", "replace").decode("latin-1"), fill="black")
+        for column, picture in enumerate(row):
+            page.paste(picture, (gap + column * (side + gap), top + head))
+    return page
 
 
 def take_up(path: Path | None, outcome: Outcome) -> None:

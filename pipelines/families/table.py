@@ -9,7 +9,7 @@ from mmspec.pipelines.families.surveyed import FOUND, VERSION
 from mmspec.pipelines.host import adapters, loading, release, text_encoder
 from mmspec.registry import RULES, drafters
 
-if TYPE_CHECKING:  # `mmspec supported` does not need these imports
+if TYPE_CHECKING:  # `mmspec.supported` does not need these imports
     from mmspec.pipelines.patching.family import Family
 
 # model_type → what the tests prove to be token-identical

@@ -12,7 +12,7 @@ from PIL import Image
 
 from mmspec.app import cli, embedded, generate
 from mmspec.app.compare import Method
-from mmspec.app.painter import NOTE, ImageSubject, sheet, unknown_words
+from mmspec.app.painter import NOTE, ImageSubject, unknown_words
 from mmspec.zoo import pictures
 
 PROMPT = "a small red circle"
@@ -62,16 +62,6 @@ def test_many_prompts_go_into_a_folder(text: Path, tmp_path: Path, capsys: pytes
     said = capsys.readouterr()
     assert "4 pictures in" in said.out
     assert f"loading {text}\ndrawing 4 pictures, 3 at a time\n3 of 4 pictures, " in said.err  # while it works
-
-
-def test_a_sheet_with_plain_decoding_beside_it(text: Path, tmp_path: Path) -> None:
-    words = [PROMPT, "a blue square", "--images", 2, "--model", text]
-    assert run(*words, "--grid", "--compare", "--reproducible", "-o", tmp_path / "sheet.png") == 0
-    with Image.open(tmp_path / "sheet.png") as page:
-        side = 8  # the tiny picture
-        assert page.size == (2 * (side + 4) + 4, 4 * (side + 4 + 14) + 4)
-        rows = [page.crop((4, top, page.width, top + side)).tobytes() for top in (18 + 26 * i for i in range(4))]
-    assert rows[0] == rows[1] and rows[2] == rows[3] and rows[0] != rows[2]
 
 
 def test_a_relaxed_rule_says_that_it_is_one(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,12 +164,6 @@ def test_a_painting_does_its_sums() -> None:
     assert 0 < fast.decode_seconds < fast.seconds
     alone = painter.paint([2], [8])
     assert torch.equal(alone.tokens[0], plain.tokens[1])
-
-
-def test_a_sheet_takes_rows_of_different_lengths() -> None:
-    picture = Image.new("RGB", (8, 8), "red")
-    page = sheet([("one", [picture]), ("three ✓", [picture] * 3)])
-    assert page.size == (3 * 12 + 4, 2 * 26 + 4) and page.getpixel((4, 18)) == (255, 0, 0)
 
 
 @pytest.mark.parametrize("guidance", ["-1", "nan", "inf", "much"])
