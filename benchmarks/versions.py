@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, WORK = ROOT / "docs" / "versions.md", ROOT / "build" / "versions"
 QUICK = ("test_calls.py", "test_contract.py", "test_generate.py")
-FLOOR = ("transformers==5.23.0", "torch==2.11.0", "torchvision==0.26.0")
+FLOOR = ("transformers==5.23.0", "torch==2.11.0", "torchvision==0.26.0", "numpy==2.3.5")  # Triton 3.6's interpreter
 RELEASES = ("5.23.0", "5.24.0", "floor", "newest")
 LABELS = {"floor": " (the oldest torch)", "newest": " (newest of everything)"}
 _HEAD = """# Supported versions
