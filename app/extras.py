@@ -1,9 +1,10 @@
-"""Cores and installed packages of this machine, and what else needs no import of torch."""
+"""Cores and installed packages of this machine, the entry point of lmms-eval, and an error; none imports torch."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
+from typing import Any
 
 
 class EngineError(Exception):
@@ -26,3 +27,10 @@ def version(package: str) -> str | None:
 def installing(*extras: str) -> str:
     """The command that installs extras, as in the documentation; mmspec is installed from a clone."""
     return f'pip install -e ".[{",".join(extras)}]" in the clone of mmspec'
+
+
+def lmms_manifest() -> Any:
+    """The plugin `mmspec` of lmms-eval, for tasks with chat messages: the entry point `lmms_eval.models` names it."""
+    from lmms_eval.models.registry_v2 import ModelManifest
+
+    return ModelManifest("mmspec", chat_class_path="mmspec.app.bench.lmms.Mmspec")

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mmspec import registry, zoo
 from mmspec.app import embedded, enabling
 from mmspec.app.bench import drafters, report
 from mmspec.app.bench.answers import enabled
 from mmspec.app.bench.command import Outcome, matching, refuse, say
-from mmspec.app.bench.questions import Question, read_questions
+from mmspec.app.bench.questions import Question, pictures_of, read_questions
 from mmspec.app.compare import Comparison, Method, over
 from mmspec.app.devices import wait
 from mmspec.app.embedded import STOCK
@@ -31,7 +29,6 @@ from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.batcher import Batcher, FinishedPrompt, StaticBatcher
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.statistics import Stats
-from mmspec.zoo import scenes
 
 HELD_OUT = 7003  # first number of seeds whose scenes are in no training, evaluation or other suite
 PROMPTS = (zoo.PROMPTS["long"], zoo.PROMPTS["short"], "How many objects are there?")  # in turn
@@ -87,12 +84,12 @@ def questions(args: argparse.Namespace) -> list[Question]:
     """The user's questions; or drawn pictures with one prompt, or prompts for long, short and very short answers."""
     prompts = PROMPTS if args.prompt is None else (zoo.PROMPTS.get(args.prompt, args.prompt),)
     if args.data is None:
-        drawn = [scenes.draw(np.random.default_rng([HELD_OUT, args.seed, i])) for i in range(args.images)]
-        return [Question((scenes.render(s),), prompts[i % len(prompts)]) for i, s in enumerate(drawn)]
-    own = read_questions(args.data, args.images)
-    if own[0].prompt:
-        refuse(args, f"the questions of {args.data} have their own prompts", prompt=None)
-    return [q if q.prompt else Question(q.images, prompts[i % len(prompts)]) for i, q in enumerate(own)]
+        some = pictures_of(HELD_OUT, args.seed, args.images)
+    else:
+        some = read_questions(args.data, args.images)
+        if some[0].prompt:
+            refuse(args, f"the questions of {args.data} have their own prompts", prompt=None)
+    return [q if q.prompt else Question(q.images, prompts[i % len(prompts)]) for i, q in enumerate(some)]
 
 
 def methods(model: GenerativeModel, args: argparse.Namespace) -> list[Method]:

@@ -16,6 +16,7 @@ from mmspec.app.bench.command import BenchError
 from mmspec.app.media.clips import HELP, USUAL, VideoReader, policy
 from mmspec.app.media.hub import Dataset
 from mmspec.app.media.inputs import images
+from mmspec.app.media.items import need
 from mmspec.app.media.tables import Columns
 from mmspec.app.options import count
 from mmspec.media import MediaError, dataset_folders, decode, load_image
@@ -34,31 +35,21 @@ FIELDS = {  # possible names of a list's fields; the first one that is not empty
 
 @dataclass(frozen=True)
 class Question:
-    """One question: pictures and a prompt; the suite fills in an empty prompt.
-
-    Attributes:
-        clip: the pictures are the frames of a video.
-    """
+    """One question: pictures and a prompt; the suite fills in an empty prompt."""
 
     images: tuple[Image.Image, ...]
     prompt: str = ""
     category: str = "all"
-    clip: bool = False
+    clip: bool = False  # the pictures are the frames of a video
 
 
 @dataclass(frozen=True)
 class Shown:
-    """The properties that the questions of a cell share.
+    """The properties that the questions of a cell share."""
 
-    Attributes:
-        kind: "picture", "pair", "clip", "data", or the name of one of several data sets.
-        pictures: number per question; 0 if it varies.
-        prompt: label of the prompts; empty if the questions have their own.
-    """
-
-    kind: str = "data"
-    pictures: int = 0
-    prompt: str = ""
+    kind: str = "data"  # "picture", "pair", "clip", "data", or the name of one of several data sets
+    pictures: int = 0  # per question; 0 if it varies
+    prompt: str = ""  # label of the prompts; empty if the questions have their own
 
     def __str__(self) -> str:
         what = {"clip": f"clip of {self.pictures}", "picture": "", "data": "data"}.get(self.kind, self.kind)
@@ -70,16 +61,11 @@ Questions = dict[Shown, list[Question]]
 
 @dataclass(frozen=True)
 class QuestionSource:
-    """Questions as rows.
-
-    Attributes:
-        folders: where the files that a row names are looked for.
-        ask: a row's question, with the usual fields.
-    """
+    """Questions as rows."""
 
     rows: Sequence[Row]
-    folders: Sequence[Path] = ()
-    ask: Callable[[Row], Row] = lambda row: row
+    folders: Sequence[Path] = ()  # where the files that a row names are looked for
+    ask: Callable[[Row], Row] = lambda row: row  # a row's question, with the usual fields
 
 
 FINDERS: list[Callable[[Path], QuestionSource | None]] = []  # further sources, which are asked first
@@ -88,11 +74,8 @@ NAMES: list[str] = []  # the names of data that these know
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    own = (
-        "questions: a folder of pictures, a .jsonl, .json or .parquet list, a folder of MMSpec's, "
-        f"{', '.join(['hf:owner/name[:split]', *NAMES])}"
-    )
-    add("--data", type=Path, nargs="+", metavar="PATH", help=own)
+    add("--data", type=Path, nargs="+", metavar="PATH", help="questions: a folder of pictures, a .jsonl, .json or "
+        f".parquet list, a folder of MMSpec's, {', '.join(['hf:owner/name[:split]', *NAMES])}")  # fmt: skip
     add("--video-frames", type=policy, metavar="POLICY", default=USUAL, help=HELP)
     add("--prompt", nargs="+", help="short, long, or your own texts, a cell for each; default: short and long")
     add("--images", type=_some, default=20, help="questions per cell at batch 1, or all (default: %(default)s)")
@@ -110,14 +93,13 @@ def asked(args: argparse.Namespace, pictures: bool = True, tuning: int = 0) -> Q
         pictures: whether the model reads pictures; one that reads text alone needs --data.
         tuning: if not 0, as many others, which are not measured.
     """
-    if args.data is None and args.images is None:
-        raise BenchError("--images all is for --data; for drawn pictures give a number")
-    if args.data is None and not pictures:
-        raise BenchError(f"{args.model} reads text alone; name a list of prompts without pictures with --data")
     if args.data is None:
-        first = TUNING if tuning else HELD_OUT
-        drawn = [scenes.draw(np.random.default_rng([first, args.seed, i])) for i in range(tuning or args.images)]
-        return labelled(Shown("picture", 1), [Question((scenes.render(scene),)) for scene in drawn], args.prompt)
+        if args.images is None:
+            raise BenchError("--images all is for --data; for drawn pictures give a number")
+        if not pictures:
+            raise BenchError(f"{args.model} reads text alone; name a list of prompts without pictures with --data")
+        drawn = pictures_of(TUNING if tuning else HELD_OUT, args.seed, tuning or args.images)
+        return labelled(Shown("picture", 1), drawn, args.prompt)
     found: Questions = {}
     for path in args.data:
         with VideoReader(args.video_frames) as clips:
@@ -126,13 +108,18 @@ def asked(args: argparse.Namespace, pictures: bool = True, tuning: int = 0) -> Q
     return found
 
 
+def pictures_of(first: int, seed: int, count: int) -> list[Question]:
+    """Drawn scenes, without prompts; the seeds begin with `first`."""
+    drawn = (scenes.draw(np.random.default_rng([first, seed, i])) for i in range(count))
+    return [Question((scenes.render(scene),)) for scene in drawn]
+
+
 def labelled(shown: Shown, some: list[Question], labels: list[str] | None, data: str = "") -> Questions:
     """The questions with the prompts of each label, or with their own."""
-    if some[0].prompt:
-        if labels and data:
-            raise BenchError(f"--prompt: the questions of {data} have their own prompts; leave it out")
-        if not labels:
-            return {shown: some}
+    if some[0].prompt and not labels:
+        return {shown: some}
+    if some[0].prompt and data:
+        raise BenchError(f"--prompt: the questions of {data} have their own prompts; leave it out")
     texts = {label: PROMPTS.get(label, label) for label in labels or ("short", "long")}
     return {replace(shown, prompt=label): [replace(q, prompt=text) for q in some] for label, text in texts.items()}
 
@@ -158,19 +145,7 @@ def read_questions(
         raise BenchError(f"{path} has {size} questions; {count + without} are needed. Lower --images")
     taken = {i * size // without for i in range(without)}
     places = [i for i in range(size) if i not in taken]
-
-    def read(number: int) -> Question:
-        row, where = source.ask(source.rows[number]), f"question {number + 1}"
-        try:
-            video = video_of(dict(row), clips is not None and pictures)
-            frames = clips(video, [*source.folders], where) if video is not None and clips is not None else None
-        except VideoError as error:
-            raise BenchError(f"{where}: {error}") from error
-        except MediaError as error:
-            raise BenchError(f"{where}: its video {error.reason}; {error.what_to_do}") from error
-        return _question(row, source, where, pictures, frames)
-
-    return [read(places[i * len(places) // count]) for i in range(count)]
+    return [_question(source, places[i * len(places) // count], pictures, clips) for i in range(count)]
 
 
 def source_of(path: Path) -> QuestionSource:
@@ -203,16 +178,11 @@ def source_of(path: Path) -> QuestionSource:
 def _listed(path: Path) -> list[dict[str, Any]]:
     """The rows of a file. ValueError: it is no list of objects."""
     if path.suffix == ".parquet":
-        try:
-            import pyarrow.parquet
-        except ImportError as error:
-            raise BenchError("a parquet list needs pyarrow: pip install pyarrow, or convert it to .jsonl") from error
-        return pyarrow.parquet.read_table(path).to_pylist()  # type: ignore[no-any-return]
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".jsonl":
-        rows: Any = [json.loads(line) for line in text.splitlines() if line.strip()]
+        rows: Any = need("pyarrow.parquet", str(path)).read_table(path).to_pylist()
+    elif path.suffix == ".jsonl":
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     else:
-        rows = json.loads(text)
+        rows = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(rows, dict):
             rows = next((value for value in rows.values() if isinstance(value, list)), None)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -231,25 +201,31 @@ def split_of(where: str) -> Any:
     return next(iter(parts.values()))
 
 
-def _question(
-    row: Row, source: QuestionSource, where: str, shown: bool, frames: Sequence[Image.Image] | None
-) -> Question:  # fmt: skip
-    """The question of a row; `frames` are those of its video, if it has one in place of pictures."""
+def _question(source: QuestionSource, number: int, with_pictures: bool, clips: Clips | None) -> Question:
+    """The question of a row; a video, where these are read, is in place of pictures."""
+    row, where = source.ask(source.rows[number]), f"question {number + 1}"
+    try:
+        video = video_of(dict(row), clips is not None and with_pictures)
+        frames = clips(video, [*source.folders], where) if video is not None and clips is not None else None
+    except VideoError as error:
+        raise BenchError(f"{where}: {error}") from error
+    except MediaError as error:
+        raise BenchError(f"{where}: its video {error.reason}; {error.what_to_do}") from error
     found = {kind: next((row[n] for n in names if row.get(n)), None) for kind, names in FIELDS.items()}
     pictures, prompt = found["images"], found["prompt"]
-    if pictures is not None and not shown:
+    if pictures is not None and not with_pictures:
         raise BenchError(f"{where} shows a picture, and the model reads text alone; give prompts without")
-    if (pictures is None and frames is None and shown) or (prompt is None and set(row) != {"image"}):
-        missing = "picture" if pictures is None and frames is None else "prompt"
+    unseen = pictures is None and frames is None and with_pictures
+    if unseen or (prompt is None and set(row) != {"image"}):
         raise BenchError(
-            f"{where} has no {missing}: its fields are {', '.join(row)}. Pictures are looked for in "
-            f"{', '.join(FIELDS['images'])}, videos in {', '.join(VIDEOS)}, prompts in {', '.join(FIELDS['prompt'])}"
+            f"{where} has no {'picture' if unseen else 'prompt'}: its fields are {', '.join(row)}. Pictures are looked "
+            f"for in {', '.join(FIELDS['images'])}, videos in {', '.join(VIDEOS)}, prompts in "
+            f"{', '.join(FIELDS['prompt'])}"
         )
     pictures = pictures if isinstance(pictures, list) else [] if pictures is None else [pictures]
     prompt = prompt[0] if isinstance(prompt, list) else prompt or ""  # the first turn of a conversation
-    category = str(found["category"]) if found["category"] else "all"
-    seen = frames if frames is not None else [_picture(one, source.folders) for one in pictures]
-    return Question(tuple(seen), str(prompt), category, frames is not None)
+    shown = frames if frames is not None else [_picture(one, source.folders) for one in pictures]
+    return Question(tuple(shown), str(prompt), str(found["category"] or "all"), frames is not None)
 
 
 def _picture(one: str | Row, folders: Sequence[Path]) -> Image.Image:
