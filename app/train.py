@@ -15,7 +15,7 @@ import torch
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
 from mmspec.app.enabling import value_of
 from mmspec.app.files import write_whole
-from mmspec.app.media.clips import HELP, USUAL, VideoReader, policy
+from mmspec.app.media.decoder import HELP, USUAL, VideoReader
 from mmspec.app.media.video import FramePolicy
 from mmspec.app.options import count, from_zero
 from mmspec.app.untrained import BLOCKS, build, build_for_pictures, check_block, check_drawing, draftable
@@ -60,7 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--answers", type=Path, help="folder of the target's answers, to share between runs")
     add("--keep", type=from_zero, default=0.0, metavar="GB", help="memory for caching features")
     add("--limit", type=count, help="maximum number of samples")
-    add("--video-frames", type=policy, metavar="POLICY", default=USUAL, help=HELP)
+    add("--video-frames", type=FramePolicy.parse, metavar="POLICY", default=USUAL, help=HELP)
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s)")
 
 

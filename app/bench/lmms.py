@@ -18,7 +18,7 @@ from mmspec import media
 from mmspec.app import embedded, enabling
 from mmspec.app.devices import find_device
 from mmspec.app.engine import load
-from mmspec.app.media.clips import VideoReader
+from mmspec.app.media.decoder import VideoReader
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaLimits
 from mmspec.pipelines.host.kinds import GenerativeModel

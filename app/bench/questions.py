@@ -13,11 +13,12 @@ import numpy as np
 from PIL import Image
 
 from mmspec.app.bench.command import BenchError
-from mmspec.app.media.clips import HELP, USUAL, VideoReader, policy
+from mmspec.app.media.decoder import HELP, USUAL, VideoReader
 from mmspec.app.media.hub import Dataset
 from mmspec.app.media.inputs import images
 from mmspec.app.media.items import need
 from mmspec.app.media.tables import Columns
+from mmspec.app.media.video import FramePolicy
 from mmspec.app.options import count
 from mmspec.media import MediaError, dataset_folders, decode, load_image
 from mmspec.train.data import VIDEOS, Clips, VideoError, video_of
@@ -76,7 +77,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", type=Path, nargs="+", metavar="PATH", help="questions: a folder of pictures, a .jsonl, .json or "
         f".parquet list, a folder of MMSpec's, {', '.join(['hf:owner/name[:split]', *NAMES])}")  # fmt: skip
-    add("--video-frames", type=policy, metavar="POLICY", default=USUAL, help=HELP)
+    add("--video-frames", type=FramePolicy.parse, metavar="POLICY", default=USUAL, help=HELP)
     add("--prompt", nargs="+", help="short, long, or your own texts, a cell for each; default: short and long")
     add("--images", type=_some, default=20, help="questions per cell at batch 1, or all (default: %(default)s)")
     add("--seed", type=int, default=0)

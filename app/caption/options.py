@@ -17,7 +17,6 @@ from mmspec import media
 from mmspec.app import embedded, enabling
 from mmspec.app.caption.journal import digest
 from mmspec.app.media import video
-from mmspec.app.media.clips import policy
 from mmspec.app.media.items import kind_of
 from mmspec.app.options import DTYPES, above_zero, count, did_you_mean, from_zero
 from mmspec.config import size_in_bytes
@@ -36,7 +35,7 @@ class SettingsError(Exception):
 
 
 def _frames(text: str) -> str:
-    policy(text)
+    video.FramePolicy.parse(text)
     return text
 
 

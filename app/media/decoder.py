@@ -3,127 +3,221 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import hashlib
 import multiprocessing
+import os
 import pickle
 import signal
 import threading
-from collections import deque
-from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+import time
+from collections.abc import Hashable, Sequence
+from concurrent import futures
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Self
 
 from PIL import Image
 
-from mmspec.app.media.decode_worker import DecodeOrder, label, serve
+from mmspec import media
+from mmspec.app.media import video
+from mmspec.app.media.items import VIDEO, Item, bytes_source
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import Media, MediaError, MediaLimits, raising
-
-if TYPE_CHECKING:
-    from mmspec.app.media.items import Item
 
 AHEAD = 4  # items per worker process, whether waiting, being decoded or finished
 HELD_BYTES = 512 * 2**20  # of finished frames that were not fetched; above this limit no new item is started
 START_SECONDS = 300.0  # time limit for a process to start on a busy machine
 TRIES = 2  # an earlier item may cause a later crash, so an item fails only after it crashed two processes
+USUAL = "uniform:8"  # frames of a video, evenly spaced
+HELP = "frames of a video in the data: N evenly spaced, fps:R or keyframes (%(default)s)"
 
 
 class DecoderError(Exception):
     """No item can be decoded at all."""
 
 
-class DecodeJob(NamedTuple):
-    ticket: Hashable
-    label: str  # the item's name in messages
-    packed: bytes  # the item, pickled
+@dataclass(frozen=True)
+class DecodeOrder:
+    """The settings of every worker process."""
+
+    limits: MediaLimits
+    frames: FramePolicy
+    max_side: int | None
 
 
-@dataclass(eq=False)
+def serve(pipe: Connection, order: DecodeOrder) -> None:
+    """The main function of a worker process: receive an item, answer with its frames, until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides when to stop
+    for library in ("OMP", "OPENBLAS", "MKL"):  # numpy is loaded for few pictures only, and needs no threads
+        os.environ[f"{library}_NUM_THREADS"] = "1"
+    Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, order.limits.max_pixels)  # Pillow's own limit
+    _limit_memory(order.limits.memory)
+    with contextlib.suppress(OSError, EOFError):  # the parent has gone
+        pipe.send(None)  # it has started
+        while True:
+            packed = pipe.recv_bytes()
+            _set_alarm(order.limits.seconds + 5)
+            outcome = _outcome(packed, order)
+            frames = outcome.frames if isinstance(outcome, Media) else ()
+            facts = replace(outcome, frames=()) if isinstance(outcome, Media) else outcome
+            pipe.send((facts, [frame.size for frame in frames]))
+            for frame in frames:
+                pipe.send_bytes(frame.tobytes())
+            _set_alarm(0)
+
+
+def _outcome(packed: bytes, order: DecodeOrder) -> Media | MediaError:
+    name = "item"
+    try:
+        item = pickle.loads(packed)
+        name = _label(item)
+        return _decoded(item, name, order)
+    except MediaError as error:  # copied, since its traceback keeps the bytes of the file in memory
+        return MediaError(error.path, error.reason, error.what_to_do)
+    except MemoryError:
+        return media.too_much_memory(name)
+    except Exception as error:  # sources use other libraries, which may raise any error
+        reason = f"cannot be read ({type(error).__name__}: {error})"
+        return MediaError(name, reason, "check the file, the disk and the network")
+
+
+def _decoded(item: Item, name: str, order: DecodeOrder) -> Media:
+    limits = order.limits
+    data = item.source.read(limits.max_bytes)
+    media.check_bytes(len(data), name, limits.max_bytes)
+    content = hashlib.sha256(data).hexdigest()
+    if item.kind == VIDEO:
+        frames, seconds = video.decode(data, name, order.frames, limits, order.max_side)
+        return Media(frames, content, seconds=seconds)
+    picture = media.decode(data, name, limits.max_pixels, order.max_side, limits.max_aspect, limits.max_area)
+    more = media.animated(data, name, limits.max_pixels, limits.max_aspect)
+    return Media((picture,), content, animated=more)
+
+
+def _label(item: Item) -> str:
+    """The name of an item in messages."""
+    return str(item.source.path or item.name)
+
+
+def _limit_memory(room: int) -> None:
+    """Limit this process to so many bytes more than it uses now, where the system supports it."""
+    with contextlib.suppress(ImportError, OSError, ValueError):  # Windows, macOS: only size and time are limited
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + room
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _set_alarm(seconds: float) -> None:
+    """Let the system end this process after a time (0: never), in case the parent is gone and cannot."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
 class DecodeWorker:
-    """A process, the pipe to it, and the item that it decodes."""
+    """A process that decodes one item at a time; it is started for the first item, and again after it has died."""
 
-    order: DecodeOrder
-    process: Any = None
-    pipe: Any = None  # a Connection
-    started: bool = False
-    job: DecodeJob | None = None
+    def __init__(self, order: DecodeOrder):
+        self.order, self.closed = order, False
+        self.process: Any = None
+        self.pipe: Any = None  # a Connection
 
-    def begin(self) -> None:
-        self.pipe, theirs = multiprocessing.Pipe()
-        self.started = False
-        self.process = multiprocessing.get_context("spawn").Process(
-            target=serve, args=(theirs, self.order), name="mmspec-decoder", daemon=True
-        )
-        try:
-            self.process.start()
-        finally:
-            theirs.close()  # so that reading raises EOFError when the process ends
+    def decode(self, item: Item) -> Media | MediaError:
+        """Decode one item, in a new process if the first one dies."""
+        name, seconds, how = _label(item), self.order.limits.seconds, ""
+        for _ in range(TRIES):
+            if self.process is None or not self.process.is_alive():  # it may have died while it was idle
+                self._start()
+            try:
+                self.pipe.send(item)
+                if self._answers(seconds):
+                    return self._received()
+            except (OSError, EOFError):
+                how = self.end(1)
+                continue
+            self.end()
+            return MediaError(
+                name, f"takes longer than {seconds:g} s to decode", f"make it smaller, {raising('--timeout')}"
+            )
+        return MediaError(name, f"crashes the decoder ({how})", "save it again in another format, or leave it out")
+
+    def kill(self) -> None:
+        """Kill the process, whatever its thread is doing; no other one is started."""
+        self.closed = True
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # not started, or just being started
+            self.process.kill()
 
     def end(self, patience: float = 0) -> str:
         """End the process, after up to `patience` seconds in which it may exit by itself; returns how it ended."""
-        if self.pipe is not None:
-            self.pipe.close()
-        if self.process is None or self.process.pid is None:
+        if self.process is None:
             return ""
+        self.pipe.close()
         self.process.join(patience)
         self.process.kill()
         self.process.join()
-        code = self.process.exitcode or 0
+        code, self.process = self.process.exitcode or 0, None
         with contextlib.suppress(ValueError):
             return signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return f"signal {-code}"
 
-    def answers(self, seconds: float) -> bool:
+    def _start(self) -> None:
+        if self.closed:
+            raise DecoderError("the Decoder has been closed")
+        self.end()
+        self.pipe, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(
+            target=serve, args=(theirs, self.order), name="mmspec-decoder", daemon=True
+        )
+        try:
+            process.start()
+            self.process = process
+        finally:
+            theirs.close()  # so that reading raises EOFError when the process ends
+        with contextlib.suppress(OSError, EOFError):
+            if self._answers(START_SECONDS):
+                self.pipe.recv()
+                return
+        how = self.end(1)
+        guard = "is the main program guarded by `if __name__ == '__main__':`?"
+        raise DecoderError(f"nothing can be decoded: a decoder process ended before it has started ({how}); {guard}")
+
+    def _answers(self, seconds: float) -> bool:
         """Whether an answer arrives within so many seconds; the second poll finds one that arrived at the deadline."""
         return bool(self.pipe.poll(seconds) or self.pipe.poll(0))
 
-    def ask(self, job: DecodeJob, seconds: float) -> Media | MediaError | None:
-        """The decoded item or its error; None if it takes too long. EOFError or OSError if the process has died."""
-        self.pipe.send_bytes(job.packed)
-        if not self.answers(seconds):
-            return None
-        answer = json.loads(self.pipe.recv_bytes())
-        sizes = answer.pop("frames", ())
+    def _received(self) -> Media | MediaError:
+        facts, sizes = self.pipe.recv()
         frames = tuple(Image.frombytes("RGB", size, self.pipe.recv_bytes(3 * size[0] * size[1])) for size in sizes)
-        return MediaError(*answer["error"]) if "error" in answer else Media(frames, **answer)
+        return replace(facts, frames=frames) if isinstance(facts, Media) else facts
 
 
 class Decoder:
-    """Takes items and returns decoded media or MediaErrors in the order in which they finish; a context manager.
+    """Takes items and returns decoded media or MediaErrors as they finish; a context manager.
 
     A thread for each process keeps it busy and enforces its time limit, whatever the caller does meanwhile. The process
     that creates a Decoder must not be a daemon of multiprocessing, since daemons cannot start processes.
 
     Args:
-        workers: number of processes.
+        workers: maximum number of processes; they are started when items are submitted.
         max_side: frames are scaled down to fit into max_side x max_side before they leave their process.
     """
 
     def __init__(self, workers: int, limits: MediaLimits, frames: FramePolicy, max_side: int | None = None):
-        order, self._limits = DecodeOrder(limits, frames, max_side), limits
-        self._change = threading.Condition()
-        self._waiting: deque[DecodeJob] = deque()
-        self._done: deque[tuple[Hashable, Media | MediaError]] = deque()
-        self._inside = 0  # items submitted and not yet returned
-        self._held = 0  # bytes of finished frames
-        self._trouble: BaseException | None = DecoderError("use a Decoder inside a `with` block")
+        self._workers = [DecodeWorker(DecodeOrder(limits, frames, max_side)) for _ in range(max(1, workers))]
+        self._idle: SimpleQueue[DecodeWorker] = SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = futures.ThreadPoolExecutor(len(self._workers), "mmspec-decoder")
+        self._pending: dict[futures.Future[Media | MediaError], Hashable] = {}  # tickets
+        self._held = 0  # bytes of finished frames that were not fetched
+        self._fetched = threading.Condition()
         self._closing = False
-        self._workers = [DecodeWorker(order) for _ in range(max(1, workers))]
-        self._threads = [
-            threading.Thread(target=self._keep_busy, args=(worker,), name="mmspec-decoder", daemon=True)
-            for worker in self._workers
-        ]
 
-    def __enter__(self) -> Decoder:
-        try:
-            for worker in self._workers:
-                worker.begin()
-            self._trouble = None
-            for thread in self._threads:
-                thread.start()
-        except BaseException:  # also Ctrl-C: `with` does not call __exit__ if __enter__ raises
-            self.close()
-            raise
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -131,41 +225,35 @@ class Decoder:
 
     def close(self) -> None:
         """End the processes, whatever they are doing."""
-        with self._change:
-            self._closing = True
-            self._trouble = self._trouble or DecoderError("the Decoder has been closed")
-            self._change.notify_all()
-        for worker, thread in zip(self._workers, self._threads, strict=True):
-            while thread.is_alive():  # a new process may just be starting
-                with contextlib.suppress(AttributeError, OSError, ValueError):
-                    worker.process.kill()
-                thread.join(0.1)
+        self._closing = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._fetched:
+            self._fetched.notify_all()
+        for worker in self._workers:
+            worker.kill()
+        while not all(future.done() for future in self._pending):  # a new process may just be starting
+            time.sleep(0.01)
+            for worker in self._workers:
+                worker.kill()
+        for worker in self._workers:
             worker.end()
 
     @property
     def room(self) -> int:
         """How many more items may be submitted before finished ones are fetched."""
-        return max(0, AHEAD * len(self._workers) - self._inside)
+        return max(0, AHEAD * len(self._workers) - len(self._pending))
 
     def submit(self, ticket: Hashable, item: Item) -> None:
         """Queue an item; `ready` returns it with this ticket."""
-        job = DecodeJob(ticket, label(item), pickle.dumps(item))
-        with self._change:
-            self._waiting.append(job)
-            self._inside += 1
-            self._change.notify_all()
+        self._pending[self._threads.submit(self._decode, item)] = ticket
 
     def ready(self, wait: float | None = 0) -> list[tuple[Hashable, Media | MediaError]]:
         """The finished items; waits up to `wait` seconds (None: no limit) for the first one, if any is pending."""
-        with self._change:
-            self._change.wait_for(lambda: self._done or not self._inside or self._trouble, wait)
-            if self._trouble is not None:
-                raise DecoderError(f"nothing can be decoded: {self._trouble}") from self._trouble
-            finished = list(self._done)
-            self._done.clear()
-            self._inside -= len(finished)
-            self._held = 0
-            self._change.notify_all()
+        futures.wait(self._pending, wait, futures.FIRST_COMPLETED)
+        finished = [(self._pending.pop(one), one.result()) for one in list(self._pending) if one.done()]
+        with self._fetched:
+            self._held -= sum(_size(outcome) for _, outcome in finished)
+            self._fetched.notify_all()
         return finished
 
     def one(self, item: Item) -> Media:
@@ -176,60 +264,36 @@ class Decoder:
             raise outcome
         return outcome
 
-    def _keep_busy(self, worker: DecodeWorker) -> None:
+    def _decode(self, item: Item) -> Media | MediaError:
+        with self._fetched:
+            self._fetched.wait_for(lambda: self._closing or self._held <= HELD_BYTES)
+        worker = self._idle.get()
         try:
-            self._start(worker)
-            while not self._closing:
-                with self._change:
-                    self._change.wait_for(lambda: self._closing or (self._waiting and self._held <= HELD_BYTES))
-                    if self._closing:
-                        return
-                    job = worker.job = self._waiting.popleft()
-                outcome = self._decode(worker, job)
-                with self._change:
-                    worker.job = None
-                    self._done.append((job.ticket, outcome))
-                    if isinstance(outcome, Media):
-                        self._held += sum(3 * frame.width * frame.height for frame in outcome.frames)
-                    self._change.notify_all()
-        except BaseException as error:  # `ready` raises it where the caller sees it
-            with self._change:
-                self._trouble = self._trouble or error
-                self._change.notify_all()
+            outcome = worker.decode(item)
+        finally:
+            self._idle.put(worker)
+        with self._fetched:
+            self._held += _size(outcome)
+        return outcome
 
-    def _start(self, worker: DecodeWorker) -> None:
-        """Wait until the process has started."""
-        if worker.answers(START_SECONDS):
-            with contextlib.suppress(OSError, EOFError):
-                worker.pipe.recv_bytes()
-                worker.started = True
-                return
-        how = worker.end(1)
-        guard = "is the main program guarded by `if __name__ == '__main__':`?"
-        raise DecoderError(f"a decoder process ended before it has started ({how}); {guard}")
 
-    def _decode(self, worker: DecodeWorker, job: DecodeJob) -> Media | MediaError:
-        """Decode one item, in a new process if the first one dies."""
-        if not worker.process.is_alive():  # it died while it was idle, so no file is the cause
-            self._replace(worker)
-        for _ in range(TRIES):
-            try:
-                outcome = worker.ask(job, self._limits.seconds)
-            except (OSError, EOFError):
-                how = self._replace(worker, 1)
-                continue
-            if outcome is not None:
-                return outcome
-            self._replace(worker)
-            reason = f"takes longer than {self._limits.seconds:g} s to decode"
-            return MediaError(job.label, reason, f"make it smaller, {raising('--timeout')}")
-        return MediaError(job.label, f"crashes the decoder ({how})", "save it again in another format, or leave it out")
+class VideoReader(Decoder):
+    """Reads one video at a time, with the default limits of `mmspec caption`; a context manager."""
 
-    def _replace(self, worker: DecodeWorker, patience: float = 0) -> str:
-        """Start a new process; returns how the last one ended."""
-        how = worker.end(patience)
-        if self._closing:
-            raise DecoderError("the Decoder has been closed")
-        worker.begin()
-        self._start(worker)
-        return how
+    def __init__(self, frames: FramePolicy) -> None:
+        super().__init__(1, MediaLimits(), frames)
+        self.frames, self.count = frames, frames.most
+
+    def __call__(self, cell: object, folders: Sequence[Path], where: str) -> list[Image.Image]:
+        """The frames of a cell: bytes, {bytes, path}, or the path of a file below one of these folders.
+
+        Raises MediaError: the cell holds something else, or its video cannot be decoded.
+        """
+        data = media.cell(cell, folders, where, MediaLimits().max_bytes)
+        return list(self.one(Item(where, VIDEO, bytes_source(data))).frames)
+
+
+def _size(outcome: Media | MediaError) -> int:
+    """Bytes of the frames."""
+    frames = outcome.frames if isinstance(outcome, Media) else ()
+    return sum(3 * frame.width * frame.height for frame in frames)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,10 @@ NOT_VIDEOS = {
 }
 
 
+class FramePolicyError(argparse.ArgumentTypeError, ValueError):
+    """A text is no frame policy; as the type of a flag, argparse prints the message."""
+
+
 @dataclass(frozen=True)
 class FramePolicy:
     kind: str = "uniform"  # or "fps", "keyframes"
@@ -43,7 +48,7 @@ class FramePolicy:
 
     @classmethod
     def parse(cls, text: str, max_frames: int = MAX_FRAMES) -> FramePolicy:
-        """Parse "8" or "uniform:8", "fps:2" or "keyframes"; ValueError for anything else."""
+        """Parse "8" or "uniform:8", "fps:2" or "keyframes"; FramePolicyError for anything else."""
         kind, _, number = f"uniform:{text}".partition(":") if text.isdecimal() else text.partition(":")
         try:
             rate = float(number) if number else 0.0 if kind == "keyframes" else -1.0
@@ -51,7 +56,7 @@ class FramePolicy:
             rate = -1.0
         fits = {"uniform": rate >= 1 and rate.is_integer(), "fps": 0 < rate <= MAX_RATE, "keyframes": not number}
         if not fits.get(kind) or max_frames < 1:
-            raise ValueError(
+            raise FramePolicyError(
                 f"unknown frame policy {text!r} (at most {max_frames} frames); choose N (frames, evenly spaced; "
                 "or uniform:N), fps:R (R frames a second) or keyframes, and at least 1 frame"
             )
@@ -157,12 +162,9 @@ def _opened(data: bytes, path: Path | str, limits: MediaLimits) -> Iterator[tupl
     except MemoryError as error:  # av.error.MemoryError is a subclass
         raise media.too_much_memory(path) from error
     except Exception as error:  # hostile bytes may make the demuxer raise any error
-        head = data[:512].lstrip()
-        known = next((reason for mark, reason in NOT_VIDEOS.items() if head.startswith(mark)), None)
-        reason = (
-            known
-            or f"is damaged, cut off or no video ({type(error).__name__}: {getattr(error, 'strerror', None) or error})"
-        )
+        why = f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"
+        known = (reason for mark, reason in NOT_VIDEOS.items() if data[:512].lstrip().startswith(mark))
+        reason = next(known, f"is damaged, cut off or no video ({why})")
         raise MediaError(path, reason, f"{COPY_AGAIN}, or {CONVERT}") from error
 
 
@@ -212,7 +214,6 @@ def _decoded(stream: VideoStream, packet: AnyPacket | None) -> list[VideoFrame]:
 
 
 def _until_broken(packets: Iterator[AnyPacket]) -> Iterator[AnyPacket]:
-    """The packets before the first place that cannot be read."""
     import av
 
     try:

@@ -17,7 +17,7 @@ from benchmarks.suites import vlm as _  # noqa: F401
 from benchmarks.suites.published import COMMAND, LETTER, PROTOCOLS, SHORT
 from mmspec.app.bench.command import BenchError
 from mmspec.app.bench.questions import read_questions
-from mmspec.app.media.clips import VideoReader
+from mmspec.app.media.decoder import VideoReader
 from mmspec.app.media.video import FramePolicy
 
 PICTURE = Image.new("RGB", (8, 6), "red")

@@ -18,7 +18,7 @@ from PIL import Image
 from mmspec.app.bench import command as bench
 from mmspec.app.bench.answers import VlmBench
 from mmspec.app.bench.questions import BenchError, Question, read_questions
-from mmspec.app.media.clips import VideoReader
+from mmspec.app.media.decoder import VideoReader
 from mmspec.app.media.video import FramePolicy
 from mmspec.app.train import train
 from mmspec.pipelines.teacher import Teacher
