@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmspec import media
-from mmspec.app.media.items import VIDEO_EXTENSIONS, Item, broken, file_item, kind_of
+from mmspec.app.media.items import Item, broken, file_item, kind_of
 from mmspec.media import MediaError
 
 
@@ -19,8 +19,6 @@ class Files:
 
     paths: tuple[Path, ...]
     root: Path
-
-    def check(self) -> None: ...
 
     def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
         return (file_item(path, name_of) for path in self.paths)
@@ -39,12 +37,6 @@ class Folder:
     recursive: bool
     others: Counter[str] = field(default_factory=Counter)
     skipped: list[str] = field(default_factory=list)
-
-    def check(self) -> None:
-        if next(self.items(str), None) is None:
-            known = f"known extensions are {' '.join(sorted(media.EXTENSIONS | VIDEO_EXTENSIONS))}"
-            advice = known if self.recursive else f"add --recursive for subfolders; {known}"
-            raise MediaError(self.root, "no images or videos found", advice)
 
     def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
         self.others.clear()

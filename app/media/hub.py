@@ -30,14 +30,11 @@ class Dataset:
     split: str | None = None
     root: ClassVar[None] = None
 
-    def check(self) -> None:
-        for part in self.parts.values():
-            self._column(part)
-
     def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
-        address, folders = self._address[0], tuple(media.dataset_folders(self._address[0]))
+        address, parts = self._address[0], self.parts
+        folders = tuple(media.dataset_folders(address))
         whole = Path(address).resolve().name if Path(address).is_dir() else address
-        for split, part in self.parts.items():
+        for split, part in parts.items():
             name, (column, kind) = f"{whole}/{split}", self._column(part)
             pickled = pickle.dumps(part.select_columns([column]))
             notes = part.select_columns(self.columns.notes) if self.columns.notes else None

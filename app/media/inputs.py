@@ -12,9 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
+from mmspec import media
 from mmspec.app.media import hub, tables, tars
 from mmspec.app.media.folders import Files, Folder
-from mmspec.app.media.items import HEAD, IMAGE, Item, broken, kind_of, need, sniff
+from mmspec.app.media.items import HEAD, IMAGE, VIDEO_EXTENSIONS, Item, broken, kind_of, need, sniff
 from mmspec.app.media.remote import Remote, is_address
 from mmspec.app.media.tables import Columns
 from mmspec.media import MediaError
@@ -33,10 +34,8 @@ class Place(Protocol):
     def root(self) -> Path | None:
         """The folder that names of its items are relative to; None if there is none."""
 
-    def check(self) -> None:
-        """Raise MediaError if it cannot be used at all."""
-
-    def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]: ...
+    def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
+        """Its items. MediaError if it cannot be read at all, or no further; a bad item among others is `broken`."""
 
 
 CONTAINERS: dict[str, Callable[[Path, Columns], Place]] = {  # by extension
@@ -57,7 +56,7 @@ class Inputs:
     def items(self) -> Iterator[Item]:
         """All items; an item that is given twice comes once, and a different item with the same name fails."""
         seen: dict[bytes, bytes] = {}  # digests, because the names of a hundred million items are too long to keep
-        for item in itertools.chain.from_iterable(place.items(self._name_of) for place in self.places):
+        for item in itertools.chain.from_iterable(map(self._items_of, self.places)):
             name, source = _digest(item.name), _digest(item.source.label)
             if name not in seen:
                 seen[name] = source
@@ -67,6 +66,13 @@ class Inputs:
                 own = next(one for n in itertools.count(2) if _digest(one := f"{item.name}#{n}") not in seen)
                 seen[_digest(own)] = b""
                 yield broken(own, MediaError(item.source.label, reason, f"{advice}, or caption them in two runs"))
+
+    def _items_of(self, place: Place) -> Iterator[Item]:
+        """The items of one place, and an item that fails in the place of those that cannot be read."""
+        try:
+            yield from place.items(self._name_of)
+        except MediaError as error:
+            yield broken(self._name_of(error.path), error)
 
     def skipped(self) -> list[str]:
         """Names of subfolders that are not read; known once the items were listed."""
@@ -116,7 +122,12 @@ def _check(places: Sequence[Place]) -> None:
     troubles = []
     for place in places:
         try:
-            return place.check()  # the others are opened later
+            next(place.items(str))
+            return  # the others are opened later
+        except StopIteration:
+            known = f"known extensions are {' '.join(sorted(media.EXTENSIONS | VIDEO_EXTENSIONS))}"
+            reason, advice = "no images or videos found", f"add --recursive for subfolders; {known}"
+            troubles.append(MediaError(getattr(place, "address", place.root or ""), reason, advice))
         except MediaError as error:
             troubles.append(error)
     raise troubles[0]

@@ -58,11 +58,6 @@ class Remote:
     others: Counter[str] = field(default_factory=Counter, compare=False)
     root: ClassVar[None] = None
 
-    def check(self) -> None:
-        if not self._files:
-            advice = "name pictures or videos" + ", or add --recursive for subfolders" * (not self.recursive)
-            raise MediaError(self.address, "no images or videos found", advice)
-
     def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
         fs, where = filesystem(self.address)
         fixed = re.split(r"[*\[]", where)[0]

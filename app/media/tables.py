@@ -72,26 +72,20 @@ class TableRows:
     def root(self) -> Path:
         return self.path.parent
 
-    def check(self) -> None:
-        try:
-            first = next(self._rows(), None)
-        except (OSError, ValueError, csv.Error) as error:
-            raise self._unreadable(error) from error
-        if first is None:
-            raise MediaError(self.path, "names no files", ONE_A_LINE)
-        if isinstance(first, dict):
-            self.columns.choose(first, self.path)
-
     def items(self, name_of: Namer) -> Iterator[Item]:
-        name = name_of(self.path)
+        number = -1
         try:
             for number, row in enumerate(self._rows()):
+                if number == 0 and isinstance(row, dict):
+                    self.columns.choose(row, self.path)  # reports a misspelled column at once
                 try:
                     yield self._item(row, f"{self.path}: row {number + 1}", name_of)
                 except MediaError as error:
-                    yield broken(f"{name}/{number}", error)
+                    yield broken(f"{name_of(self.path)}/{number}", error)
         except (OSError, ValueError, csv.Error) as error:
-            yield broken(name, self._unreadable(error))
+            raise MediaError(self.path, f"cannot be read ({error})", "save it again as UTF-8 text") from error
+        if number < 0:
+            raise MediaError(self.path, "names no files", ONE_A_LINE)
 
     def _item(self, row: dict | str, where: str, name_of: Namer) -> Item:
         """The file that a row names; a list may name any file, since the user wrote it. MediaError for a bad row."""
@@ -121,9 +115,6 @@ class TableRows:
                 if text:
                     yield {"path": text.decode("utf-8", "surrogateescape")} if suffix in LISTS else json_object(text)
 
-    def _unreadable(self, error: Exception) -> MediaError:
-        return MediaError(self.path, f"cannot be read ({error})", "save it again as UTF-8 text")
-
 
 @dataclass(frozen=True)
 class Parquet:
@@ -135,9 +126,6 @@ class Parquet:
     @property
     def root(self) -> Path:
         return self.path.parent
-
-    def check(self) -> None:
-        self._column(self._open().schema_arrow)
 
     def items(self, name_of: Namer) -> Iterator[Item]:
         name, number = name_of(self.path), 0
@@ -160,10 +148,10 @@ class Parquet:
                         yield file_item(media.below(self.root, cells[column], where), name_of, *notes, named=where)
                     except MediaError as error:
                         yield broken(own, error)
-        except MediaError as error:
-            yield broken(name, error)
+        except MediaError:
+            raise
         except Exception as error:  # a damaged file may make the reader raise any error
-            yield broken(name, MediaError(self.path, f"is damaged ({type(error).__name__}: {error})", COPY_AGAIN))
+            raise MediaError(self.path, f"is damaged ({type(error).__name__}: {error})", COPY_AGAIN) from error
 
     def _open(self) -> ParquetFile:
         parquet = need("pyarrow.parquet", str(self.path))

@@ -12,7 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from mmspec import media
-from mmspec.app.media.items import Item, Source, broken, kind_of
+from mmspec.app.media.items import Item, Source, kind_of
 from mmspec.app.media.tables import Columns, json_object, tags_of, text_of
 from mmspec.media import COPY_AGAIN, MediaError
 
@@ -33,12 +33,6 @@ class Tar:
     def root(self) -> Path:
         return self.path.parent
 
-    def check(self) -> None:
-        try:
-            tarfile.open(self.path, "r:").close()
-        except (tarfile.TarError, OSError) as error:
-            raise self._unreadable(error) from error
-
     def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
         name, empty = name_of(self.path), True
         try:
@@ -47,10 +41,11 @@ class Tar:
                     for item in self._items_of(tar, f"{name}/{key}", list(sample)):
                         empty = False
                         yield item
-            if empty:
-                yield broken(name, MediaError(self.path, "holds no images or videos", "check how it was made"))
         except (tarfile.TarError, OSError, EOFError) as error:
-            yield broken(name, self._unreadable(error))
+            reason = f"is not a whole, uncompressed tar ({error})"
+            raise MediaError(self.path, reason, "copy, download or unpack it again") from error
+        if empty:
+            raise MediaError(self.path, "holds no images or videos", "check how it was made")
 
     def _items_of(self, tar: tarfile.TarFile, name: str, sample: list[Member]) -> Iterator[Item]:
         shown = [(extension, info) for _, extension, info in sample if kind_of(info.name)]
@@ -66,9 +61,6 @@ class Tar:
             own = name if len(shown) == 1 else f"{name}.{extension}"
             source = member_source(self.path, info.name, info.offset_data, info.size)
             yield Item(own, kind_of(info.name) or "", source, existing, tags)
-
-    def _unreadable(self, error: Exception) -> MediaError:
-        return MediaError(self.path, f"is not a whole, uncompressed tar ({error})", "copy, download or unpack it again")
 
 
 def member_source(tar: Path, member: str, offset: int, size: int) -> Source:

@@ -1,4 +1,4 @@
-"""Decodes frames of a video, or of an animated picture treated as one: chosen by a policy, upright, in RGB."""
+"""Decodes frames of a video: chosen by a policy, upright, in RGB."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ if TYPE_CHECKING:  # a run with images only never loads FFmpeg
     from av.video.stream import VideoStream
 
 # Containers that FFmpeg may open. Playlists (HLS, DASH, concat) are excluded, since they name other files and URLs.
-CONTAINERS = "mov,matroska,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,mp3,wav,flac,aac"
+CONTAINERS = "mov,matroska,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,gif,apng,mp3,wav,flac,aac"
 FULL_HD = 1920 * 1080
-STILL_DELAY = 0.1  # seconds for an animation's frame whose delay is missing or too short, as in browsers
 T = TypeVar("T")
 MAX_FRAMES, MAX_RATE = 32, 1000  # frames of one video, and of one second of it
 CONVERT = "convert it to MP4 (ffmpeg -i IN OUT.mp4)"
@@ -96,20 +95,9 @@ def decode(
 ) -> tuple[tuple[Image.Image, ...], float]:
     """The chosen frames and the length in seconds; fewer frames if the video has fewer, or if its end is damaged.
 
-    An animated GIF, WebP, PNG or AVIF is treated as a video, and a still picture as a video of one frame.
+    It passes twice over the data: the first pass reads all times and decodes nothing, the second one decodes what is
+    needed.
     """
-    try:
-        with Image.open(io.BytesIO(data), formats=media.FORMATS):
-            is_picture = True
-    except Exception:  # hostile bytes; FFmpeg or `media.opened` reports what is wrong
-        is_picture = data.startswith((b"GIF8", b"\x89PNG"))
-    return (_animation if is_picture else _film)(data, path, policy, limits, max_side)
-
-
-def _film(
-    data: bytes, path: Path | str, policy: FramePolicy, limits: MediaLimits, max_side: int | None
-) -> tuple[tuple[Image.Image, ...], float]:
-    """Two passes over the file: the first reads all times and decodes nothing, the second decodes what is needed."""
     with _opened(data, path, limits) as (container, stream):
         packets = list(_packets(container, stream))
         shown = sorted(packets)
@@ -132,7 +120,9 @@ def _film(
                 pictures.append(_picture(frame, max_side))
             if not missing:
                 break
-    return _enough(pictures, count, path), seconds
+    if not pictures or 2 * len(pictures) < count:
+        raise MediaError(path, f"is damaged: {len(pictures)} of {count} frames can be decoded", COPY_AGAIN)
+    return tuple(pictures), seconds
 
 
 @contextlib.contextmanager
@@ -240,46 +230,11 @@ def _is_cover(stream: VideoStream) -> bool:
     return bool(stream.disposition & Disposition.attached_pic)
 
 
-def _animation(
-    data: bytes, path: Path | str, policy: FramePolicy, limits: MediaLimits, max_side: int | None
-) -> tuple[tuple[Image.Image, ...], float]:
-    with media.opened(data, path, limits.max_pixels, limits.max_aspect) as image:
-        times, seconds = [], 0.0
-        for _ in _stills(image, range(getattr(image, "n_frames", 1))):
-            times.append(seconds)
-            delay = float(image.info.get("duration") or 0) / 1000
-            seconds += delay if delay > 0.01 else STILL_DELAY
-            _check_length(seconds, image.size, path, limits)
-        chosen = policy.choose(times, [True] * len(times))
-        pictures = [media.shrunk(media.rgb(image), max_side) for _ in _stills(image, chosen)]
-    return _enough(pictures, len(chosen), path), seconds
-
-
-def _stills(image: Image.Image, places: Sequence[int]) -> Iterator[int]:
-    """Seek the image to these frames in turn, up to the first that cannot be read."""
-    for place in places:
-        try:
-            image.seek(place)
-            image.load()
-        except MemoryError:
-            raise
-        except Exception:  # hostile bytes; the earlier frames are valid
-            return
-        yield place
-
-
 def _check_length(seconds: float, size: tuple[int, int], path: Path | str, limits: MediaLimits) -> None:
     allowed = limits.max_duration / max(1.0, size[0] * size[1] / FULL_HD)
     if seconds > allowed:
         reason = f"lasts {seconds:.0f} s at {size[0]} x {size[1]} pixels, where {allowed:.0f} s are allowed"
         raise MediaError(path, reason, f"cut it into shorter clips, {media.raising('--max-duration')}")
-
-
-def _enough(pictures: list[Image.Image], count: int, path: Path | str) -> tuple[Image.Image, ...]:
-    """The pictures; MediaError if more than half of the requested ones are missing."""
-    if not pictures or 2 * len(pictures) < count:
-        raise MediaError(path, f"is damaged: {len(pictures)} of {count} frames can be decoded", COPY_AGAIN)
-    return tuple(pictures)
 
 
 def _ticks(times: Sequence[float], rate: float) -> list[int]:
