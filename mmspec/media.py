@@ -28,7 +28,6 @@ HEIC = (b"hei", b"hev", b"mif", b"msf")  # first bytes of its brands
 FILMS = {".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm"}
 # Formats Pillow may try. Left out on purpose: EPS (starts Ghostscript), TGA (has no signature, so that any bytes may
 # pass for one), JPEG 2000 (a cut-off file can decode without an error).
-ANIMATIONS = ("AVIF", "GIF", "PNG", "WEBP")
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 CONVERT = "save it again as JPEG or PNG"
 COPY_AGAIN = "copy or download it again"
@@ -86,7 +85,6 @@ class Media:
     frames: tuple[Image.Image, ...]
     content: str  # sha256 of the bytes
     seconds: float | None = None  # length of a video
-    animated: bool = False  # an animated image, of which only the first frame was decoded
 
 
 def load_image(path: Path | str, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -213,12 +211,6 @@ def decode(
             image.draft(None, fitting(image.size, 2 * max_side))  # decodes a JPEG at a fraction of its size
         image.load()  # verify() passes a truncated JPEG
         return shrunk(rgb(_upright(image)), max_side)
-
-
-def animated(data: bytes, path: Path | str, max_pixels: int = MAX_PIXELS, max_aspect: float = MAX_ASPECT) -> bool:
-    """Whether the bytes of an image file hold several frames to be shown one after the other."""
-    with opened(data, path, max_pixels, max_aspect) as image:
-        return image.format in ANIMATIONS and bool(getattr(image, "is_animated", False))
 
 
 @contextlib.contextmanager

@@ -6,10 +6,9 @@ import argparse
 import contextlib
 import signal
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.options import BESIDE, ENGINE, Options, SettingsError
 from mmspec.app.caption.outputs import FAILURES, FILE, OutputError, Outputs
 from mmspec.app.caption.plan import Plan, Planner
-from mmspec.app.caption.report import RunTally, TooManyErrorsError, plain
+from mmspec.app.caption.report import RunTally, plain
 from mmspec.app.caption.run import Job
 from mmspec.app.caption.workers import Alone, Crew, places
 from mmspec.app.enabling import EnableError
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
             return _caption(options)
     except TerminatedError:  # before there was anything to finish
         return TERMINATED
-    except (MediaError, PromptError, SettingsError, OutputError, FatalError, TooManyErrorsError, EnableError) as error:
+    except (MediaError, PromptError, SettingsError, OutputError, FatalError, EnableError) as error:
         print(f"mmspec caption: {plain(str(error))}", file=sys.stderr)
         return SENSELESS if isinstance(error, PromptError | SettingsError | EnableError) else FATAL
     except OSError as error:
@@ -106,7 +105,8 @@ def _caption(options: Options) -> int:
         run = Run(options, inputs, outputs, todo, job)
         run.say_plan()
         if options.dry_run:
-            return run.dry()
+            run.say_prompts()
+            return OK
         with mirror.kept_up() if mirror is not None else contextlib.nullcontext():
             code = run.work()
         if options.push_to_hub and code in (OK, SOME_FAILED):
@@ -143,7 +143,7 @@ class Run:
             print(f"nothing to do; the captions are in {options.out if is_address(options.out) else outputs.folder}")
             return SOME_FAILED if failed_before else OK
         self._write_settings()
-        tally = RunTally(len(todo.pending), options.quiet, options.max_errors)
+        tally = RunTally(len(todo.pending), options.quiet)
         comparison = None
         try:
             with contextlib.closing(tally), _crew(self.job, outputs.slots, todo) as crew:
@@ -153,7 +153,7 @@ class Run:
             self._wind_up(tally)
             print(f"\nstopped: {tally.counted} are in {outputs.folder}; run the same command again to resume")
             return TERMINATED if isinstance(stop, TerminatedError) else INTERRUPTED
-        except (FatalError, TooManyErrorsError):
+        except FatalError:
             self._wind_up(tally)
             raise
         written = self._finish()
@@ -168,30 +168,14 @@ class Run:
         print("; ".join(filter(None, [str(tally), str(comparison or "")])))
         return SOME_FAILED if tally.failed or failed_before else OK
 
-    def dry(self) -> int:
-        """Print the prompts, caption a few items into a temporary folder, and print an estimate for the whole run."""
-        pending = self.todo.pending
-        if not pending:
-            return OK
-        choice = pending[0].choice
-        prompts = (("prompt", text) for text in choice.texts)
-        for what, text in (("system", choice.system), *prompts, ("answers begin", choice.start)):
-            if text:
-                print(f"{what}: {plain(text)}")
-        workers = places(self.options.devices)
-        with tempfile.TemporaryDirectory() as folder:
-            chosen = replace(self.options, devices=workers[0], compare=False, compile=False)
-            trial = replace(self.job, folder=Path(folder), options=chosen)
-            measured = RunTally(0, quiet=True, shown=False)
-            with _crew(trial, "", Plan(pending[:1])) as crew:
-                crew.run(pending[:1], lambda record: None)
-                rows = crew.worker.rows  # the batch size of the real run
-                sample = pending[:: max(1, len(pending) // (2 * rows))]
-                crew.run(sample[:rows], lambda record: None)
-                measured.start()
-                crew.run(sample[rows : 2 * rows] or sample, measured.add)  # of few items, the same ones again
-            print(report.estimate(self.todo, measured, len(workers), crew.summaries[0]))
-        return OK
+    def say_prompts(self) -> None:
+        """Print the prompts of the first item."""
+        for task in self.todo.pending[:1]:
+            choice = task.choice
+            prompts = (("prompt", text) for text in choice.texts)
+            for what, text in (("system", choice.system), *prompts, ("answers begin", choice.start)):
+                if text:
+                    print(f"{what}: {plain(text)}")
 
     def say_plan(self) -> None:
         """Print how much there is to do, and what is left out."""

@@ -1,53 +1,28 @@
-"""The model that captions: the interface of an engine, how it is loaded, and its batch and picture sizes."""
+"""The model that captions: how it is loaded, and its batch and picture sizes.
+
+An engine of `--engine` has the interface of `mmspec.app.engine.Engine`; it may leave out `stock`, for a run that is not
+compared with stock generate.
+"""
 
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
-
-from PIL import Image
+from typing import Any
 
 from mmspec.app.caption.options import AUTO, NEVER, Options
 from mmspec.app.extras import EngineError
-from mmspec.app.prompt import PromptChoice
 
 TOKENS = 1280  # limit of visual tokens per picture, for models whose token count grows with the pixels
 PICTURE = (1024, 768)  # assumed size of a picture until the first one is seen
 PAYS = 10_000  # rounds from which on compiling pays: it takes a minute or two, and saves some 10 ms a round
 COMPILING = "the model is compiled first, which takes a minute or two"
-AUTO_ROWS = 4  # --batch-size auto for an engine without `suggest_rows`
 
 
 class FatalError(Exception):
     """The run cannot go on: there is no model, or it fails on every item, so that the items are not the cause."""
 
 
-class Answers(Protocol):
-    """What an engine's `flow(rows)` returns: items are added one by one, and `step` returns finished answers."""
-
-    rows: int
-    free: int
-    busy: bool
-
-    def add(self, ticket: Hashable, frames: Sequence[Image.Image], choice: PromptChoice, seed: int = 0) -> None: ...
-
-    def step(self) -> Sequence[object]: ...  # each has ticket, text, tokens, seconds, error (None, or why no text)
-
-
-class Model(Protocol):
-    """The engine that the function of --engine returns; it is called with the arguments of `mmspec.app.engine.load`."""
-
-    notes: list[str]
-    drafter: Any
-    # Optional: `suggest_rows(frames, size)` for --batch-size auto; `compilable` and `warm_up(frames, choice, rows)`,
-    # which compiles the model if the run is long enough.
-
-    def flow(self, rows: int) -> Answers: ...
-
-
-def load(options: Options, place: str) -> Model:
+def load(options: Options, place: str) -> Any:
     """Load the engine; FatalError if that fails. The options of --enable are passed as keyword arguments."""
     module, _, function = options.engine.partition(":")
     try:
@@ -58,12 +33,12 @@ def load(options: Options, place: str) -> Model:
         ) from error
     try:
         arguments = (options.model, options.drafter, place, options.dtype, options.max_new_tokens, options.temperature)
-        engine: Any = loader(*arguments, **options.enabled)
+        engine = loader(*arguments, **options.enabled)
         if (schema := options.schema) is not None:
             engine.keep_to(schema)
         if options.score:
             engine.scored = True
-        return engine  # type: ignore[no-any-return]
+        return engine
     except Exception as error:  # any error of a model or a user's engine while it loads ends the run
         named = isinstance(error, FatalError | EngineError)
         raise FatalError(str(error) if named else f"{type(error).__name__}: {error}") from error
@@ -71,18 +46,15 @@ def load(options: Options, place: str) -> Model:
 
 def rows_for(wanted: int | str, frames: int, engine: Any, size: tuple[int, int] = PICTURE) -> int:
     """The batch size for items with so many frames of this size; `wanted` is the value of --batch-size."""
-    if wanted != AUTO:
-        return int(wanted)
-    return engine.suggest_rows(frames, size) if hasattr(engine, "suggest_rows") else AUTO_ROWS
+    return int(engine.suggest_rows(frames, size) if wanted == AUTO else wanted)
 
 
 def compiles(options: Options, items: int, frames: int, engine: Any) -> tuple[bool, str]:
     """Whether a worker with so many items compiles its model, and a note for the user if it does, or cannot."""
     chosen = options.enabled.get("compile", options.compile)
-    able = getattr(engine, "compilable", False)
-    if chosen is not None or not able:
-        note = COMPILING if able else "this model cannot be compiled"
-        return bool(chosen) and able, note * bool(chosen)
+    if chosen is not None or not engine.compilable:
+        note = COMPILING if engine.compilable else "this model cannot be compiled"
+        return bool(chosen) and engine.compilable, note * bool(chosen)
     rounds = items * options.max_new_tokens / (2 * rows_for(options.batch_size, frames, engine))
     note = f"{items} items are about {rounds:,.0f} rounds: {COMPILING} (--no-compile skips it)"
     return rounds >= PAYS, note * (rounds >= PAYS)
@@ -96,7 +68,7 @@ def area_for(wanted: int | str, engine: Any) -> tuple[int | None, str]:
     """
     if wanted != AUTO:
         return (None if wanted == NEVER else int(wanted)), ""
-    reader = getattr(getattr(engine, "processor", None), "image_processor", None)
+    reader = getattr(engine.processor, "image_processor", None)
     patch, merge = (getattr(reader, name, None) for name in ("patch_size", "merge_size"))
     if type(patch) is not int or type(merge) is not int:
         return None, ""
@@ -112,20 +84,15 @@ def area_for(wanted: int | str, engine: Any) -> tuple[int | None, str]:
 
 
 def peak_memory(engine: Any) -> int | None:
-    """Peak memory in bytes: of the CUDA device, else of this process; None where it is unknown (Windows)."""
-    device = getattr(getattr(engine, "model", None), "device", None)
-    if device is not None and device.type == "cuda":
-        import torch
-
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:  # Windows
+    """Peak memory of a CUDA device, in bytes; None for other devices."""
+    device = getattr(engine.model, "device", None)
+    if device is None or device.type != "cuda":
         return None
-    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return size if sys.platform == "darwin" else size * 1024
+    import torch
+
+    return torch.cuda.max_memory_allocated(device)
 
 
 def dtype_of(engine: Any) -> str | None:
-    kind = getattr(getattr(engine, "model", None), "dtype", None)
+    kind = getattr(engine.model, "dtype", None)
     return None if kind is None else str(kind).removeprefix("torch.")

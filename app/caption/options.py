@@ -18,7 +18,7 @@ from mmspec.app import embedded, enabling
 from mmspec.app.caption.journal import digest
 from mmspec.app.media import video
 from mmspec.app.media.items import kind_of
-from mmspec.app.options import DTYPES, above_zero, count, did_you_mean, from_zero
+from mmspec.app.options import DTYPES, above_zero, count, from_zero
 from mmspec.config import size_in_bytes
 
 BESIDE, AUTO, NEVER = "beside", "auto", "none"
@@ -123,7 +123,7 @@ class Options:
         "none: never", type=_count_or(AUTO, NEVER))
     seed: int = _flag("N", 0, "random seed, for a temperature above 0", type=int)
     dtype: str = _flag(None, AUTO, "dtype of the weights", choices=DTYPES)
-    engine: str = _flag("MODULE:FUNCTION", ENGINE, "an engine of your own, which is called as mmspec.app.engine.load",
+    engine: str = _flag("MODULE:FUNCTION", ENGINE, "a function of your own in place of mmspec.app.engine.load",
         shown="", type=_text(r"[\w.]+:\w+", f"MODULE:FUNCTION, as {ENGINE}"))
 
     frames: str = _flag("POLICY", "8", "frames of a video: N evenly spaced, fps:R for R a second, or keyframes",
@@ -154,14 +154,13 @@ class Options:
     resume: bool = _switch(True, "skip items that are finished")
     retry_failed: bool = _switch(False, "retry items that failed before")
     limit: int | None = _flag("N", None, "caption at most N items in this run", type=count)
-    dry_run: bool = _switch(False, "write nothing; print counts, the first prompt and a measured time estimate")
+    dry_run: bool = _switch(False, "write nothing; print counts and the first prompt")
     shard: str | None = _flag("I/N", None, "only part I of N (0/4 ... 3/4), for several machines",
         type=_text(r"\d+/[1-9]\d*", "I/N with I from 0 to N-1, as 0/4 ... 3/4"))
     devices: str = _flag("LIST", AUTO, "auto, cpu, cuda, mps, or one worker each: 0,1 or cuda:0,cuda:1 or cpu,cpu",
         type=_text(r"[\w:]+( *, *[\w:]+)*", "auto, cpu, cuda, mps, or a list as 0,1"))
     batch_size: int | str = _flag("N", AUTO, "items in a batch on each device; auto: as many as fit, by the sizes of "
         "the pictures", type=_count_or(AUTO))
-    max_errors: int | None = _flag("N", None, "give up after N failures", type=count)
     push_to_hub: str | None = _flag("REPO", None, "at the end, upload the output folder as a data set owner/name",
         type=_text(r"[\w.-]+/[\w.-]+", "a name like owner/name"))
     compare: bool = _switch(True, "measure the speed-up over stock generate on a few items")
@@ -199,8 +198,6 @@ class Options:
     @property
     def enabled(self) -> dict[str, object]:
         """The options of --enable by name, and a prefix cache for several prompts; EnableError if one is invalid."""
-        if self.engine != ENGINE:
-            return enabling.unchecked(self.enable)
         several = {"prefix_cache": KEPT} if len(self.prompt) > 1 else {}
         return several | enabling.given(self.enable, self.drafter)
 
@@ -233,10 +230,6 @@ class Options:
             raise SettingsError(f"--shard {self.shard!r} is not I/N with I from 0 to N-1, as 0/4 ... 3/4")
         if self.push_to_hub and self.out == BESIDE:
             raise SettingsError("--push-to-hub uploads a whole folder; give --out a folder that holds only captions")
-        own = {"several --prompt": len(self.prompt) > 1, "--score": self.score, "--json-schema": self.json_schema}
-        if self.engine != ENGINE and any(own.values()):
-            name = next(name for name, given in own.items() if given)
-            raise SettingsError(f"--engine {self.engine} does not support {name}; leave it out")
         around = {"--start-with": self.start_with, "--prepend": self.prepend, "--append": self.append}
         if self.json_schema is not None and any(around.values()):
             name = next(name for name, given in around.items() if given)
@@ -275,7 +268,7 @@ def _from_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     if not isinstance(entries, dict):
         raise SettingsError(f"{path} is not a YAML mapping; give lines like `max-new-tokens: 64`")
     inputs = entries.pop("inputs", None) or []
-    words = [word for name, value in entries.items() for word in _words(str(name), value, path)]
+    words = [word for name, value in entries.items() for word in _words(str(name), value)]
     prog, parser.prog = parser.prog, f"{parser.prog} --config {path}"  # for its error messages
     try:
         args = parser.parse_args([*words, "--", *([inputs] if isinstance(inputs, str) else map(str, inputs))])
@@ -284,20 +277,11 @@ def _from_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name in OPTIONS}
 
 
-def _words(name: str, value: object, origin: Path) -> list[str]:
-    """An entry of a config file as command-line arguments."""
-    one = OPTIONS.get(name.replace("-", "_"))
-    if one is None or one.name == "config":
-        hint = did_you_mean(name.replace("_", "-"), [each.replace("_", "-") for each in OPTIONS])
-        raise SettingsError(f"{origin}: unknown setting {name!r}{hint} (mmspec caption --help lists them)")
-    flag, action = f"--{one.name.replace('_', '-')}", one.metadata["takes"].get("action")
-    switch = action is argparse.BooleanOptionalAction
+def _words(name: str, value: object) -> list[str]:
+    """An entry of a config file as command-line arguments, which argparse checks."""
+    flag = f"--{name.replace('_', '-')}"
     if value is None:
         return []
-    if switch != isinstance(value, bool):
-        raise SettingsError(f"{origin}: {name} is{' not' * (not switch)} true or false; got {value!r}")
-    if switch:
+    if isinstance(value, bool):
         return [flag if value else flag.replace("--", "--no-")]
-    if isinstance(value, dict) or (isinstance(value, list) and one.default_factory is not list):
-        raise SettingsError(f"{origin}: {name} takes one value; got {value!r}")
     return [f"{flag}={each}" for each in (value if isinstance(value, list) else [value])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import sys
 import time
@@ -24,19 +25,13 @@ from mmspec.app.media.items import Item
 if TYPE_CHECKING:  # torch is imported only once it is clear that there is something to caption
     from mmspec.app.caption.compare import Sampled
 
-MEGA = 2**20
 EVERY = 30.0  # seconds between lines of progress in a log
-
-
-class TooManyErrorsError(Exception):
-    """More items failed than --max-errors allows."""
 
 
 @dataclass
 class RunTally:
     total: int
     quiet: bool = False
-    max_errors: int | None = None
     shown: bool = True
     items: int = 0  # finished, captioned or failed
     captioned: int = 0  # of these
@@ -44,7 +39,6 @@ class RunTally:
     tokens: int = 0
     failed: int = 0
     cut: int = 0  # captions cut off at --max-new-tokens
-    animated: int = 0  # animations of which the model saw only the first frame
     errors: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -60,7 +54,7 @@ class RunTally:
         self._bar.reset()
 
     def add(self, record: Record) -> None:
-        """Count an item, which is on the disk already. TooManyErrorsError if --max-errors is reached."""
+        """Count an item, which is on the disk already."""
         texts = record.get("captions") or ([record["text"]] if "text" in record else [])
         self.seconds = time.perf_counter() - self._begun
         self.items += 1
@@ -68,7 +62,6 @@ class RunTally:
         self.captions += len(texts)
         self.tokens += record.get("tokens", 0)
         self.cut += record.get("finish") == "length"
-        self.animated += record.get("animated", False)
         if texts and not self.quiet:
             tqdm.write(f"{plain(record['file_name'])}: {plain(' | '.join(texts))}")
         if "error" in record:
@@ -78,8 +71,6 @@ class RunTally:
         self._bar.set_postfix_str(f"{self.tokens / max(self.seconds, 1e-9):.0f} tokens/s", refresh=False)
         self._bar.update()
         self._say()
-        if self.max_errors and self.failed >= self.max_errors:
-            raise TooManyErrorsError(f"{self.failed} items failed, as many as --max-errors allows; the run is given up")
 
     def close(self) -> None:
         self._bar.close()
@@ -103,8 +94,7 @@ class RunTally:
     def __str__(self) -> str:
         pace = f"{self.captioned / max(self.seconds, 1e-9):.2f} items/s" if self.captioned else ""
         cut = f"{self.cut} cut off at --max-new-tokens" if self.cut else ""
-        first = f"{self.animated} by the first frame of an animation" if self.animated else ""
-        return ", ".join(filter(None, [self.counted, pace, cut, first]))
+        return ", ".join(filter(None, [self.counted, pace, cut]))
 
 
 def write(
@@ -130,7 +120,6 @@ def write(
             "captioned": tally.captioned,
             "captions": tally.captions,
             "cut_off_at_max_new_tokens": tally.cut,
-            "first_frame_of_an_animation": tally.animated,
             "done_before": todo.done,
             "kept": todo.kept,
             "failed": tally.failed,
@@ -158,19 +147,6 @@ def write(
     write_whole(path, data)
 
 
-def estimate(todo: Plan, tally: RunTally, workers: int, summary: Record) -> str:
-    """The estimated time of a whole run, from the few items of a dry run."""
-    if not tally.captioned:
-        return "no estimate: nothing could be captioned"
-    each = tally.seconds / tally.captioned
-    memory = summary.get("peak_memory")
-    used = f"; memory per worker up to {memory / MEGA:,.0f} MiB at {summary['rows']} at once" if memory else ""
-    return (
-        f"measured on {tally.captioned}: {each:.2f} s each, so {len(todo.pending)} take about "
-        f"{_duration(len(todo.pending) * each / workers)} with {workers} worker{'s' * (workers != 1)}{used}"
-    )
-
-
 def plain(text: str) -> str:
     """Text safe for a terminal: on one line, with the control characters of file names and answers escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
@@ -187,7 +163,4 @@ def _acceptance(workers: Sequence[Record]) -> dict[str, float] | None:
 
 
 def _duration(seconds: float) -> str:
-    minutes, days = seconds / 60, seconds / 86400
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h" if days < 2 else f"{days:.1f} days"
+    return f"{seconds:.0f} s" if seconds < 90 else str(datetime.timedelta(seconds=round(seconds)))

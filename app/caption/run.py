@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.app.caption.journal import Record, digest, facts_of
-from mmspec.app.caption.model import Answers, FatalError, area_for, compiles, dtype_of, load, peak_memory, rows_for
+from mmspec.app.caption.model import FatalError, area_for, compiles, dtype_of, load, peak_memory, rows_for
 from mmspec.app.caption.options import Options
 from mmspec.app.caption.outputs import Writer
 from mmspec.app.caption.plan import Task
@@ -42,8 +42,8 @@ class Worker:
 
     def __init__(self, job: Job, place: str, slot: str):
         options, self.job, self.slot = job.options, job, slot
-        self.engine: Any = load(options, place)
-        self.flow: Answers | None = None  # opened when the first pictures are decoded, since their sizes set the batch
+        self.engine = load(options, place)
+        self.flow: Any = None  # opened when the first pictures are decoded, since their sizes set the batch
         self.rows = SIZED
         area, capped = area_for(options.max_pixels_per_image, self.engine)
         self._compiles, compiling = compiles(options, job.items, job.frames, self.engine)
@@ -95,7 +95,7 @@ class Worker:
             self._open()  # a separate step: the run's clock starts after it
             return []
         while self._waiting and self.flow is not None and self.flow.free:
-            self._ask(self.flow, *self._waiting.popleft())
+            self._ask(*self._waiting.popleft())
         if self.flow is not None and self.flow.busy:
             for answer in self.flow.step():
                 self._answer(answer)
@@ -105,14 +105,12 @@ class Worker:
         return results
 
     def summary(self) -> dict[str, Any]:
-        stats = getattr(self.flow, "stats", None)
-        facts: dict[str, Any] = {
-            "worker": self.slot,
-            "rows": getattr(self.flow, "rows", 0),
-            "peak_memory": peak_memory(self.engine),
-        }
-        facts |= facts_of(dtype=dtype_of(self.engine), prefix=getattr(stats, "prefix", None) or None)
-        if stats is not None and stats.rounds:
+        facts = facts_of(worker=self.slot, peak_memory=peak_memory(self.engine), dtype=dtype_of(self.engine))
+        if self.flow is None:
+            return facts
+        stats = self.flow.stats
+        facts |= {"rows": self.flow.rows} | facts_of(prefix=stats.prefix or None)
+        if stats.rounds:
             names = ("target_calls", "row_rounds", "gained", "accepted", "lossless")
             facts |= {name: getattr(stats, name) for name in names}
             means = ("tokens_per_target_call", "accepted_draft_tokens_per_call")
@@ -149,13 +147,13 @@ class Worker:
             self.engine.warm_up(media.frames, task.choice, self.rows)
         self.flow = self.engine.flow(self.rows)
 
-    def _ask(self, flow: Answers, task: Task, media: Media) -> None:
+    def _ask(self, task: Task, media: Media) -> None:
         name, drawn = task.item.name, self.job.shaping["seed"]
         seed = 0 if drawn is None else int(digest(f"{drawn} {media.content}".encode())[:12], 16)
         if self.sampler is not None:
             self.sampler(media.frames, task.choice)
         self._asked[name] = (task, media)
-        flow.add(name, media.frames, task.choice, seed)
+        self.flow.add(name, media.frames, task.choice, seed)
 
     def _answer(self, answer: Any) -> None:
         task, media = self._asked.pop(answer.ticket)
@@ -177,13 +175,13 @@ class Worker:
             raise FatalError(f"the model fails on every item. {why}") from answer.error
 
     def _record(self, task: Task, media: Media, answer: Any) -> None:
-        choice, scores = task.choice, getattr(answer, "scores", ())  # not every engine sets it
-        answers = [answer.text, *getattr(answer, "further", ())]
+        choice, scores = task.choice, answer.scores
+        answers = [answer.text, *answer.further]
         texts = [choice.caption(text) for text in answers]
         facts = about(task, media.content, self.job) | self.job.shaping | {"tokens": answer.tokens}
         facts |= facts_of(
             prompt=choice.text, system=choice.system, start=choice.start, existing=task.existing, length=media.seconds,
-            seconds=round(answer.seconds, 4), finish=getattr(answer, "finish", ""), animated=media.animated or None,
+            seconds=round(answer.seconds, 4), finish=answer.finish,
             answer=answers[0] if answers[0] != texts[0] else None, score=scores[0] if scores else None,
         )  # fmt: skip
         if choice.further:

@@ -92,8 +92,7 @@ def _decoded(item: Item, name: str, order: DecodeOrder) -> Media:
         frames, seconds = video.decode(data, name, order.frames, limits, order.max_side)
         return Media(frames, content, seconds=seconds)
     picture = media.decode(data, name, limits.max_pixels, order.max_side, limits.max_aspect, limits.max_area)
-    more = media.animated(data, name, limits.max_pixels, limits.max_aspect)
-    return Media((picture,), content, animated=more)
+    return Media((picture,), content)
 
 
 def _label(item: Item) -> str:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import clips
-import hostile_files
 import numpy as np
 import pytest
 import quick_engine
@@ -241,7 +240,6 @@ def test_a_folder_of_nothing_but_bad_files(caption, photos: Path, capsys: pytest
     spoil(photos)
     for name in GOOD:
         (photos / name).unlink()
-    assert caption("--batch-size", "2", "--max-errors", "2") == FATAL
     assert caption("--batch-size", "2") == SOME_FAILED
     assert "captions: " not in capsys.readouterr().out, "none was written"
     assert not captions() and len(lines("captions/failed.jsonl")) == 3
@@ -305,13 +303,6 @@ def test_captions_that_were_cut_off_are_marked(caption, capsys: pytest.CaptureFi
     assert parquet.read_table("captions/captions.parquet")["finish"].to_pylist() == ["length"] * 4
 
 
-def test_animations_of_which_one_frame_is_told_are_counted(caption, capsys: pytest.CaptureFixture):
-    Path("photos", "moving.gif").write_bytes(hostile_files.animation("GIF"))
-    assert caption("--report", "report.json") == OK
-    assert "1 by the first frame of an animation" in capsys.readouterr().out
-    assert json.loads(Path("report.json").read_text())["counts"]["first_frame_of_an_animation"] == 1
-
-
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
 def test_the_engine_tells_a_cut_from_an_end(drafter: str, truly, model: Path, monkeypatch: pytest.MonkeyPatch):
     from mmspec.app import engine
@@ -346,14 +337,6 @@ def test_subfolders_that_are_not_looked_into_are_named(caption, photos: Path, ca
     assert caption() == OK
     assert "skipped 1 subfolder(s) (sub); --recursive reads them too" in capsys.readouterr().out
     assert caption("--recursive") == OK and "subfolder" not in capsys.readouterr().out
-
-
-def test_the_estimate_is_measured_on_a_warm_batch_of_the_runs_size(caption, photos: Path, capsys):
-    for number in range(20):
-        paint(photos / f"more{number}.png")
-    assert caption("--dry-run", "--batch-size", "8", "--max-new-tokens", "100") == OK
-    said = capsys.readouterr().out
-    assert "measured on 8" in said and "at 8 at once" in said
 
 
 def test_pictures_are_made_as_small_as_suits_the_model(caption, photos: Path, monkeypatch, capsys):
@@ -596,8 +579,6 @@ def test_captions_are_scored(truly, photos: Path, capsys: pytest.CaptureFixture)
     assert one["z.png"]["score"] == one["a.png"]["score"]
     table = parquet.read_table("several/captions.parquet")
     assert table["scores"].to_pylist()[0] == several["a.png"]["scores"] and table["score"].to_pylist()[0] < 0
-    assert truly("--score", "--engine", "quick_engine:load") == SENSELESS
-    assert "does not support --score; leave it out" in capsys.readouterr().err
 
 
 def test_a_picture_is_encoded_once_for_several_prompts(model: Path, monkeypatch: pytest.MonkeyPatch):
@@ -650,7 +631,6 @@ def test_several_prompts_are_kept_and_checked(truly, caption, capsys: pytest.Cap
     assert truly("--dry-run", *WORDS, "--out", "other") == OK
     told = capsys.readouterr().out
     assert all(f"prompt: {text.format(name='a')}" in told for text in SEVERAL)
-    assert caption(*WORDS) == SENSELESS and "does not support several --prompt" in capsys.readouterr().err
     assert truly("--prompt", "w5", "--prompt", "{nme}") == SENSELESS and "{nme}" in capsys.readouterr().err
 
 
@@ -720,7 +700,7 @@ def test_a_long_run_compiles_by_itself(caption, compiled: list[int], monkeypatch
     monkeypatch.setattr(modelling, "PAYS", 0.1)  # four items of one token by four rows are half a round
     assert caption("--no-resume") == OK and compiled == [4]
     assert "note: 4 items are about 0 rounds: the model is compiled first" in capsys.readouterr().err
-    for said in (["--no-compile"], ["--enable", "compile=false"], ["--dry-run"]):
+    for said in (["--no-compile"], ["--enable", "compile=false"]):
         assert caption("--no-resume", *said) == OK and compiled == [4]
     monkeypatch.undo()
 
@@ -856,21 +836,21 @@ def test_config(caption, photos: Path, capsys: pytest.CaptureFixture):
     assert len(captions("two")) == 4 and len(journal("two")) == 4
     Path("frames.yaml").write_text("frames: 3")
     assert caption("--config", "frames.yaml", "--frames", "fps:1") == OK
-    wrong = {"promt: x": "did you mean prompt?", "resume: 1": "true or false", "[": "YAML", "limit: [1]": "one value"}
+    Path("wrong.yaml").write_text("[")
+    assert caption("--config", "wrong.yaml") == SENSELESS and "YAML" in capsys.readouterr().err
+    wrong = {"promt: x": "--promt=x", "resume: 1": "argument --resume/--no-resume", "batch-size: 0": "'0' is not"}
     for text, reason in wrong.items():
         Path("wrong.yaml").write_text(text)
-        assert caption("--config", "wrong.yaml") == SENSELESS and reason in capsys.readouterr().err
-    Path("wrong.yaml").write_text("batch-size: 0")
-    with pytest.raises(SystemExit):
-        caption("--config", "wrong.yaml")
-    assert "--config wrong.yaml" in capsys.readouterr().err
+        with pytest.raises(SystemExit):
+            caption("--config", "wrong.yaml")
+        said = capsys.readouterr().err
+        assert "--config wrong.yaml" in said and reason in said
 
 
 def test_a_dry_run_writes_nothing(caption, capsys: pytest.CaptureFixture):
     assert caption("--dry-run", "--prompt", "what is {name}?", "--devices", "cpu,cpu") == OK
     said = capsys.readouterr().out
     assert "4 to caption" in said and "prompt: what is a?" in said
-    assert "measured on 4" in said and "with 2 workers; memory per worker up to" in said
     assert {path.name for path in Path().iterdir()} == {"photos"}
 
 

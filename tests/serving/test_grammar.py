@@ -198,7 +198,6 @@ def test_captions_are_json_and_a_cut_one_fails(tmp_path: Path, capsys: pytest.Ca
         ("{", [], "cannot be read as JSON"),
         ('{"type": "thing"}', [], "is not supported"),
         ("{}", ["--start-with", "A"], "--json-schema and --start-with cannot be combined"),
-        ("{}", ["--engine", "quick_engine:load"], "--engine quick_engine:load does not support --json-schema"),
     ],
 )
 def test_what_the_command_refuses(

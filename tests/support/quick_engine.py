@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -24,18 +25,22 @@ class Answer:
     seconds: float
     error: Exception | None = None
     finish: str = "stop"
+    further: tuple[str, ...] = ()
+    scores: tuple[float, ...] = ()
 
 
 class Quick:
-    """What --engine asks for, and as a flow one answer a step; a model called `broken` fails on everything,
+    """An engine, and as a flow one answer a step; a model called `broken` fails on everything,
     `lost` after its third answer, and `deadly:NAME` takes the process with it at that item. In each process,
     `held:FILE` gives as many answers as the file says, while there is one. `lost:DEVICE` is lost there only,
     `unloadable:DEVICE` cannot be loaded there, `stillborn` ends its process while it is loaded; `cut` says that every
     answer was cut off.
     """
 
-    drafter = None
+    model = processor = drafter = None
+    compilable = False
     notes: list[str] = []
+    stats = SimpleNamespace(rounds=0, prefix=None)
 
     def __init__(self, model: str, milliseconds: int, device: str = "cpu"):
         self.device = device
@@ -44,6 +49,9 @@ class Quick:
     def flow(self, rows: int) -> Quick:
         self.rows = rows
         return self
+
+    def suggest_rows(self, frames: int, size: tuple[int, int]) -> int:
+        return 4
 
     @property
     def free(self) -> int:
