@@ -1,9 +1,12 @@
-"""Cores and installed packages of this machine, the entry point of lmms-eval, and an error; none imports torch."""
+"""Cores, processes and packages of this machine, the entry point of lmms-eval, and an error; none imports torch."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
+import signal
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 
@@ -34,3 +37,14 @@ def lmms_manifest() -> Any:
     from lmms_eval.models.registry_v2 import ModelManifest
 
     return ModelManifest("mmspec", chat_class_path="mmspec.app.bench.lmms.Mmspec")
+
+
+def end_process(process: BaseProcess, patience: float) -> str:
+    """End a process, after up to `patience` seconds in which it may exit by itself; returns how it ended."""
+    process.join(patience)
+    process.kill()
+    process.join()
+    code = process.exitcode or 0
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return f"signal {-code}"

@@ -84,8 +84,7 @@ def _caption(options: Options) -> int:
     )  # fmt: skip
     options = options.fitted()
     first, *further = options.prompt
-    system, start = options.system or "", options.start_with or ""
-    prompts = Prompts(first, system, start, options.prepend, options.append, tuple(further))
+    prompts = Prompts(first, options.system, options.start_with, options.prepend, options.append, tuple(further))
     options.enabled  # noqa: B018 - reports invalid options before anything is read or loaded
     shaping = options.shaping
     slots = f"shard-{options.shard.replace('/', '-of-')}-" if options.shard else ""
@@ -148,7 +147,7 @@ class Run:
         try:
             with contextlib.closing(tally), _crew(self.job, outputs.slots, todo) as crew:
                 crew.run(todo.pending, tally.add, tally.start)
-                comparison = crew.compared(tally.close)
+                comparison = crew.comparison
         except KeyboardInterrupt as stop:
             self._wind_up(tally)
             print(f"\nstopped: {tally.counted} are in {outputs.folder}; run the same command again to resume")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from mmspec.app.caption.journal import Record, line_of
@@ -33,20 +33,16 @@ Note = Callable[[Path], None]  # called with a file's path before it is put ther
 
 def metadata(records: Iterable[Record], folder: Path, note: Note | None = None) -> list[Path]:
     """Write `metadata.jsonl`, which `load_dataset("imagefolder")` reads if it is in the folder of the images."""
-    path, rest = folder / NAMES["metadata"], _unless_empty(records)
-    if rest is None:
-        return []
+    path = folder / NAMES["metadata"]
     with replacing(path, note) as file:
-        for record in rest:
+        for record in records:
             file.write(line_of({name: record[name] for name in SHOWN if name in record}))
     return [path]
 
 
 def parquet(records: Iterable[Record], folder: Path, note: Note | None = None) -> list[Path]:
     """Write `captions.parquet`; not metadata.parquet, since `imagefolder` refuses a folder with two metadata files."""
-    path, rest = folder / NAMES["parquet"], _unless_empty(records)
-    if rest is None:
-        return []
+    path, rest = folder / NAMES["parquet"], iter(records)
     arrow, writers = need("pyarrow", str(path)), need("pyarrow.parquet", str(path))
     types = {"list_string": arrow.list_(arrow.string()), "list_float64": arrow.list_(arrow.float64())}
     schema = arrow.schema([(name, types.get(kind) or getattr(arrow, kind)()) for name, kind in COLUMNS.items()])
@@ -106,9 +102,3 @@ def _source(record: Record, sources: Mapping[str, Source]) -> Source:
 def _unicode(value: object) -> object:
     """A value without the characters of file names that are not valid Unicode."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
-
-
-def _unless_empty(records: Iterable[Record]) -> Iterator[Record] | None:
-    rest = iter(records)
-    first = next(rest, None)
-    return None if first is None else itertools.chain([first], rest)

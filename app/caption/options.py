@@ -104,8 +104,8 @@ class Options:
 
     prompt: list[str] = _flag("TEXT", [], "prompt for every item; may contain {name} {dir} {tags} {existing}; give it "
         "several times for several captions", section="prompts", action="append")
-    system: str | None = _flag("TEXT", None, "system message")
-    start_with: str | None = _flag("TEXT", None, "text that every answer begins with")
+    system: str = _flag("TEXT", "", "system message")
+    start_with: str = _flag("TEXT", "", "text that every answer begins with")
     prepend: str = _flag("TEXT", "", "put before every caption")
     append: str = _flag("TEXT", "", "put after every caption")
     json_schema: Path | None = _flag("FILE", None, "make every caption JSON of this schema (extra: json)", type=Path)

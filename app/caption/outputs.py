@@ -227,8 +227,8 @@ class Outputs:
         self.finals.claim(kinds)
         written: list[Path] = []
         for kind in kinds:
-            if kind == "txt":
-                continue  # written when the items were finished
+            if kind == "txt" or not self.ledger.captioned():  # text files are written when the items are finished
+                continue
             more: Record = {}
             if kind == "webdataset":
                 more = {"sources": {item.name: item.source for item in items()}, "max_bytes": most}

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tqdm import tqdm
+
 from mmspec.app.caption.journal import STATE, Ledger, Record, time_of
 from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.options import AUTO
@@ -21,7 +23,7 @@ from mmspec.app.caption.outputs import Writer
 from mmspec.app.caption.plan import Task
 from mmspec.app.caption.run import Job, Worker, about
 from mmspec.app.cli import quiet
-from mmspec.app.extras import cores
+from mmspec.app.extras import cores, end_process
 
 GOODBYE = 30.0  # seconds that a process has for its last round after it was told to stop
 STARTS = 2  # starts of a worker in a row without a finished item, after which its device is given up
@@ -48,7 +50,8 @@ class Alone:
             self.worker.sampler = self.comparison.show
 
     def run(self, tasks: Sequence[Task], report: Report, started: Callable[[], object] = lambda: None) -> None:
-        """Do all tasks; calls `report` for each record once it is on the disk, `started` when the model begins."""
+        """Do all tasks, and measure the comparison; `report` is called for each record once it is on the disk, and
+        `started` when the model begins."""
         rest, worker, opened = deque(tasks), self.worker, False
         while rest or worker.busy:
             room = max(0, worker.window - worker.in_hand)
@@ -59,15 +62,11 @@ class Alone:
                 opened = True
             for record in records:
                 report(record)
-
-    def compared(self, ready: Callable[[], None]) -> Any:
-        """Measure the comparison with stock generate; `ready` is called before the first line is printed."""
         if self.comparison is not None and self.comparison.kept:
-            ready()
-            kept = len(self.comparison.kept)
-            print(f"comparing with stock generate on {kept} of them (--no-compare skips this)", flush=True)
-            self.comparison.measure(self.worker.engine, getattr(self.worker.flow, "rows", 1))
-        return self.comparison
+            tqdm.write(
+                f"comparing with stock generate on {len(self.comparison.kept)} of them (--no-compare skips this)"
+            )
+            self.comparison.measure(worker.engine, worker.flow.rows)
 
     def stop(self) -> None:
         self.summaries.append(self.worker.summary())
@@ -126,19 +125,18 @@ class WorkerProcess:
     def end(self) -> str:
         """End the process, and return how it ended."""
         self.pipe.close()
-        self.process.join(1)  # a process that ended by itself may need a moment to exit
-        self.process.kill()
-        self.process.join()
-        code = self.process.exitcode
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return end_process(self.process, 1)  # a process that ended by itself may need a moment to exit
 
 
 class Crew:
-    """One process per device, each with its own model, decoder and journal; with the interface of `Alone`.
+    """One process per device, each with its own model, decoder and journal; with the interface of `Alone`, but never
+    compared with stock generate.
 
     A process that dies is restarted, unless it never finishes anything. The items that a killed one had are given out
     one at a time; an item during which a second process dies, with no other item, is recorded as a failure.
     """
+
+    comparison = None
 
     def __init__(self, job: Job, places: Sequence[str], slots: str) -> None:
         count = len(places)
@@ -173,9 +171,6 @@ class Crew:
                 self._finish(worker, message.get("records", ()), report)
             for worker in self.workers:
                 self._give(worker)
-
-    def compared(self, ready: Callable[[], None]) -> None:
-        """Several workers are not compared with stock generate."""
 
     def stop(self) -> None:
         give_up = time.monotonic() + GOODBYE
@@ -237,13 +232,13 @@ class Crew:
         how = worker.end()
         self._finish(worker, self._recorded(worker), report)
         for task in worker.tasks.values():
-            if worker.alone and not worker.trouble:
-                self._unfinished.remove(task.item.name)
-                report(self._blamed(worker.slot, task))
-            elif worker.trouble and not worker.alone:  # it reported an error of its own: no item is the cause
+            if worker.trouble:  # it reported an error of its own: no item is the cause
                 self._rest.append(task)
-            else:
+            elif not worker.alone:
                 self._suspects.append(task)
+            else:
+                self._unfinished.remove(task.item.name)
+                report(self._blame(worker.slot, task))
         self._why = worker.trouble or f"{worker.slot} on {worker.place} has ended ({how})"
         again = worker.worked or (not worker.trouble and worker.failed_starts + 1 < STARTS)
         if again:
@@ -258,13 +253,13 @@ class Crew:
             found = [ledger.failure(name) or ledger.get(name) or {} for name in worker.tasks]
         return [record for record in found if record and time_of(record) >= self._begun]
 
-    def _blamed(self, slot: str, task: Task) -> Record:
-        """Record, in a journal beside that of the dead worker, that workers die on an item."""
+    def _blame(self, slot: str, task: Task) -> Record:
+        """Record, in the journal of the dead worker, that workers die on an item."""
         error = KilledWorkerError(
             "a worker was killed while it worked on this item among others, and another one on this item alone; "
             "it may need more memory than there is. --retry-failed retries it"
         )
-        with contextlib.closing(Writer(self.job.folder, f"{slot}-lost")) as writer:
+        with contextlib.closing(Writer(self.job.folder, slot)) as writer:
             return writer.fail(task.item.name, error, about(task, "", self.job))
 
 

@@ -21,6 +21,7 @@ from typing import Any, Self
 from PIL import Image
 
 from mmspec import media
+from mmspec.app.extras import end_process
 from mmspec.app.media import video
 from mmspec.app.media.items import VIDEO, Item, bytes_source
 from mmspec.app.media.video import FramePolicy
@@ -151,17 +152,12 @@ class DecodeWorker:
             self.process.kill()
 
     def end(self, patience: float = 0) -> str:
-        """End the process, after up to `patience` seconds in which it may exit by itself; returns how it ended."""
+        """End the process; returns how it ended."""
         if self.process is None:
             return ""
         self.pipe.close()
-        self.process.join(patience)
-        self.process.kill()
-        self.process.join()
-        code, self.process = self.process.exitcode or 0, None
-        with contextlib.suppress(ValueError):
-            return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return f"signal {-code}"
+        process, self.process = self.process, None
+        return end_process(process, patience)
 
     def _start(self) -> None:
         if self.closed:

@@ -140,11 +140,6 @@ def test_the_same_records_give_the_same_bytes(pictures: Path, kind: str):
     assert once and once == [path.read_bytes() for path in make(kind, records(pictures), pictures / "again")]
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_nothing_is_made_of_nothing(tmp_path: Path, kind: str):
-    assert make(kind, [], tmp_path) == [] and not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("kind", ["metadata", "parquet", "webdataset"])
 def test_trouble_on_the_way_leaves_the_old_file(pictures: Path, kind: str):
     (path,) = make(kind, records(pictures), pictures)
