@@ -30,6 +30,7 @@ from published_drafters import (
 from safetensors.torch import load_file, save_file
 
 import mmspec
+from mmspec import zoo
 from mmspec.app import cli
 from mmspec.checkpoints import files, save
 from mmspec.checkpoints.layouts import LAYOUTS
@@ -305,6 +306,12 @@ def test_convert(tmp_path, capsys, layout):
     assert cli.main(words) == 1
     assert "--overwrite" in capsys.readouterr().err
     assert cli.main([*words, "--overwrite"]) == 0
+
+
+def test_convert_reads_an_embedded_drafter_by_its_name(tmp_path, capsys):
+    assert cli.main(["convert", "scenes-video-eagle", str(tmp_path / "b")]) == 0
+    assert "target: scenes-video" in capsys.readouterr().out
+    same(mmspec.load_drafter(zoo.path("scenes-video-eagle")), mmspec.load_drafter(tmp_path / "b"))
 
 
 def test_convert_says_what_is_wrong(tmp_path, capsys):

@@ -17,7 +17,7 @@ import pytest
 import tiny_vlms
 import torch
 import transformers as T
-from hostile_drafters import DRAFTERS, Oracle, Scripted
+from hostile_drafters import DRAFTERS, Oracle, Scripted, eagle
 from torch import Tensor
 
 import mmspec
@@ -457,3 +457,18 @@ def test_a_script_that_ends_while_a_model_is_enabled_says_nothing():
         text=True,
     )
     assert ended.returncode == 0 and "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
+
+
+@pytest.mark.parametrize("drafter", [eagle, lambda model: "recycle"], ids=["eagle", "recycle"])
+def test_a_resized_model_is_drafted_for_with_its_new_tokens(drafter: Any):
+    """An eagle reads the head, which has more rows now; the tables of recycle are made anew."""
+    model, inputs = fresh(), prompt()
+    with mmspec.enable(model, drafter(model)) as handle:
+        tiny_vlms.generate(model, inputs, max_new_tokens=4)
+        rows = model.get_input_embeddings().weight.shape[0]
+        model.resize_token_embeddings(rows + 16, mean_resizing=False)
+        with torch.no_grad():
+            model.lm_head.weight[rows + 3] = 20 * model.lm_head.weight[tiny_vlms.generate(model, inputs)[0, -1]]
+        found = tiny_vlms.generate(model, inputs, max_new_tokens=12)
+        assert handle.stats.tokens_per_target_call > 1
+    assert (found >= rows).any() and torch.equal(found, tiny_vlms.generate(model, inputs, max_new_tokens=12))
