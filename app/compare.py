@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import statistics
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -16,6 +19,7 @@ from mmspec.app.devices import first_line
 from mmspec.compile.capture import PiecewiseFunction
 
 WARM_UPS = 6  # maximum number of runs until a compiled path stops compiling
+PEAKS = 3  # runs whose peak memory is measured
 COMPILED = "compiled during a timed call: its time is overstated"
 OWN = "mmspec runs"  # mmspec's warnings that say how a call is run begin with this
 
@@ -155,11 +159,29 @@ def free() -> None:
 
 
 def peak_mb(device: torch.device, call: Callable[[], object]) -> float | None:
-    """Peak memory of a call in MiB above what was in use before it; None where there is no CUDA."""
-    if device.type != "cuda":
-        return None
+    """Peak memory of a call in MiB above what was in use before it, as the median of several; None if unknown."""
+    known = [peak for _ in range(PEAKS) if (peak := _peak_mb(device, call)) is not None]
+    return statistics.median(known) if known else None
+
+
+def _peak_mb(device: torch.device, call: Callable[[], object]) -> float | None:
     gc.collect()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system, so that this call's memory is counted
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        before = _resident("VmRSS")
+    except (OSError, AttributeError, TypeError):
+        call()
+        return None
     call()
-    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    return (_resident("VmHWM") - before) / 1024
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))  # KiB

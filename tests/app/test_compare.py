@@ -72,7 +72,7 @@ def test_compiling_is_waited_for_and_noted_where_it_falls_into_a_timed_run(monke
 def test_peak_memory_is_measured_on_a_device():
     comparison = Comparison(WAYS[:2], lambda way, request: torch.ones(request))
     comparison.warm_up(8, device=torch.device("cpu"))
-    assert comparison.peaks == {"stock": None, "eagle": None}  # of CUDA alone
+    assert set(comparison.peaks) == {"stock", "eagle"}
 
 
 def test_a_warning_of_ours_becomes_a_note_and_others_are_passed_on():
