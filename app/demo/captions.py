@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -41,38 +41,33 @@ LONGEST = 1024  # maximum side of the scaled picture, in pixels
 
 
 class CaptionRequest(BaseModel, frozen=True):
-    """A question and its settings, as received from the page; 0 as depth, width or size is the drafter's default."""
+    """A question and its settings, as received from the page; titles and descriptions are those of its controls."""
 
     kind: str  # PICTURE or VIDEO
     media: str | None
     prompt: str = Field(max_length=MAX_PROMPT)
     drafter: str = "ngram"
-    depth: int = Field(default=0, ge=0, le=16)
-    width: int = Field(default=0, ge=0, le=12)
-    size: int = Field(default=0, ge=0, le=96)
-    temperature: float = Field(default=0.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, ge=0.05, le=1)
-    seed: int = Field(default=0, ge=0, le=MAX_SEED)
-    reproducible: bool = True  # when sampling: exactly the tokens that stock generate draws with this seed
-    max_new_tokens: int = Field(default=128, ge=1, le=512)
-    frames: int = Field(default=8, ge=1, le=MAX_FRAMES)  # of a video
-    before: tuple[tuple[str, str], ...] = ()  # earlier turns of the conversation
+    depth: int = Field(default=0, ge=0, le=16, title="Depth", description="maximum draft length; 0: the drafter's own")
+    width: int = Field(default=0, ge=0, le=12, title="Width", description="branches of a draft; 0: the drafter's own")
+    size: int = Field(default=0, ge=0, le=96, title="Size", description="draft nodes per call; 0: the drafter's own")
+    temperature: float = Field(default=0.0, ge=0, le=2, title="Temperature", description="0 is greedy decoding")
+    top_p: float = Field(default=1.0, ge=0.05, le=1, title="Top-p", description="for temperatures above 0")
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, title="Seed")
+    reproducible: bool = Field(
+        default=True, title="Same draws", description="above temperature 0: the tokens that stock generate draws"
+    )
+    max_new_tokens: int = Field(default=128, ge=1, le=512, title="New tokens", description="maximum")
+    frames: int = Field(default=8, ge=1, le=MAX_FRAMES, title="Frames", description="of a video, evenly spaced")
 
     @property
     def noun(self) -> str:
         return NOUNS[self.kind]
 
     @property
-    def comparable(self) -> bool:
-        """Whether both answers must be the same, token by token."""
-        return self.temperature == 0 or self.reproducible
-
-    @property
     def options(self) -> dict[str, object]:
         """The options for `enable`."""
         shape = {name: value for name in ("depth", "width", "size") if (value := getattr(self, name))}
-        exact = self.temperature > 0 and self.reproducible
-        return {**shape, "reproducible": exact}
+        return {**shape, "reproducible": self.temperature > 0 and self.reproducible}
 
     @property
     def settings(self) -> dict[str, object]:
@@ -117,27 +112,14 @@ class Answer(RaceSide):
         return [token.id for token in self.tokens]
 
     @property
-    def text(self) -> str:
-        return "".join(token.text for token in self.tokens)
-
-    @property
-    def rounds(self) -> int:
-        """Forwards after the prefill."""
-        return len(self.calls[1:])
-
-    @property
-    def accepted_draft_tokens_per_call(self) -> float:
-        return self.accepted / self.rounds if self.rounds else 0.0
-
-    @property
     def tokens_per_target_call(self) -> float:
-        return 1.0 + self.accepted_draft_tokens_per_call if self.rounds else 0.0
+        """Tokens per forward after the prefill."""
+        return 1.0 + self.accepted / (self.forwards - 1) if self.forwards > 1 else 0.0
 
 
 @dataclass
-class Turn(RaceView[Answer]):
+class Turn(RaceView):
     question: CaptionRequest
-    prepared: float = 0.0  # seconds to convert media and prompt to model inputs, once for both
     frames: Sequence[Image.Image] = ()  # that the model sees
 
     @classmethod
@@ -156,19 +138,14 @@ class Turn(RaceView[Answer]):
         pairs = (zip_longest if self.ended else zip)(self.plain.ids, self.fast.ids)
         return next((place for place, (plain, fast) in enumerate(pairs) if plain != fast), None)
 
-    def speed_up(self, after: int = 0) -> float | None:
-        """Time of the plain answer divided by that of the accelerated one, for the same number of tokens.
-
-        after=1 leaves out the time to the first token.
-        """
-        n = self.compared
-        if n <= after:
-            return None
-        plain, fast = (a.at[n - 1] - (a.first if after else 0.0) for a in (self.plain, self.fast))
-        return plain / fast if fast > 0 else None
+    @property
+    def speed_up(self) -> float | None:
+        """Time of the plain answer divided by that of the accelerated one, for the same number of tokens."""
+        last = self.compared - 1
+        return self.plain.at[last] / self.fast.at[last] if last >= 0 else None
 
 
-class CaptionRace(Race[Turn]):
+class CaptionRace(Race):
     """Stock generate and mmspec on one loaded model.
 
     Args:
@@ -188,37 +165,26 @@ class CaptionRace(Race[Turn]):
         mmspec.disable(self.model)
 
     def measure(self, view: Turn, limits: Limits) -> None:
-        question, began = view.question, time.perf_counter()
+        question = view.question
         if not question.media:
             raise RefusedError(f"There is no {question.noun}. Upload one or choose an example.")
         if not question.prompt.strip():
             raise RefusedError(f"The prompt is empty. Write what to ask about the {question.noun}.")
         view.frames = read_media(question, self.decoder)
         inputs = self.inputs(question, view.frames)
-        view.prepared = time.perf_counter() - began
         short = question.model_copy(update={"max_new_tokens": WARM_UP})
         for cold in (Answer(accelerated=True), Answer()):  # one-time costs of this shape are not timed
             self._answer(cold, short, inputs, limits)
         for answer in (view.plain, view.fast):
             self._answer(answer, question, inputs, limits)
 
-    def rest(self) -> None:
-        mmspec.disable(self.model)
-
-    def warm_up(self, image: str, prompt: str) -> None:
-        """A short run, so that one-time costs do not fall on the first visitor."""
-        for _ in self.run(
-            Turn.of(CaptionRequest(kind="image", media=image, prompt=prompt, drafter=self.name, max_new_tokens=8))
-        ):
-            pass
-
     def inputs(self, question: CaptionRequest, frames: Sequence[Image.Image]) -> BatchFeature:
-        inputs = chat_inputs(self.processor, [question.prompt.strip()], [frames], clips=True, before=question.before)
+        inputs = chat_inputs(self.processor, [question.prompt.strip()], [frames], clips=True)
         length, most = inputs["input_ids"].shape[1], question.max_new_tokens
         room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if room is not None and length + most > room:
             raise RefusedError(
-                f"The {question.noun} and the prompts take {length} tokens and the answer up to {most}; this model has "
+                f"The {question.noun} and the prompt take {length} tokens and the answer up to {most}; this model has "
                 f"room for {room} in total. Shorten the prompt or the answer, or use fewer frames."
             )
         return inputs.to(self.model.device, self.model.dtype)
@@ -227,28 +193,25 @@ class CaptionRace(Race[Turn]):
         if limits.over:
             answer.state = TIMED_OUT
             return
-        mmspec.disable(self.model)
-        if answer.accelerated:
-            options = {**self._options(question), **question.options}
-            try:
-                mmspec.enable(self.model, drafter=self.drafters[question.drafter], **options)
-            except ValueError as error:  # a shape that this drafter does not support
-                raise RefusedError(f"{error}.") from error
-        torch.manual_seed(question.seed)
-        answer.state = RUNNING
-        steps = stream(self.model, inputs, limits.stop, max_time=limits.left, **question.settings)
-        with contextlib.closing(steps):
-            for step in steps:
-                answer.take(step)
+        with self._drafting(question) if answer.accelerated else contextlib.nullcontext():
+            torch.manual_seed(question.seed)
+            answer.state = RUNNING
+            steps = stream(self.model, inputs, limits.stop, max_time=limits.left, **question.settings)
+            with contextlib.closing(steps):
+                for step in steps:
+                    answer.take(step)
         split(answer.tokens, lambda ids: self.processor.decode(ids, skip_special_tokens=True))
         answer.state = TIMED_OUT if limits.over else DONE
         answer.cut = cut_off(answer.ids, self.model.generation_config.eos_token_id, question.max_new_tokens)
 
-    def _options(self, question: CaptionRequest) -> dict[str, object]:
-        """The options of --enable that the page has no control for and that the chosen drafter takes."""
-        own = option_names(getattr(self.drafters[question.drafter], "options", None))
-        taken = {*option_names(SpecConfig()), *(own if question.drafter == self.name else ())}
-        return {k: v for k, v in self.enabled.items() if k in taken and k not in CaptionRequest.model_fields}
+    def _drafting(self, question: CaptionRequest) -> Any:
+        """Enable the chosen drafter, with the options of --enable that it takes; those of the page override them."""
+        shared, initial = option_names(SpecConfig()), question.drafter == self.name
+        options = {name: value for name, value in self.enabled.items() if initial or name in shared}
+        try:
+            return mmspec.enable(self.model, drafter=self.drafters[question.drafter], **{**options, **question.options})
+        except ValueError as error:  # a shape that this drafter does not support
+            raise RefusedError(f"{error}.") from error
 
 
 def media_decoder() -> Decoder:
@@ -257,19 +220,11 @@ def media_decoder() -> Decoder:
 
 
 def read_media(question: CaptionRequest, decoder: Decoder) -> list[Image.Image]:
-    """The picture, or some frames of the video; decoded in another process.
-
-    Raises RefusedError: it cannot be used; the message says why, and what to do.
-    """
-    assert question.media is not None
+    """The picture, or some frames of the video, decoded in another process; RefusedError if it cannot be used."""
     try:
-        media = decoder.one(Item("upload", question.kind, file_source(Path(question.media))))
-    except MediaError as error:
-        ways = [way for way in error.what_to_do.split(", or ") if "--" not in way and "install" not in way]
-        advice = ", or ".join(ways) or "choose another"  # what a visitor can follow without the command line
-        if question.kind == PICTURE and "is a video" in error.reason:
-            advice = "choose Video above and upload it there"
-        raise RefusedError(f"This {question.noun} {error.reason}; {advice}.") from error
+        media = decoder.one(Item("upload", question.kind, file_source(Path(str(question.media)))))
+    except MediaError as error:  # its advice is for the command line
+        raise RefusedError(f"This {question.noun} {error.reason}. Choose another.") from error
     return centres(media.frames, question.frames)
 
 

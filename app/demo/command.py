@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import mmspec
 from mmspec import zoo
 from mmspec.app import embedded, enabling
-from mmspec.app.media import items
 from mmspec.app.options import above_zero, check_port, is_local, port, where
 
 if TYPE_CHECKING:
@@ -29,23 +28,27 @@ ABOUT = (
 )
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 STYLE = Path(__file__).with_name("demo.css")
-OWN_PROMPTS = (*zoo.PROMPTS.values(), "How many objects are there?")  # for the embedded models
-PROMPTS = ("Describe this image in two or three sentences.", "What is in this image?")  # for other models
+HARD = " (hard to draft)"
+# Prompts with the words on their buttons, for the embedded models and for others.
+OWN_PROMPTS = {text: text + HARD * (name == "long") for name, text in zoo.PROMPTS.items()}
+OWN_PROMPTS["How many objects are there?"] = "How many objects are there?"
+PROMPTS = {text: text for text in ("Describe this image in two or three sentences.", "What is in this image?")}
 WISHES = (  # for the embedded image model; it draws the first one correctly
     "a large green ring on a white background",
     "a small red striped circle left of a large blue square on a grey background",
     "a large yellow star above a small purple triangle on a grainy background",
     "a small cyan dotted diamond right of a large orange cross on a black background",
 )
+NAME_EXAMPLES = (  # gives the buttons of example pictures and videos, which have no text, names for screen readers
+    "() => { const name = () => document.querySelectorAll('.gallery-item:not([aria-label]) :is(img, video)').forEach("
+    "one => one.closest('button').setAttribute('aria-label', 'Example ' + one.src.split('/').pop())); name(); "
+    "new MutationObserver(name).observe(document.body, {childList: true, subtree: true}) }"
+)
 MAX_UPLOAD = "40mb"
 MAX_QUEUE = 16
-EXAMPLES = 8
 NONE = "none"
 KEEP = 3600  # seconds after which an upload is deleted
-FONTS: dict[str, Any] = {  # no downloaded fonts
-    "font": ["ui-sans-serif", "system-ui", "sans-serif"],
-    "font_mono": ["ui-monospace", "Consolas", "monospace"],
-}
+FONTS = ["ui-sans-serif", "system-ui", "sans-serif"], ["ui-monospace", "Consolas", "monospace"]  # not downloaded
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -85,35 +88,21 @@ def run(args: argparse.Namespace) -> int:
                 page.block_thread()
             finally:
                 race.close()
-    except (race.RefusedError, EngineError, enabling.EnableError, OSError) as error:
+    except (EngineError, enabling.EnableError, OSError) as error:
         print(f"mmspec demo: {error}", file=sys.stderr)  # OSError: the port is taken, or a password is missing
         return 1
     return 0
 
 
 def credentials(host: str, auth: str | None) -> tuple[str, str] | None:
-    """User and password; None if only this machine can reach the demo.
-
-    Raises OSError: another host without a password, or a password that cannot be read.
-    """
-    if auth is None:
-        if is_local(host):
-            return None
-        raise OSError(
-            f"--host {host} lets others on the network in, so a password is needed: add --auth USER:PASSWORD, or set "
-            f"MMSPEC_DEMO_AUTH, or leave --host out for this machine only"
-        )
-    user, _, password = auth.partition(":")
+    """User and password; None if only this machine can reach the demo. OSError if they are missing or not readable."""
+    if auth is None and is_local(host):
+        return None
+    user, _, password = (auth or "").partition(":")
     if not (user and password):
-        raise OSError("--auth takes USER:PASSWORD, both not empty, separated by a colon")
+        why = "takes both, not empty" if auth is not None else f"is needed, since --host {host} lets others in"
+        raise OSError(f"--auth USER:PASSWORD, or MMSPEC_DEMO_AUTH, {why}")
     return user, password
-
-
-def find_examples(folder: Path) -> list[Path]:
-    """Some pictures and some videos of a folder."""
-    paths = sorted(folder.iterdir())
-    pictures, videos = ([p for p in paths if items.kind_of(p.name) == kind] for kind in (items.IMAGE, items.VIDEO))
-    return [*pictures[:EXAMPLES], *videos[:EXAMPLES]]
 
 
 def load(args: argparse.Namespace, decoder: Decoder) -> Blocks:
@@ -138,14 +127,10 @@ def load_captions(args: argparse.Namespace, decoder: Decoder) -> Tabs:
     if engine.drafter is None:
         raise EngineError(f"{args.model} cannot be accelerated: {'; '.join(engine.notes) or 'no drafter was given'}")
     race = CaptionRace(engine, decoder, args.time_limit, fitting(engine, args.model, args.drafters))
-    pictures = find_examples(args.examples) if args.examples.is_dir() else []
-    own: dict[str, Any] = {"prompts": PROMPTS}
-    if embedded.speaks(args.model):
-        note = embedded.NOTE.format(args.model).removeprefix("note: ")
-        own = {"prompts": OWN_PROMPTS, "note": note, "hard": zoo.PROMPTS["long"], "draw": scenes.drawn}
-    if pictures:
-        race.warm_up(str(pictures[0]), own["prompts"][0])
-    return {"Caption": partial(caption_tab.build, race, pictures, **own)}
+    if not embedded.speaks(args.model):
+        return {"Caption": partial(caption_tab.build, race, args.examples, PROMPTS)}
+    note = embedded.NOTE.format(args.model).removeprefix("note: ")
+    return {"Caption": partial(caption_tab.build, race, args.examples, OWN_PROMPTS, note=note, draw=scenes.drawn)}
 
 
 def fitting(engine: Engine, model: str, named: Sequence[str] = ()) -> dict[str, object]:
@@ -190,14 +175,11 @@ def load_images(args: argparse.Namespace) -> Tabs:
         if args.image_drafter:
             drafter = embedded.fitting(args.image_drafter, args.image_model)
         race = ImageRace(painter.load(args.image_model, args.device, args.dtype), drafter, args.time_limit)
-        race.warm_up("0" if race.subject.classes else "a picture")
         tabs["Image"] = partial(image_tab.build, race, WISHES if own else (), own)
     with_mar = own and (zoo.weights() / mar.MAR_MODEL).is_dir()
     if with_mar or mar.draws(args.image_model):
         model = mar.load(mar.NAME if with_mar else args.image_model, args.device, args.dtype)
-        race = MarRace(model, args.time_limit)
-        race.warm_up("0")
-        tabs["Image, continuous" if tabs else "Image"] = partial(image_tab.build, race)
+        tabs["Image, continuous" if tabs else "Image"] = partial(image_tab.build, MarRace(model, args.time_limit))
     return tabs
 
 
@@ -210,6 +192,7 @@ def build(tabs: Tabs) -> Blocks:
         for title, fill in tabs.items():
             with gr.Tab(title):
                 fill()
+        page.load(None, js=NAME_EXAMPLES, queue=False, api_visibility="private")
     return page
 
 
@@ -219,7 +202,7 @@ def launch(
     """Launch with tight limits: no share link, no files except the examples, small uploads, a short queue."""
     import gradio as gr
 
-    theme = gr.themes.Base(primary_hue="emerald", neutral_hue="slate", **FONTS)
+    theme = gr.themes.Base(primary_hue="emerald", neutral_hue="slate", font=FONTS[0], font_mono=FONTS[1])
     page.queue(max_size=MAX_QUEUE, default_concurrency_limit=1, api_open=False)
     return page.launch(
         server_name=host, server_port=port, auth=auth, share=False, allowed_paths=[], max_file_size=MAX_UPLOAD,

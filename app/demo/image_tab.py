@@ -12,16 +12,11 @@ from gradio.components import Component
 
 from mmspec.app.demo import race_tab
 from mmspec.app.demo.captions import MAX_PROMPT
-from mmspec.app.demo.images import COUPLED, CSPD, EXACT, OF_MAR, RULES, SEED_EXACT, Drawing, ImageRace, Pair, TokenGrid
-from mmspec.app.demo.images import seed_exact as is_seed_exact
-from mmspec.app.demo.race_tab import QUICK, duration, headline, hint, moment, slider
+from mmspec.app.demo.images import CSPD, EXACT, OF_MAR, RELAXED, RULES, Drawing, ImageRace, MarRace, Pair, TokenGrid
+from mmspec.app.demo.race_tab import QUICK, control, headline, hint, moment
 from mmspec.app.files import inline
 from mmspec.app.painter import unknown_words
 
-FIELDS = {  # of a Drawing on the page, in order; by whether classes are drawn
-    False: ("prompt", "method", "window", "rule", "boldness", "seed", "guidance", "temperature"),
-    True: ("prompt", "method", "window", "prefill", "seed", "guidance"),
-}
 LEGEND = '<span><i class="mm-dot"></i> first token of a forward, which gives all tokens up to the next dot</span>'
 START = (
     "Choose a {} and press <b>Draw</b>. The picture is drawn twice from the same seed, token by token and then with "
@@ -30,20 +25,26 @@ START = (
 KEPT = "kept", "✓ same distribution, lossless: another picture, with its own noise"
 
 
-def run(race: ImageRace, own: bool, *values: Any) -> Iterator[tuple[Any, ...]]:
-    """Draw; the values are the page's, see `FIELDS`.
+def run(race: ImageRace, own: bool, *values: Any) -> Iterator[race_tab.Shown]:
+    """Draw; the values are the page's, see `fields`.
 
     Args:
         own: whether the model is the embedded one, which knows few words.
     """
-    request = dict(zip(FIELDS[race.classes], values, strict=True))
 
-    def look(pair: Pair) -> tuple[str, str, str]:
+    def look(pair: Pair) -> race_tab.Shown:
         words = unknown_words([pair.drawing.prompt]) if own else []
         unknown = f"This model does not know: {escape(', '.join(words))}." if words else ""
-        return show_headline(pair, unknown), show_pictures(pair), show_figures(pair)
+        return show_headline(pair, unknown), show_pictures(pair)
 
+    request = dict(zip(fields(race), values, strict=True))
     yield from race_tab.run(race, lambda: race.pair(Drawing(**request)), look, empty(race))
+
+
+def fields(race: ImageRace) -> list[str]:
+    """The fields of a Drawing on the page, in order."""
+    rule = ["prefill"] if isinstance(race, MarRace) else ["rule", "boldness"]
+    return ["prompt", "method", "window", *rule, "seed", *race.sampling]
 
 
 def empty(race: ImageRace) -> str:
@@ -53,27 +54,36 @@ def empty(race: ImageRace) -> str:
 
 def build(race: ImageRace, prompts: Sequence[str] = (), own: bool = False) -> None:
     """Build a tab in the current page and connect its events."""
-    name = "class" if race.classes else "image"
-    start = hint(START.format("class" if race.classes else "prompt"))
+    mar = isinstance(race, MarRace)
+    name = "class" if mar else "image"
     note = hint(f"Both pictures are {escape(race.note)}.") if race.note else ""
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
-            prompt = _prompt(race, prompts)
+            prompt: Any = _class(race) if mar else _prompt(race, prompts)
             draw, stop = race_tab.buttons(name, "Draw")
-            inputs = [prompt, *(_drafts if race.classes else _method)(race), *_sampling(race)]
+            label = "Rule and drafts" if mar else "Method"
+            method = gr.Dropdown(race.methods, value=race.usual, label=label, elem_id=f"mm-{name}-method")
+            window = control(Drawing, "window", 4 if mar else None)
+            rule = [control(Drawing, "prefill")] if mar else _rule()
+            with gr.Accordion("Sampling", open=False):
+                sampling = [control(Drawing, field, value) for field, value in race.sampling.items()]
+                inputs = [prompt, method, window, *rule, control(Drawing, "seed"), *sampling]
             if prompts:
                 ready = [[text] for text in prompts]
                 gr.Examples(ready, [prompt], label="Prompts", elem_id="mm-wishes", api_visibility="private")
         with gr.Column(scale=5, min_width=320):
-            panes = race_tab.panes(name, start + note, empty(race), "" if race.classes else LEGEND)
-    triggers = [draw.click] if race.classes else [draw.click, prompt.submit]
+            start = hint(START.format("class" if mar else "prompt"))
+            panes = race_tab.panes(name, start + note, empty(race), "" if mar else LEGEND)
+    triggers = [draw.click] if mar else [draw.click, prompt.submit]
     race_tab.connect(triggers, partial(run, race, own), inputs, panes, stop)
 
 
-def _prompt(race: ImageRace, prompts: Sequence[str]) -> Any:
-    if race.classes:
-        names = race.subject.names
-        return gr.Dropdown(names, value=names[0], label="Class", elem_id="mm-class")
+def _class(race: ImageRace) -> Component:
+    names = race.subject.names
+    return gr.Dropdown(names, value=names[0], label="Class", elem_id="mm-class")
+
+
+def _prompt(race: ImageRace, prompts: Sequence[str]) -> Component:
     classes = race.subject.classes
     return gr.Textbox(
         prompts[0] if prompts else "", label=f"Class, 0 to {classes - 1}" if classes else "Prompt", lines=2,
@@ -81,49 +91,16 @@ def _prompt(race: ImageRace, prompts: Sequence[str]) -> Any:
     )  # fmt: skip
 
 
-def _drafts(race: ImageRace) -> list[Component]:
-    """The settings of a MAR's drafts: method, window, prefill."""
-    return [
-        gr.Dropdown(race.methods, value=race.usual, label="Rule and drafts", elem_id="mm-mode"),
-        slider(Drawing, "window", "Ahead", 4, info="tokens drafted in a round"),
-        slider(Drawing, "prefill", "Prefill", step=0.05, info="share of tokens drawn before drafting begins"),
-    ]
-
-
-def _method(race: ImageRace) -> list[Component]:
-    """The settings of drafts and of a relaxed rule: method, window, rule, boldness."""
-    method = gr.Dropdown(race.methods, value=SEED_EXACT, label="Method", elem_id="mm-method")
-    window = slider(Drawing, "window", "Window", info="tokens verified in one forward")
+def _rule() -> list[Component]:
+    """The settings of a relaxed rule: rule, boldness."""
     rule = gr.Dropdown(
         [("exact: the distribution is kept", EXACT), *((f"{name}, lossy", name) for name in RULES)], value=EXACT,
         label="Rule", info="a relaxed rule accepts more drafts and changes the distribution; its cost is shown",
         elem_id="mm-rule",
     )  # fmt: skip
-    boldness = slider(Drawing, "boldness", "Boldness", info="of the rule, from mild to bold", visible=False)
-
-    def by_method(name: str) -> tuple[object, ...]:
-        return gr.update(interactive=name.startswith("jacobi")), EXACT if is_seed_exact(name) else gr.skip()
-
-    def by_rule(name: str, method: str) -> tuple[object, ...]:
-        """A seed-exact method does not allow a relaxed rule, so another method replaces it."""
-        relaxed = name != EXACT
-        return COUPLED if relaxed and is_seed_exact(method) else method, gr.update(visible=relaxed)
-
-    method.input(by_method, method, [window, rule], **QUICK)
-    rule.change(by_rule, [rule, method], [method, boldness], **QUICK)
-    return [method, window, rule, boldness]
-
-
-def _sampling(race: ImageRace) -> list[Component]:
-    with gr.Accordion("Sampling", open=False):
-        fields: list[Component] = [
-            gr.Number(0, label="Seed", precision=0, minimum=0, info="of both pictures"),
-            slider(Drawing, "guidance", "Guidance", race.guidance, 0.5, info="how closely to follow the prompt"),
-        ]
-        if not race.classes:
-            greedy = "0 is greedy decoding"
-            fields.append(slider(Drawing, "temperature", "Temperature", race.temperature, 0.05, info=greedy))
-    return fields
+    boldness = control(Drawing, "boldness", visible=False)
+    rule.change(lambda name: gr.update(visible=name != EXACT), rule, boldness, **QUICK)
+    return [rule, boldness]
 
 
 # --- HTML
@@ -132,7 +109,7 @@ def _sampling(race: ImageRace) -> list[Component]:
 def show_pictures(pair: Pair) -> str:
     fast, mar = race_tab.speed_factor(pair), pair.drawing.method in OF_MAR  # a MAR's tokens come in any order
     boards = [_board(pair.plain, fast, False), _board(pair.fast, fast, not mar)]
-    drafts = f"{pair.drawing.method}: one forward verifies many tokens"
+    drafts = f"{pair.drawing.used}: one forward verifies many tokens"
     return race_tab.stage(pair, ("one forward of the model for each token", drafts), boards)
 
 
@@ -144,27 +121,19 @@ def _board(picture: TokenGrid, fast: float, marked: bool) -> str:
         for place, at in enumerate(picture.at)
     )
     image = "" if picture.image is None else f'<img src="{inline(picture.image)}" alt="the picture">'
-    label = f"{picture.count} of {len(picture.at)} tokens drawn, in {forwards(picture)} forwards"
+    label = f"{picture.count} of {len(picture.at)} tokens drawn, in {picture.forwards} forwards"
     return (
-        f'<div class="mm-canvas">{image}<div class="mm-cells" style="--n:{picture.grid}" role="img" '
+        f'<div class="mm-canvas">{image}<div class="mm-cells" style="--n:{round(len(picture.at) ** 0.5)}" role="img" '
         f'aria-label="{label}">{cells}</div></div>'
     )
-
-
-def forwards(picture: TokenGrid) -> int:
-    """The number of forwards; a MAR's forwards without new tokens are counted only at the end."""
-    return getattr(picture.result, "work", {}).get("passes", len(picture.calls))
-
-
-def per_forward(picture: TokenGrid) -> float:
-    return picture.count / max(1, forwards(picture))
 
 
 def show_headline(pair: Pair, *notes: str) -> str:
     """The speed-up, tokens per forward, how the picture relates to the plain one, and the cost of a rule."""
     if pair.ended:
         notes = (_cost(pair), *notes)
-    return headline(pair, pair.speed_up, per_forward(pair.fast), acceptance(pair), *notes)
+    per_forward = pair.fast.count / max(1, pair.fast.forwards)
+    return headline(pair, pair.speed_up, per_forward, acceptance(pair), *notes)
 
 
 def acceptance(pair: Pair) -> tuple[str, str]:
@@ -181,7 +150,7 @@ def acceptance(pair: Pair) -> tuple[str, str]:
         return KEPT
     if pair.same == total:
         return "same", f"✓ the same picture: {total} of {total} tokens"
-    if drawing.same:
+    if drawing.used in RELAXED or drawing.temperature == 0:
         return "different", f"another picture: {pair.same} of {total} tokens agree, where all should"
     return KEPT
 
@@ -192,8 +161,8 @@ def _cost(pair: Pair) -> str:
     if drawing.method == CSPD:
         kept = f"{result.stats['tested'] - result.stats['refused']:.0f} of {result.stats['tested']:.0f} drafted tokens"
         return (
-            f"{kept} stayed as the smaller MAR drew them, by a rule that does not bound the distortion. For some "
-            "settings the Drafters tab has the measured Fréchet distances."
+            f"{kept} stayed as the smaller MAR drew them, by a rule that does not bound the "
+            "distortion. For some settings the Drafters tab has the measured Fréchet distances."
         )
     if drawing.method in OF_MAR:
         plain, fast = pair.plain.result.work, result.work
@@ -210,24 +179,3 @@ def _cost(pair: Pair) -> str:
 
 def _evaluations(work: Mapping[str, int]) -> int:
     return work["evaluations"] + work.get("draft_evaluations", 0)
-
-
-def show_figures(pair: Pair) -> str:
-    both = pair.plain, pair.fast
-    rows = [
-        ("time", *(duration(p.seconds) for p in both)),
-        ("to the first token", *(duration(p.first) for p in both)),
-        ("tokens", *(str(p.count) for p in both)),
-        ("forwards, including the prefill", *(str(forwards(p)) for p in both)),
-        ("tokens per forward", *(f"{per_forward(p):.2f}" for p in both)),
-    ]
-    if pair.ended and pair.drawing.method not in OF_MAR:
-        rows.append(("tokens accepted from drafts", "–", str(pair.fast.result.stats.accepted)))
-    elif pair.ended:
-        work, stats = [p.result.work for p in both], pair.fast.result.stats
-        rows += [
-            ("forwards of the smaller MAR", "–", f"{work[1].get('draft_passes', 0):,}"),
-            ("evaluations of the head, tokens times steps", *(f"{_evaluations(w):,}" for w in work)),
-            ("drafts kept", "–", f"{stats['tested'] - stats['refused']:.0f} of {stats['tested']:.0f}"),
-        ]
-    return race_tab.table(rows)

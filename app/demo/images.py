@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from torch import Tensor
 
 from mmspec.app.compare import PLAIN, Method
-from mmspec.app.demo.captions import MAX_PROMPT, MAX_SEED
+from mmspec.app.demo.captions import MAX_PROMPT, MAX_SEED, WARM_UP
 from mmspec.app.demo.race import DONE, RUNNING, TIME_LIMIT, TIMED_OUT, Limits, Race, RaceSide, RaceView, RefusedError
 from mmspec.app.mar import MarSubject
 from mmspec.app.painter import ImageSubject, sweeps
@@ -31,31 +31,27 @@ METHODS: dict[str, dict[str, object]] = {  # options of the Jacobi drafter; the 
     "jacobi, proactive tree (SJD-PAC)": {"coupling": "maximal", "proactive": (3, 3)},
 }
 TRAINED: dict[str, dict[str, object]] = {"trained drafter": {}, "trained drafter, seed-exact": {"reproducible": True}}
+RELAXED = {SEED_EXACT: COUPLED, "trained drafter, seed-exact": "trained drafter"}  # seed-exact → that of relaxed rules
 OF_MAR = OWN_DRAFTS, SMALL_DRAFTS, CSPD = "exact, own drafts", "exact, drafts of a smaller MAR", "CSpD, approximate"
 
 
-def seed_exact(method: str) -> bool:
-    """Whether a method draws exactly the tokens that plain decoding draws with the same seed."""
-    return bool({**METHODS, **TRAINED}.get(method, {}).get("reproducible"))
-
-
 class Drawing(BaseModel, frozen=True):
-    """A picture to draw and its settings, as received from the page."""
+    """A picture to draw and its settings, as received from the page; titles and descriptions are of its controls."""
 
     prompt: str = Field(max_length=MAX_PROMPT)  # or a class
     method: str = SEED_EXACT
-    window: int = Field(default=16, ge=1, le=64)  # tokens verified in one forward
+    window: int = Field(default=16, ge=1, le=64, title="Window", description="tokens verified in one forward")
     rule: str = EXACT
-    boldness: int = Field(default=2, ge=1, le=5)  # of the rule
-    prefill: float = Field(default=0.0, ge=0, le=1)  # share of tokens that a MAR draws before it drafts
-    seed: int = Field(default=0, ge=0, le=MAX_SEED)
-    guidance: float = Field(default=3.0, ge=1, le=20)
-    temperature: float = Field(default=1.0, ge=0, le=2)
+    boldness: int = Field(default=2, ge=1, le=5, title="Boldness", description="of the rule, from mild to bold")
+    prefill: float = Field(default=0.0, ge=0, le=1, title="Prefill", description="share of tokens drawn without drafts")
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, title="Seed", description="of both pictures")
+    guidance: float = Field(default=3.0, ge=1, le=20, title="Guidance", description="how closely to follow the prompt")
+    temperature: float = Field(default=1.0, ge=0, le=2, title="Temperature", description="0 is greedy decoding")
 
     @property
-    def same(self) -> bool:
-        """Whether the accelerated picture must be the plain one."""
-        return seed_exact(self.method) or self.temperature == 0
+    def used(self) -> str:
+        """The method; one that draws the tokens of plain decoding allows no relaxed rule, and another replaces it."""
+        return self.method if self.rule == EXACT else RELAXED.get(self.method, self.method)
 
 
 @dataclass
@@ -72,12 +68,13 @@ class TokenGrid(RaceSide):
     result: Any = None
 
     @property
-    def grid(self) -> int:
-        return round(len(self.at) ** 0.5)
+    def forwards(self) -> int:
+        """The number of forwards; a MAR's forwards without new tokens are counted only at the end."""
+        return getattr(self.result, "work", {}).get("passes", len(self.calls))
 
-    def take(self, known: list[bool], seconds: float) -> None:
-        """Record a forward, given which tokens are known after it."""
-        new = [place for place, there in enumerate(known) if there and not self.at[place]]
+    def take(self, drawn: list[bool], seconds: float) -> None:
+        """Record a forward, given which tokens are drawn after it."""
+        new = [place for place, there in enumerate(drawn) if there and not self.at[place]]
         for place in new:
             self.at[place] = seconds
         self.begins += new[:1]
@@ -86,7 +83,7 @@ class TokenGrid(RaceSide):
 
 
 @dataclass
-class Pair(RaceView[TokenGrid]):
+class Pair(RaceView):
     drawing: Drawing
     rule: str = EXACT  # in the format of `enable`
 
@@ -104,10 +101,9 @@ class Ended(Exception):
     """Raised in a pipeline's callback to end its call."""
 
 
-class ImageRace(Race[Pair]):
+class ImageRace(Race):
     """Plain decoding and speculation with one loaded LlamaGenPipeline."""
 
-    classes = False  # whether the page offers classes instead of prompts
     usual = SEED_EXACT
     note = ""  # how the settings of both sides differ from the model's own
 
@@ -117,7 +113,7 @@ class ImageRace(Race[Pair]):
         config = subject.pipe.transformer.config
         self.grid, self.codes = config.grid, config.vocab
         given = {**(CLASS if subject.classes else TEXT), **subject.pipe.config.defaults}
-        self.guidance, self.temperature = given["guidance_scale"], given["temperature"]
+        self.sampling = {"guidance": given["guidance_scale"], "temperature": given["temperature"]}  # usual values
         self.methods = [*METHODS, *(TRAINED if drafter is not None else ())]
 
     def pair(self, drawing: Drawing) -> Pair:
@@ -129,87 +125,84 @@ class ImageRace(Race[Pair]):
         drawing = view.drawing
         if not drawing.prompt.strip():
             raise RefusedError("The prompt is empty. Write what to draw.")
-        condition, view.rule = self.subject.label(drawing.prompt.strip()), self.rule(drawing)
-        for picture, fast in ((view.plain, False), (view.fast, True)):
-            self._draw(picture, self.call(drawing, condition, fast), limits)
+        label, view.rule = self.subject.label(drawing.prompt.strip()), self.rule(drawing)
+        for pair, forwards in ((self.pair(drawing), WARM_UP), (view, math.inf)):  # one-time costs are not timed
+            for picture, method in ((pair.plain, PLAIN), (pair.fast, self.method(drawing))):
+                call = partial(self.draw_by(method), [label], [drawing.seed], **self.arguments(drawing))
+                self._draw(picture, call, forwards, limits)
 
-    def _draw(self, picture: TokenGrid, call: Callable[..., Any], limits: Limits) -> None:
+    def _draw(self, picture: TokenGrid, call: Callable[..., Any], forwards: float, limits: Limits) -> None:
+        """Draw a picture, or its tokens of the first forwards."""
         began = time.perf_counter()
 
         def seen(_: object, __: int, ___: int, state: dict[str, Tensor]) -> None:
-            if limits.over:
+            if limits.over or len(picture.calls) >= forwards:
                 raise Ended
-            picture.take(self.known(state["tokens"][0]), time.perf_counter() - began)
+            picture.take(self.drawn(state["tokens"][0]), time.perf_counter() - began)
 
         picture.state = RUNNING
         try:
-            picture.result = call(callback_on_step_end=seen)
+            result = call(callback_on_step_end=seen)
         except Ended:
             picture.state = TIMED_OUT
         else:
-            result = picture.result
-            picture.image, picture.seconds, picture.state = result.images[0], result.seconds, DONE
+            picture.result, picture.image, picture.seconds = result, result.images[0], result.seconds
+            picture.state = DONE
 
     def rule(self, drawing: Drawing) -> str:
-        """The rule in the format of `enable`. Raises RefusedError: the method does not allow it."""
+        """The rule in the format of `enable`."""
         if drawing.rule == EXACT:
             return EXACT
-        if seed_exact(drawing.method):
-            raise RefusedError(
-                f"{drawing.method} draws the very picture of plain decoding, which a relaxed rule would change. Choose "
-                "another method, or set the rule back to exact."
-            )
         points = sweeps(self.codes)[drawing.rule]
         return points[min(drawing.boldness, len(points)) - 1][1]
 
-    def call(self, drawing: Drawing, condition: Any, fast: bool) -> Callable[..., Any]:
-        """The call of the pipeline as a function, which takes the callback for each forward."""
-        way = PLAIN
-        if fast:
-            trained = drawing.method in TRAINED
-            options = {**METHODS, **TRAINED}[drawing.method] | ({} if trained else {"window": drawing.window})
-            relaxed = {} if drawing.rule == EXACT else {"rule": self.rule(drawing)}
-            way = Method(drawing.method, self.drafter if trained else "jacobi", options | relaxed)
-        self.subject.go(way)
-        settings = {"guidance_scale": drawing.guidance, "temperature": drawing.temperature}
-        return partial(self.subject.paint, [condition], [drawing.seed], **settings)
+    def method(self, drawing: Drawing) -> Method:
+        """How the accelerated picture is drawn."""
+        rule = {} if drawing.rule == EXACT else {"rule": self.rule(drawing)}
+        if drawing.used in TRAINED:
+            return Method(drawing.used, self.drafter, TRAINED[drawing.used] | rule)
+        return Method(drawing.used, "jacobi", METHODS[drawing.used] | {"window": drawing.window} | rule)
 
-    def known(self, tokens: Tensor) -> list[bool]:
-        """Which positions have tokens, given the tokens of one picture so far, which come row by row."""
+    def draw_by(self, method: Method) -> Callable[..., Any]:
+        """Enable a method; returns the function that draws by it."""
+        self.subject.go(method)
+        return self.subject.paint
+
+    def arguments(self, drawing: Drawing) -> dict[str, float]:
+        """The pipeline's arguments for sampling."""
+        return {"guidance_scale": drawing.guidance, "temperature": drawing.temperature}
+
+    def drawn(self, tokens: Tensor) -> list[bool]:
+        """Which positions are drawn, given the tokens of one picture so far, which come row by row."""
         return [True] * len(tokens)
-
-    def rest(self) -> None:
-        self.subject.go(PLAIN)
-
-    def warm_up(self, prompt: str) -> None:
-        """A run, so that one-time costs do not fall on the first visitor."""
-        deque(self.run(self.pair(Drawing(prompt=prompt, method=self.usual, guidance=self.guidance))), 0)
 
 
 class MarRace(ImageRace):
     """The same for classes of a loaded MAR, exactly or by CSpD's rule."""
 
-    classes = True
     usual = OWN_DRAFTS
 
     def __init__(self, subject: MarSubject, time_limit: float = TIME_LIMIT) -> None:
         self.subject, self.time_limit, self.note = subject, time_limit, subject.singly()
         self.grid = subject.pipe.transformer.config.grid
-        self.guidance = subject.settings.get("guidance_scale", subject.pipe.config.defaults.get("guidance_scale", 3.0))
+        guidance = subject.settings.get("guidance_scale", subject.pipe.config.defaults.get("guidance_scale", 3.0))
+        self.sampling = {"guidance": guidance}
         self.methods = [OWN_DRAFTS, *((SMALL_DRAFTS, CSPD) if subject.draft is not None else ())]
 
     def rule(self, drawing: Drawing) -> str:
         return "cspd" if drawing.method == CSPD else EXACT
 
-    def call(self, drawing: Drawing, condition: Any, fast: bool) -> Callable[..., Any]:
+    def method(self, drawing: Drawing) -> Method:
         options: dict[str, object] = {"ahead": drawing.window, "prefill": drawing.prefill}
         options |= {} if drawing.method == OWN_DRAFTS else {"draft": self.subject.draft}
         options |= {"rule": "cspd"} if drawing.method == CSPD else {}
-        way = Method(drawing.method, drawing.method, options) if fast else PLAIN
-        return partial(self.subject.draw, [condition], [drawing.seed], way, guidance_scale=drawing.guidance)
+        return Method(drawing.method, drawing.method, options)
 
-    def known(self, tokens: Tensor) -> list[bool]:
+    def draw_by(self, method: Method) -> Callable[..., Any]:
+        return partial(self.subject.draw, method=method)
+
+    def arguments(self, drawing: Drawing) -> dict[str, float]:
+        return {"guidance_scale": drawing.guidance}
+
+    def drawn(self, tokens: Tensor) -> list[bool]:
         return tokens.any(1).tolist()
-
-    def rest(self) -> None:
-        """Nothing to restore: each call sets its own speculation."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 from mmspec.app.compare import free
 from mmspec.app.devices import EngineError
@@ -21,7 +21,7 @@ WAITING, RUNNING, DONE, TIMED_OUT = "", "running", "done", "time limit reached"
 MODELS = ThreadPoolExecutor(1, "mmspec-demo")  # all models run in its one thread, so there is one race at a time
 
 
-class RefusedError(ValueError):
+class RefusedError(EngineError):
     """A request is refused; the message is for the visitor."""
 
 
@@ -31,7 +31,7 @@ class RaceSide:
 
     Attributes:
         at: when each token was generated; 0: not yet.
-        calls: number of tokens from each forward of the model, beginning with the prefill.
+        calls: number of tokens from each forward of the model, beginning with the prefill's.
     """
 
     state: str = WAITING
@@ -44,29 +44,27 @@ class RaceSide:
         return sum(self.calls)
 
     @property
+    def forwards(self) -> int:
+        return len(self.calls)
+
+    @property
     def first(self) -> float:
         """Time to the first token."""
         return min(filter(None, self.at), default=0.0)
 
 
-S = TypeVar("S", bound=RaceSide)
-
-
 @dataclass
-class RaceView(Generic[S]):
-    """Both sides of a race; `over` is set once nothing changes any more."""
+class RaceView:
+    """Both sides of a race; subclasses have the request as well. `over` is set once nothing changes any more."""
 
-    plain: S
-    fast: S
+    plain: Any  # RaceSides
+    fast: Any
     over: bool = field(default=False, kw_only=True)
 
     @property
     def ended(self) -> bool:
         """Whether both sides have finished."""
-        return self.plain.state == self.fast.state == DONE
-
-
-V = TypeVar("V", bound=RaceView)
+        return bool(self.plain.state == self.fast.state == DONE)
 
 
 @dataclass(frozen=True)
@@ -83,23 +81,20 @@ class Limits:
         return self.stop.is_set() or self.left <= 0
 
 
-class Race(Generic[V]):
+class Race:
     """Runs both sides on one loaded model. Subclasses implement `measure`."""
 
     time_limit = TIME_LIMIT
     stop: ClassVar[threading.Event] = threading.Event()  # ends the race that is running
 
-    def measure(self, view: V, limits: Limits) -> None:
-        """Fill in both sides, until they end or the limits end them. Raises RefusedError, EngineError."""
+    def measure(self, view: Any, limits: Limits) -> None:
+        """Fill in both sides, until they end or the limits end them. RefusedError if the request is refused."""
         raise NotImplementedError
 
-    def rest(self) -> None:
-        """Restore the stock model after a race."""
-
-    def run(self, view: V) -> Generator[V, None, None]:
+    def run(self, view: RaceView) -> Generator[Any, None, None]:
         """Yield the view while it is filled in; the last time it is final. Closing the iterator ends the race.
 
-        Raises RefusedError: the request is refused.
+        Raises RefusedError or EngineError: the request is refused, or the model cannot be used.
         """
         stop = threading.Event()
         job = MODELS.submit(self._measured, view, stop)
@@ -114,14 +109,11 @@ class Race(Generic[V]):
         view.over = True
         yield view
 
-    def _measured(self, view: V, stop: threading.Event) -> None:
+    def _measured(self, view: RaceView, stop: threading.Event) -> None:
         Race.stop = stop
         try:
             self.measure(view, Limits(stop, time.monotonic() + self.time_limit))
-        except EngineError as error:
-            raise RefusedError(str(error)) from error
         finally:
-            self.rest()
             free()
 
 

@@ -1,4 +1,4 @@
-"""What the tabs with a race share: the events of a run, and the HTML that replays both sides on one clock.
+"""What the tabs with a race share: controls, the events of a run, and the HTML that replays both sides on one clock.
 
 Every animated part has its time as `--t`; the style sheet shows it then.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import Any
 
@@ -16,8 +16,8 @@ from gradio.components import Component
 from gradio.events import Dependency
 from pydantic import BaseModel, ValidationError
 
-from mmspec.app.demo.race import DONE, RUNNING, WAITING, Race, RaceSide, RaceView, RefusedError, V
-from mmspec.app.devices import first_line
+from mmspec.app.demo.race import DONE, RUNNING, WAITING, Race, RaceSide, RaceView
+from mmspec.app.devices import EngineError, first_line
 
 LONGEST = 12.0  # maximum seconds of a replay; longer runs are replayed faster, both sides alike
 QUEUE = "models"  # the concurrency id of all events that run a model
@@ -29,54 +29,47 @@ REPLAY = (  # from the beginning, at this rate of the measured speed
     "a.currentTime = 0; a.play() }})"
 )
 TITLES = "Plain", "mmspec"
-NO_FIGURES = "Figures appear after a run."
+Shown = tuple[str, Any]  # the headline and the stage; gr.skip() leaves one as it is
 
 
-def run(
-    race: Race[V], view: Callable[[], V], look: Callable[[V], tuple[Any, ...]], empty: str, outputs: int = 3
-) -> Iterator[tuple[Any, ...]]:
-    """Run a race and yield headline, stage, figures and further outputs; only the headline changes until it is over.
+def run(race: Race, view: Callable[[], Any], look: Callable[[Any], Shown], empty: str) -> Iterator[Shown]:
+    """Run a race and yield what to show; only the headline changes until it is over.
 
     Args:
-        view: creates the view of the request. It and the race raise ValidationError or RefusedError.
-        look: the outputs for a race that is over.
+        view: creates the view of the request. It and the race raise ValidationError or EngineError.
+        look: what to show of a race that is over.
         empty: the stage until then.
-        outputs: how many there are.
     """
-    same = [gr.skip()] * (outputs - 1)
-    yield hint("Waiting for the model …"), empty, NO_FIGURES, *same[2:]
+    yield hint("Waiting for the model …"), empty
     try:
         for now in race.run(view()):
-            yield look(now) if now.over else (measuring(now), *same)
+            yield look(now) if now.over else (measuring(now), gr.skip())
     except ValidationError as error:
         first = error.errors()[0]
-        yield refusal(f"{first['loc'][0]}: {first['msg']}."), *same
-    except RefusedError as error:
-        yield refusal(str(error)), *same
+        yield refusal(f"{first['loc'][0]}: {first['msg']}."), gr.skip()
+    except EngineError as error:
+        yield refusal(str(error)), gr.skip()
     except Exception as error:  # any error of the model is shown on the page
         traceback.print_exc(file=sys.stderr)
-        yield refusal(f"The model failed: {first_line(error)}"), *same
+        yield refusal(f"The model failed: {first_line(error)}"), gr.skip()
 
 
 def panes(name: str, start: str, empty: str, legend: str) -> list[Component]:
-    """Create headline, stage, replay buttons and figures in the current page."""
+    """Create headline, stage and replay buttons in the current page."""
     summary = gr.HTML(start, elem_id=f"mm-{name}-summary")
     stage = gr.HTML(empty, elem_id=f"mm-{name}-race")
     with gr.Row(elem_classes="mm-replay"):
         gr.HTML(f'<div class="mm-legend" role="note" aria-label="what the colours mean">{legend}</div>')
         for label, rate in (("Replay", 1), ("Replay slowly", 0.25)):
             gr.Button(label, size="sm", scale=0).click(None, js=REPLAY.format(stage.elem_id, rate), **QUICK)
-    with gr.Accordion("Figures", open=False, elem_id=f"mm-{name}-figures"):
-        figures = gr.Markdown(NO_FIGURES)
-    return [summary, stage, figures]
+    return [summary, stage]
 
 
-def buttons(tab: str, start: str, *more: str) -> list[gr.Button]:
-    """A row of buttons: one that starts a run, others that do, and one that stops it."""
+def buttons(tab: str, start: str) -> list[gr.Button]:
+    """A row of two buttons: one starts a run, the other stops it."""
     with gr.Row():
         run = gr.Button(start, variant="primary", elem_id=f"mm-{tab}-run", min_width=80)
-        others = [gr.Button(label, elem_id=f"mm-{tab}-{label.split()[0].lower()}", min_width=80) for label in more]
-        return [run, *others, gr.Button("Stop", variant="stop", elem_id=f"mm-{tab}-stop", min_width=80)]
+        return [run, gr.Button("Stop", variant="stop", elem_id=f"mm-{tab}-stop", min_width=80)]
 
 
 def connect(
@@ -95,11 +88,20 @@ def connect(
     stop.click(lambda: hint("Stopped."), None, shown[0], cancels=running, **QUICK)
 
 
-def slider(kind: type[BaseModel], name: str, label: str, value: Any = None, step: float = 1, **more: Any) -> gr.Slider:
-    """A slider for a field of a request, within the field's bounds and with its default value."""
+def control(kind: type[BaseModel], name: str, value: Any = None, **more: Any) -> Component:
+    """The control for a field of a request: a checkbox, or a slider within the field's bounds.
+
+    Its label and explanation are the field's title and description.
+    """
     field = kind.model_fields[name]
-    low, high = (next(getattr(one, at) for one in field.metadata if hasattr(one, at)) for at in ("ge", "le"))
-    return gr.Slider(low, high, field.default if value is None else value, step=step, label=label, **more)
+    value = field.default if value is None else value
+    words = {"label": field.title, "info": field.description, **more}
+    if isinstance(value, bool):
+        return gr.Checkbox(value, **words)
+    low, high = (next(getattr(bound, at) for bound in field.metadata if hasattr(bound, at)) for at in ("ge", "le"))
+    if high > 1000:  # too many values for a slider
+        return gr.Number(value, precision=0, minimum=low, maximum=high, **words)
+    return gr.Slider(low, high, value, step=0.05 if isinstance(value, float) else 1, **words)
 
 
 # --- HTML
@@ -111,15 +113,23 @@ def speed_factor(view: RaceView) -> float:
 
 
 def stage(view: RaceView, about: Sequence[str], bodies: Sequence[str]) -> str:
-    """Both sides next to each other, each with a description and its body, with time bars on a common scale."""
+    """Both sides next to each other, each with a description, its figures and its body; time bars have one scale."""
     fast = speed_factor(view)
     longest = max(view.plain.seconds, view.fast.seconds) or 1.0
     panes = "".join(
         f'<section class="mm-pane" aria-label="{title}"><header><h3>{title}</h3>{_clock(one, fast)}'
-        f'<p>{escape(words)}</p></header><div class="mm-lane">{_lane(one, longest, fast)}</div>{body}</section>'
+        f'<p>{escape(words)}</p></header><div class="mm-lane">{_lane(one, longest, fast)}</div>{body}'
+        f'<p class="mm-small">{_figures(one)}</p></section>'
         for title, one, words, body in zip(TITLES, (view.plain, view.fast), about, bodies, strict=True)
     )
     return f'<div class="mm-race">{panes}</div>'
+
+
+def _figures(one: RaceSide) -> str:
+    if not one.count:
+        return ""
+    rate = f"{one.count / one.seconds:.1f} tokens/s"
+    return f"{one.count} tokens in {one.forwards} forwards, {rate}, the first token after {duration(one.first)}"
 
 
 def _lane(one: RaceSide, longest: float, fast: float) -> str:
@@ -168,11 +178,6 @@ def measuring(view: RaceView) -> str:
 
 def refusal(message: str) -> str:
     return f'<div class="mm-summary"><p class="mm-badge mm-different" role="alert">{escape(message)}</p></div>'
-
-
-def table(rows: Iterable[tuple[str, ...]]) -> str:
-    """A Markdown table of (name, plain, mmspec)."""
-    return "\n".join(["| | plain | mmspec |", "|---|--:|--:|", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def duration(seconds: float) -> str:

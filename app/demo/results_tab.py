@@ -35,13 +35,9 @@ MEASURES = {  # fields of records → labels
 }
 SETTINGS = {"batch": "batch {}", "rows": "{} rows", "context": "context {}", "temperature": "temperature {:g}",
             "prompt": "{} prompt"}  # these describe the condition of a record without a cell  # fmt: skip
-MOST = 400  # maximum records of a table
 BARS = 12
 COLOURS = {"lossless": "#16a34a", "lossy": "#ea580c", "without mmspec": "#788496"}
-NONE = (
-    '<p class="mm-hint">No measurements yet: there are no records in <code>{}</code>. <code>mmspec bench</code> writes '
-    "them; start the demo with <code>--results FOLDER</code> to show another folder.</p>"
-)
+NONE = '<p class="mm-hint">There are no records of <code>mmspec bench</code> in <code>{}</code>; see --results.</p>'
 Run = dict[str, Any]  # the file of a run: its `records` and their `provenance`
 
 
@@ -84,22 +80,18 @@ def measures(records: Sequence[report.Record]) -> list[str]:
     return [name for name in MEASURES if any(isinstance(record.get(name), (int, float)) for record in records)]
 
 
-def table(records: Sequence[report.Record], measure: str) -> pd.DataFrame:
-    """A table of all measures of the records; the chosen one is first, and sorted from high to low."""
+def show(run: Run, chosen: str, measure: str) -> tuple[Any, ...]:
+    """Bars of a condition's best methods, a table of all methods, what the measure means, and the provenance."""
+    records = [record for record in run["records"] if condition(record) == chosen]
     named = [measure, *(name for name in measures(records) if name != measure)]
-    rows = [
+    rows = pd.DataFrame(
         {"method": r.get("method"), "distribution": kind(r), **{name: r.get(name) for name in named}} for r in records
-    ]
-    frame = pd.DataFrame(rows).sort_values(measure, ascending=False, kind="stable").round(4)
-    return frame.rename(columns=MEASURES)
-
-
-def show(run: Run, condition_: str, measure: str) -> tuple[Any, ...]:
-    """Bars of the best methods, a table of all of them, and what the measure means."""
-    rows, label = table([r for r in run["records"] if condition(r) == condition_][:MOST], measure), MEASURES[measure]
-    best = rows.rename(columns={label: "value"})[["method", "distribution", "value"]].dropna().head(BARS)
-    title = f"{label[0].upper()}{label[1:]}; {condition_}"
-    return gr.BarPlot(best, title=title), rows, report.meaning(run["records"]).get(measure, ""), run["provenance"]
+    )
+    rows = rows.sort_values(measure, ascending=False, kind="stable").round(4)
+    best = rows.rename(columns={measure: "value"})[["method", "distribution", "value"]].dropna().head(BARS)
+    title = f"{MEASURES[measure][0].upper()}{MEASURES[measure][1:]}; {chosen}"
+    meaning = report.meaning(run["records"]).get(measure, "")
+    return gr.BarPlot(best, title=title), rows.rename(columns=MEASURES), meaning, run["provenance"]
 
 
 def build(runs: dict[str, Run], folder: Path, model: str) -> None:
@@ -109,7 +101,7 @@ def build(runs: dict[str, Run], folder: Path, model: str) -> None:
         return
     with gr.Row():
         run = gr.Dropdown(list(runs), value=first(runs, model), label="Measurements")
-        condition_, measure = gr.Dropdown(label="Condition"), gr.Dropdown(label="Measure")
+        chosen, measure = gr.Dropdown(label="Condition"), gr.Dropdown(label="Measure")
     views = [
         gr.BarPlot(
             x="method", y="value", x_title=" ", y_title=" ", sort="-y", x_label_angle=-40, tooltip="all", height=380,
@@ -123,13 +115,11 @@ def build(runs: dict[str, Run], folder: Path, model: str) -> None:
 
     def choose(title: str) -> tuple[Any, ...]:
         records = runs[title]["records"]
-        there, named = list(dict.fromkeys(map(condition, records))), measures(records)
+        conditions, named = list(dict.fromkeys(map(condition, records))), measures(records)
         labels = [(MEASURES[name], name) for name in named]
-        selects = gr.Dropdown(there, value=there[0]), gr.Dropdown(labels, value=named[0])
-        return *selects, *show(runs[title], there[0], named[0])
+        selects = gr.Dropdown(conditions, value=conditions[0]), gr.Dropdown(labels, value=named[0])
+        return *selects, *show(runs[title], conditions[0], named[0])
 
-    def redraw(title: str, condition: str, measure: str) -> tuple[Any, ...]:
-        return show(runs[title], condition, measure)
-
-    gr.on(None, choose, run, [condition_, measure, *views], **QUICK)  # also when the page opens
-    gr.on([condition_.input, measure.input], redraw, [run, condition_, measure], views, **QUICK)
+    gr.on(None, choose, run, [chosen, measure, *views], **QUICK)  # also when the page opens
+    changed = [chosen.input, measure.input]
+    gr.on(changed, lambda title, *values: show(runs[title], *values), [run, chosen, measure], views, **QUICK)

@@ -31,6 +31,7 @@ from pydantic import ValidationError
 
 import mmspec
 from benchmarks.suites.faithful import PictureReader
+from mmspec import zoo
 from mmspec.app import embedded, engine
 from mmspec.app.demo import caption_tab, captions, image_tab, race_tab, results_tab
 from mmspec.app.demo import command as demo
@@ -198,22 +199,23 @@ def test_a_run_colours_every_token_once_and_its_counts_add_up(asks: CaptionRace,
     plain, fast = turn.plain, turn.fast
     assert (plain.state, fast.state, turn.over, turn.difference) == (DONE, DONE, True, None)
     assert plain.ids == fast.ids and len(fast.ids) == 48
-    assert plain.text == fast.text == asks.processor.decode(fast.ids, skip_special_tokens=True)
+    text = asks.processor.decode(fast.ids, skip_special_tokens=True)
+    assert text == "".join(token.text for token in plain.tokens) == "".join(token.text for token in fast.tokens)
     assert {token.kind for token in plain.tokens} == {PLAIN}
     drafted = [token for token in fast.tokens if token.kind == DRAFTED]
     own = [token for token in fast.tokens if token.kind in (OWN, CORRECTED)]
     assert len(drafted) + len(own) == 48 and 0 < len(drafted) <= fast.accepted
     assert {OWN, CORRECTED} == {token.kind for token in own}
     assert sum(fast.calls) == 48 == sum(plain.calls) and plain.accepted == 0
-    assert fast.tokens_per_target_call == 1 + fast.accepted / fast.rounds
+    assert fast.tokens_per_target_call == 1 + fast.accepted / (fast.forwards - 1)
     assert plain.tokens_per_target_call == 1
     assert 0 < fast.first <= fast.at[-1] and fast.at == sorted(fast.at)
     assert caption_tab.acceptance(turn) == ("same", "✓ identical output: 48 of 48 tokens")
     texts = re.findall(r'<div class="mm-text"[^>]*>(.*?)</div>', caption_tab.show_texts(turn), re.S)
-    for answer, text in zip((plain, fast), texts, strict=True):
-        assert unescape(re.sub(r"<[^>]*>", "", text)) == answer.text
-        assert text.count('<span class="mm-t ') == len(answer.tokens)
-        shown = [float(at) for at in re.findall(r'style="--t:([\d.]+)"', text)]
+    for answer, pane in zip((plain, fast), texts, strict=True):
+        assert unescape(re.sub(r"<[^>]*>", "", pane)) == text
+        assert pane.count('<span class="mm-t ') == len(answer.tokens)
+        shown = [float(at) for at in re.findall(r'style="--t:([\d.]+)"', pane)]
         assert shown == pytest.approx(answer.at, abs=1e-3)  # each token is replayed at its own moment, on one clock
     assert [int(n) for n in re.findall(r'data-n="(\d+)"', texts[1])] == fast.calls and "data-n" not in texts[0]
     assert not hasattr(type(asks.model), "_mmspec_patch")
@@ -225,7 +227,7 @@ def test_a_call_begins_where_its_first_token_stands() -> None:
         answer.take(Step(tokens, accepted, 1.0, corrected=accepted == 2))
     kinds = [(OWN, 1), (DRAFTED, 3), (DRAFTED, 0), (CORRECTED, 0), (DRAFTED, 1)]
     assert [(t.kind, t.begins) for t in answer.tokens] == kinds
-    assert (answer.calls, answer.accepted, answer.accepted_draft_tokens_per_call) == ([1, 3, 1], 5, 2.5)
+    assert (answer.calls, answer.accepted, answer.tokens_per_target_call) == ([1, 3, 1], 5, 3.5)
 
 
 def test_both_sides_are_measured_before_anything_is_shown_and_a_long_race_is_replayed_faster() -> None:
@@ -259,9 +261,7 @@ def test_the_first_prefill_does_not_inflate_the_headline(asks: CaptionRace, pict
 def test_an_answer_that_was_cut_off_says_so(asks: CaptionRace, picture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     turn = answered(asks, about(picture, max_new_tokens=8))
     assert turn.plain.cut and turn.fast.cut
-    assert "Cut off at 8 tokens" in caption_tab.show_headline(
-        turn
-    ) and "8, cut off | 8, cut off" in caption_tab.show_figures(turn)
+    assert "Cut off at 8 tokens" in caption_tab.show_headline(turn)
     monkeypatch.setattr(asks.model.generation_config, "eos_token_id", turn.plain.ids[3])
     turn = answered(asks, about(picture, max_new_tokens=8))
     assert len(turn.plain.tokens) <= 4 and not turn.plain.cut and "Cut off" not in caption_tab.show_headline(turn)
@@ -304,18 +304,6 @@ def test_sampled_answers_are_compared_only_where_they_must_be_the_same(
     assert (turn.plain.ids == turn.fast.ids) or not same
 
 
-def test_a_second_turn_reads_the_first(asks: CaptionRace, picture: str) -> None:
-    ask = about(picture, "w9", before=(("w5 w6", "w7 w8"),), max_new_tokens=8)
-    inputs = asks.inputs(ask, (Image.open(picture),))
-    words = asks.processor.decode(inputs["input_ids"][0]).replace("<image>", "").split()
-    assert words == ["w5", "w6", "w7", "w8", "w9"] and "pixel_values" in inputs
-    one, two = (answered(asks, a) for a in (about(picture, "w9", max_new_tokens=8), ask))
-    assert two.plain.ids == two.fast.ids != one.plain.ids
-    chat, turns = caption_tab.look(two)[4:]
-    assert [message["content"][0]["text"] for message in chat.value] == ["w5 w6", "w7 w8", "w9"]
-    assert turns == [("w5 w6", "w7 w8"), ("w9", two.plain.text)]
-
-
 def test_a_video_is_looked_at_frame_by_frame(asks: CaptionRace, clip: str) -> None:
     questions = [about(clip, kind="video", frames=n, max_new_tokens=8) for n in (2, 5)]
     turns = [answered(asks, question) for question in questions]
@@ -325,7 +313,7 @@ def test_a_video_is_looked_at_frame_by_frame(asks: CaptionRace, clip: str) -> No
     for turn, question in zip(turns, questions, strict=True):
         assert turn.plain.ids == turn.fast.ids and caption_tab.acceptance(turn)[0] == "same"
         assert len(asks.inputs(question, turn.frames)["pixel_values"]) == question.frames
-    assert len(caption_tab.look(turns[1])[3].value) == 5
+    assert caption_tab.show_texts(turns[1]).count('alt="frame ') == 5
     with pytest.raises(RefusedError, match="no video"):
         answered(asks, about(None, kind="video"))
 
@@ -420,13 +408,9 @@ VALUES = (PROMPT, "ngram", 5, 0, 0, 0, 1, 0, True, 8, 4)  # a CaptionRequest's f
 def test_the_tabs_events(asks: CaptionRace, picture: str) -> None:
     file = {"path": picture}
     looks = list(caption_tab.run(asks, "image", file, None, *VALUES))
-    assert {len(look) for look in looks} == {6} and "Waiting" in looks[0][0]
-    assert "identical output: 8 of 8" in looks[-1][0]
+    assert {len(look) for look in looks} == {2} and "Waiting" in looks[0][0]
+    assert "identical output: 8 of 8" in looks[-1][0] and "8 tokens in 8 forwards" in looks[-1][1]
     assert all("Measuring" in look[0] and not isinstance(look[1], str) for look in looks[1:-1])  # then both at once
-    said = looks[-1][5]
-    assert [asked for asked, _ in said] == [PROMPT]
-    *_, end = caption_tab.go_on(asks, said, "image", file, None, "w9", *VALUES[1:])
-    assert [asked for asked, _ in end[5]] == [PROMPT, "w9"]
     for media, values, why in (
         (None, VALUES, "no picture"),
         (file, (PROMPT, "ngram", 99, *VALUES[3:]), "depth: Input should be less than or equal to 16."),
@@ -484,7 +468,6 @@ def test_a_picture_fills_its_grid_and_the_counts_add_up(draws: ImageRace, method
     assert pair.plain.result.stats.accepted == 0 and len(pair.plain.calls) == 64
     accepted = pair.fast.result.stats.accepted
     assert accepted > 0 and accepted + len(pair.fast.calls) in (64, 65)  # the last may end in a draft
-    assert draws.subject.pipe._plan(True).reproducible  # plain again
     html = image_tab.show_pictures(pair)
     assert html.count("mm-call") == len(pair.fast.calls) and html.count("--t:") == 128 + 2 and "mm-open" not in html
     kind, words = image_tab.acceptance(pair)
@@ -492,7 +475,8 @@ def test_a_picture_fills_its_grid_and_the_counts_add_up(draws: ImageRace, method
 
 
 def test_a_lossy_picture_tells_its_distortion(draws: ImageRace) -> None:
-    pair = drawn(draws, method="jacobi, maximal coupling", window=4, rule="scaled", boldness=5, seed=2)
+    pair = drawn(draws, method=SEED_EXACT, window=4, rule="scaled", boldness=5, seed=2)
+    assert "jacobi, maximal coupling: one forward" in image_tab.show_pictures(pair)  # which allows a relaxed rule
     kind, words = image_tab.acceptance(pair)
     [spent] = pair.fast.result.spent
     assert spent > 0 and kind == "lossy" and f"{spent:.2f}" in words and pair.rule in image_tab.show_headline(pair)
@@ -505,7 +489,6 @@ DRAWING = {
 WRONG = {
     "prompt": ({"prompt": " "}, "prompt is empty"),
     "window": ({"window": 1000}, "window: Input should be less than or equal to 64."),
-    "bent": ({"rule": "scaled"}, "the very picture of plain decoding"),
     "heat": ({"temperature": float("nan")}, "temperature: Input should be"),
 }
 
@@ -533,7 +516,7 @@ def test_a_picture_can_be_stopped(draws: ImageRace, monkeypatch: pytest.MonkeyPa
 def test_the_image_tabs_events(draws: ImageRace) -> None:
     looks = list(image_tab.run(draws, True, *DRAWING.values()))
     assert "the same picture: 64 of 64" in looks[-1][0] and "does not know: zebra" in looks[-1][0]
-    assert looks[-1][1].count('src="data:image/png;base64,') == 2 and "tokens per forward | 1.00 |" in looks[-1][2]
+    assert looks[-1][1].count('src="data:image/png;base64,') == 2 and "64 tokens in 64 forwards" in looks[-1][1]
 
 
 def test_text_from_the_model_is_escaped() -> None:
@@ -607,7 +590,7 @@ def test_another_host_needs_a_password() -> None:
     for host in ("127.0.0.1", "localhost", "::1", "127.3.2.1"):
         assert demo.credentials(host, None) is None
     for host in ("0.0.0.0", "::", "192.168.1.5", "example.org"):
-        with pytest.raises(OSError, match="--auth USER:PASSWORD"):
+        with pytest.raises(OSError, match="is needed, since"):
             demo.credentials(host, None)
         assert demo.credentials(host, "ann:pass:word") == ("ann", "pass:word")
     for wrong in ("ann", "ann:", ":pass", ""):
@@ -619,9 +602,9 @@ def test_another_host_needs_a_password() -> None:
 def served(
     asks: CaptionRace, draws: ImageRace, picture: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
-    own = {"note": "knows drawn scenes only", "hard": "w9", "draw": scenes.drawn}
+    own = {"note": "knows drawn scenes only", "draw": scenes.drawn}
     page = demo.build({
-        "Caption": partial(caption_tab.build, asks, [Path(picture)], [PROMPT, "w9"], **own),
+        "Caption": partial(caption_tab.build, asks, Path(picture).parent, {PROMPT: PROMPT, "w9": "hard"}, **own),
         "Image": partial(image_tab.build, draws),
         "Drafters": partial(results_tab.build, {}, tmp_path_factory.mktemp("none"), ""),
     })  # fmt: skip
@@ -651,7 +634,7 @@ def test_the_server_gives_no_files_and_fetches_none(served: Any) -> None:
     big = served.client.post("/gradio_api/upload", files={"files": ("big.png", b"0" * (41 * 2**20))})
     assert big.status_code == 413
     runs = [f for f in served.page.fns.values() if f.concurrency_id == race_tab.QUEUE]
-    assert len(runs) == 3  # a question, a further one, a picture: all of them wait in one line
+    assert len(runs) == 2  # a question, a picture: all of them wait in one line
     assert {run.concurrency_limit for run in runs} == {1}
     assert all(inspect.isgeneratorfunction(run.fn) for run in runs)  # of others gradio shows no looks
     assert not [f for f in served.page.fns.values() if f.queue and f.fn and f not in runs]
@@ -676,10 +659,10 @@ def test_an_example_is_chosen_and_the_note_stands_where_one_uploads(served: Any,
     assert "drawn scenes only" in named["mm-note"].value
 
 
-def test_a_new_scene_is_drawn_and_the_hard_question_is_named(served: Any) -> None:
+def test_a_new_scene_is_drawn_and_the_prompts_have_labels(served: Any) -> None:
     named = parts(served.page)
     assert named["mm-prompt"].value == PROMPT
-    assert served.page.config and "w9 (a stress test: hard to draft)" in str(served.page.config)
+    assert served.page.config and "'hard'" in str(served.page.config)
     [new] = [f for f in served.page.fns.values() if f.targets == [(named["mm-new"]._id, "click")]]
     state = SessionState(served.page)
     pictures = [asyncio.run(served.page.process_api(new, [], state=state))["data"][0] for _ in range(2)]
@@ -691,14 +674,14 @@ def test_the_embedded_model_is_asked_what_it_knows(monkeypatch: pytest.MonkeyPat
     parser = argparse.ArgumentParser()
     demo.configure(parser)
     monkeypatch.setattr(engine, "load", lambda *_, **__: SimpleNamespace(drafter=object(), notes=[]))
-    monkeypatch.setattr(captions, "CaptionRace", lambda *_: SimpleNamespace(warm_up=lambda *_: None))
+    monkeypatch.setattr(captions, "CaptionRace", lambda *_: None)
     monkeypatch.setattr(demo, "fitting", lambda *_: {})
     offer = demo.load_captions(parser.parse_args([]), None)["Caption"]
-    assert offer.keywords["prompts"][:2] == ("Describe this image.", "Describe this image in detail.")
-    assert offer.keywords["hard"] == offer.keywords["prompts"][1]
+    prompts = offer.args[2]
+    assert list(prompts)[:2] == ["Describe this image.", "Describe this image in detail."]
+    assert [text for text, label in prompts.items() if label != text] == ["Describe this image in detail."]
     assert offer.keywords["draw"] is scenes.drawn and "its own generator" in offer.keywords["note"]
-    kinds = [path.suffix for path in offer.args[1]]
-    assert kinds == sorted(kinds, reverse=True)  # .png, .mp4
+    assert offer.args[1] == zoo.samples()
 
 
 HOSTILE = {"pdf": b"%PDF-1.4", "html": b"<html>", "heic": b"\0\0\0\x18ftypheic", "nothing": b""}
@@ -736,6 +719,6 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(monkeypatch, cap
 def test_the_first_prompt_is_drawn_right() -> None:
     """As the embedded model of pictures draws it on the page, told by the embedded model of words."""
     draws = ImageRace(load_painter(embedded.IMAGE_MODEL, "cpu", "float32"))
-    [image] = draws.subject.paint([demo.WISHES[0]], [0], guidance_scale=draws.guidance).images
+    [image] = draws.subject.paint([demo.WISHES[0]], [0], guidance_scale=draws.sampling["guidance"]).images
     [said] = PictureReader().describe([image])
     assert "one object on a white background: a large plain green ring" in said

@@ -143,7 +143,7 @@ class Visitor:
         self.page.fill("#mm-prompt textarea", prompt)
 
     def press(self, name: str) -> None:
-        """One of caption-run, caption-follow, caption-stop; image-run, class-run."""
+        """One of caption-run, caption-stop; image-run, class-run."""
         self.page.evaluate("document.querySelectorAll('.mm-badge').forEach(one => one.className = 'mm-earlier')")
         self.page.click(f"#mm-{name}")
 
