@@ -31,6 +31,7 @@ from mmspec.pipelines.target.captures import Forward, require_capturable
 from mmspec.types import FINAL
 
 MOST = 4  # the maximum number of prompt shapes that are captured for one model
+UNROLLED = 1024  # the maximum length for recurrent layers, whose loop over chunks of the prompt is unrolled
 AGAIN, OFTEN = 2, 4  # a shape is captured once seen so often in a row, or in all; chats seldom repeat a shape
 _MASK = "attention_mask"
 
@@ -66,8 +67,11 @@ def reader(target: Any, slots: RaggedCache, valid: Tensor) -> Decode | None:
         slots: the cache that the prompt goes into.
         valid: bool [B, L], false on padding.
     """
-    special = target.stateful or target.shares or target.draft_attention is not None
-    if not target.compiles_prompts or special or slots.lengths.longest or not target.masks.causal(valid.shape[1]):
+    length = valid.shape[1]
+    # a trace does not see the kernels of other packages that recurrent layers call on a GPU
+    unseen = target.host.recurrent and (valid.device.type != "cpu" or length > UNROLLED)
+    special = unseen or target.stateful or target.shares or target.draft_attention is not None
+    if not target.compiles_prompts or special or slots.lengths.longest or not target.masks.causal(length):
         return None
     return partial(_read, target, slots) if bool(valid.all()) else None
 

@@ -183,3 +183,10 @@ def test_in_bfloat16(name: str, replays: list[int]):
         for call in calls:
             tiny_vlms.generate(model, call)
     assert replays == lengths(calls)[-1:]
+
+
+def test_a_long_prompt_of_recurrent_layers_is_not_unrolled(replays: list[int], monkeypatch: pytest.MonkeyPatch):
+    calls = pictures("qwen3_5")
+    monkeypatch.setattr(captured_prompt, "UNROLLED", lengths(calls)[0] - 1)
+    same(tiny_vlms.model("qwen3_5"), *calls)
+    assert not replays
