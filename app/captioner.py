@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from PIL import Image
 
@@ -16,7 +16,7 @@ from mmspec.app.prompt import PromptChoice
 from mmspec.compile.capture_cache import settled
 from mmspec.pipelines.host.kinds import BatchFeature, Processor
 from mmspec.pipelines.prompts import chat_inputs
-from mmspec.pipelines.serving.batcher import Batcher, cut_off
+from mmspec.pipelines.serving.batcher import Batcher, FinishedPrompt, cut_off
 from mmspec.statistics import Stats
 
 THREADS = 2  # per model; resizing and normalizing release the GIL
@@ -62,18 +62,16 @@ class CaptionResult:
     scores: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
-class _Ticket:
-    """What is needed to decode an answer: its item, the forced beginning, and the number of its prompt."""
+@dataclass(eq=False)
+class _Item:
+    """The prompts of one item, and the answers so far; a ticket of the batcher is an item and a prompt's number."""
 
     ticket: Hashable
-    start: str
-    prompt: list[int]
-    number: int = 0
-    rest: tuple[Prompted, ...] = ()  # for the first of several prompts: the others
-
-
-Prompted = tuple[_Ticket, BatchFeature, int]  # the arguments of `Batcher.add`: ticket, inputs, seed
+    start: str  # the forced beginning of the answers
+    seed: int
+    inputs: list[BatchFeature | None]  # by prompt; None once it was added to the batcher
+    prompts: list[list[int]]  # token ids by prompt; empty without a forced beginning
+    results: list[CaptionResult | None]
 
 
 class Captioner:
@@ -81,8 +79,7 @@ class Captioner:
 
     def __init__(self, batches: Batcher, threads: ProcessorThreads) -> None:
         self._batches, self._threads = batches, threads
-        self._prepared = deque[tuple[Hashable, Future[Prompted]]]()
-        self._several: dict[Hashable, list[CaptionResult | None]] = {}  # items with several prompts; answers so far
+        self._prepared = deque[tuple[Hashable, Future[_Item]]]()
 
     @property
     def rows(self) -> int:
@@ -110,26 +107,27 @@ class Captioner:
         Further prompts join once the first is answered, so that they can use the prefix cache of the picture.
         """
 
-        def one(processor: Processor, number: int, text: str, rest: tuple[Prompted, ...] = ()) -> Prompted:
-            inputs = chat_inputs(processor, [text], [frames], choice.system, choice.start, clips=True)
-            inputs = inputs.to(self._batches.model.dtype)
-            prompt = inputs["input_ids"][0].tolist() if choice.start else []
-            return _Ticket(ticket, choice.start, prompt, number, rest), inputs, seed + number
-
-        def job(processor: Processor) -> Prompted:
-            rest = tuple(one(processor, number, text) for number, text in enumerate(choice.further, 1))
-            return one(processor, 0, choice.text, rest)
+        def job(processor: Processor) -> _Item:
+            each = [chat_inputs(processor, [text], [frames], choice.system, choice.start, clips=True)
+                    for text in choice.texts]  # fmt: skip
+            prompts = [inputs["input_ids"][0].tolist() if choice.start else [] for inputs in each]
+            inputs: list[BatchFeature | None] = [one.to(self._batches.model.dtype) for one in each]
+            return _Item(ticket, choice.start, seed, inputs, prompts, [None] * len(each))
 
         self._prepared.append((ticket, self._threads.submit(job)))
 
+    def _add(self, item: _Item, number: int, ahead: bool = False) -> None:
+        self._batches.add((item, number), item.inputs[number], item.seed + number, ahead=ahead)
+        item.inputs[number] = None
+
     def _enter(self) -> list[CaptionResult]:
-        """Add prepared prompts to the batcher; returns results for those that the processor or the batcher refuses."""
+        """Add prepared items to the batcher; returns results for those that the processor or the batcher refuses."""
         refused, wait = [], 0 if self._batches.busy else self._batches.free
         while self._prepared and (wait > 0 or self._prepared[0][1].done()):
             ticket, future = self._prepared.popleft()
             wait -= 1
             try:
-                self._batches.add(*future.result())
+                self._add(future.result(), 0)
             except Exception as error:  # the picture or prompt cannot be processed
                 refused.append(CaptionResult(ticket, error=error))
         return refused
@@ -143,50 +141,46 @@ class Captioner:
         with settled(self._batches.free > 0):
             finished = self._batches.step()
         for one in finished:
-            assert isinstance(one.ticket, _Ticket)
-            settings, eos = self._batches.generation, self._batches.model.generation_config.eos_token_id
-            error, finish = one.error, "length" if cut_off(one.tokens, eos, settings["max_new_tokens"]) else "stop"
-            if finish == "length" and "logits_processor" in settings:
-                error = error or ValueError(f"no complete JSON in {len(one.tokens)} tokens; raise --max-new-tokens")
-            text = self._text(one.ticket, one.tokens) if error is None else ""
-            scores = () if one.logprob is None else (round(one.logprob / max(1, len(one.tokens)), 6),)
-            finish = finish if error is None else ""
-            result = CaptionResult(one.ticket.ticket, text, len(one.tokens), one.seconds, error, finish, scores=scores)
-            results += self._gathered(one.ticket, result)
+            item, number = cast(tuple[_Item, int], one.ticket)
+            item.results[number] = result = self._result(item, number, one)
+            if number == 0 and result.error is None:
+                for other in reversed(range(1, len(item.results))):
+                    self._add(item, other, ahead=True)
+            done = [each for each in item.results if each is not None]
+            if len(done) == len(item.results) or (number == 0 and result.error is not None):
+                results.append(_joined(done))
         return results
 
-    def _gathered(self, ticket: _Ticket, result: CaptionResult) -> list[CaptionResult]:
-        """The result of an item, once all of its prompts are answered; if one fails, the item fails."""
-        if ticket.rest and result.error is None:
-            self._several[ticket.ticket] = [None] * (1 + len(ticket.rest))
-            for prompt, inputs, seed in reversed(ticket.rest):
-                self._batches.add(prompt, inputs, seed, ahead=True)
-        several = self._several.get(ticket.ticket)
-        if several is None:
-            return [result]
-        several[ticket.number] = result
-        results = [one for one in several if one is not None]
-        if len(results) < len(several):
-            return []
-        del self._several[ticket.ticket]
-        return [
-            replace(
-                results[0],
-                tokens=sum(one.tokens for one in results),
-                seconds=sum(one.seconds for one in results),
-                error=next((one.error for one in results if one.error is not None), None),
-                finish="length" if any(one.finish == "length" for one in results) else results[0].finish,
-                further=tuple(one.text for one in results[1:]),
-                scores=tuple(score for one in results for score in one.scores),
-            )
-        ]
+    def _result(self, item: _Item, number: int, end: FinishedPrompt) -> CaptionResult:
+        """The answer to one prompt."""
+        settings, eos = self._batches.generation, self._batches.model.generation_config.eos_token_id
+        finish = "length" if cut_off(end.tokens, eos, settings["max_new_tokens"]) else "stop"
+        error = end.error
+        if finish == "length" and "logits_processor" in settings:
+            error = error or ValueError(f"no complete JSON in {len(end.tokens)} tokens; raise --max-new-tokens")
+        scores = () if end.logprob is None else (round(end.logprob / max(1, len(end.tokens)), 6),)
+        result = CaptionResult(item.ticket, "", len(end.tokens), end.seconds, error, scores=scores)
+        return result if error else replace(result, text=self._text(item, number, end.tokens), finish=finish)
 
-    def _text(self, ticket: _Ticket, tokens: list[int]) -> str:
+    def _text(self, item: _Item, number: int, tokens: list[int]) -> str:
         """The answer after its forced beginning; both are decoded together, since a tokenizer may merge them."""
-        if not ticket.start:
+        if not item.start:
             return self._decode(tokens).strip()
-        before, whole = self._decode(ticket.prompt), self._decode(ticket.prompt + tokens)
-        return (ticket.start + whole.removeprefix(before)).strip()
+        before, whole = self._decode(item.prompts[number]), self._decode(item.prompts[number] + tokens)
+        return (item.start + whole.removeprefix(before)).strip()
 
     def _decode(self, tokens: list[int]) -> str:
         return self._threads.processor.batch_decode([tokens], skip_special_tokens=True)[0]
+
+
+def _joined(results: list[CaptionResult]) -> CaptionResult:
+    """The result of an item from those of its prompts; if one fails, the item fails."""
+    return replace(
+        results[0],
+        tokens=sum(one.tokens for one in results),
+        seconds=sum(one.seconds for one in results),
+        error=next((one.error for one in results if one.error is not None), None),
+        finish="length" if any(one.finish == "length" for one in results) else results[0].finish,
+        further=tuple(one.text for one in results[1:]),
+        scores=tuple(score for one in results for score in one.scores),
+    )

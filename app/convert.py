@@ -10,7 +10,6 @@ from typing import Any
 from mmspec.app.embedded import resolve
 from mmspec.app.options import count
 
-OK, FAILED = 0, 1
 LLAMAGEN, MAR = "llamagen", "mar"  # given in place of SRC
 OF_PIPELINES = {  # flags for these two only → their names
     "-o": "output", "--vq": "vq", "--vae": "vae", "--text-encoder": "text_encoder", "--image-size": "image_size",
@@ -64,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         absent = isinstance(error, FileNotFoundError) and error.filename
         print(f"mmspec convert: {f'there is no file {absent!r}' if absent else error}", file=sys.stderr)
-        return FAILED
-    return OK
+        return 1
+    return 0
 
 
 def _drafter(args: argparse.Namespace) -> str:
@@ -81,12 +80,9 @@ def _drafter(args: argparse.Namespace) -> str:
             f"`mmspec convert {args.src} FOLDER`"
         )
     drafter = load_drafter(
-        resolve(args.src),
-        target=args.target,
-        revision=args.revision,
-        allow_pickle=args.allow_pickle,
+        resolve(args.src), target=args.target, revision=args.revision, allow_pickle=args.allow_pickle,
         layout=args.source,
-    )
+    )  # fmt: skip
     _refuse_existing(args.dst, (WEIGHTS, CONFIG), args.overwrite)
     save_drafter(drafter, args.dst, args.layout)
     target = drafter.config.target or "not recorded; name it with --target"

@@ -64,8 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 def findings(device: str) -> Iterator[Finding]:
     """All findings, cheap checks first; an error in a check becomes its finding."""
-    yield from _software()
-    yield from _guarded("commit", _commit)
+    yield from _guarded("software", _software)
     yield from _guarded("contract", _assumptions)
     yield from _guarded("device", lambda: _device(device))
     yield from _guarded("compiler", _compiler)
@@ -88,14 +87,10 @@ def _software() -> Iterator[Finding]:
     for name, use in OPTIONAL.items():
         here = version(name)
         yield Finding(NOTE if here is None else GOOD, name, here or f"not installed: no {use}")
-
-
-def _commit() -> Iterator[Finding]:
-    """The commit, in a clone."""
     from mmspec.app import provenance
 
     commit, changed = provenance.checkout()
-    if commit is not None:
+    if commit is not None:  # in a clone
         yield Finding(GOOD, "commit", f"{commit[:12]}{', changed' if changed else ''}")
 
 
@@ -113,15 +108,11 @@ def _package(name: str) -> Finding:
 
 def _assumptions() -> Iterator[Finding]:
     """Check what mmspec assumes of the packages that it is built on."""
-    broken = contract.broken()
+    broken, count = contract.broken(), len(contract.judged())
     for row in broken:
         yield Finding(NOTE if row.models else BAD, "contract", str(row))
-    count = len(contract.judged())
-    if not broken:
-        yield Finding(GOOD, "contract", f"{count} rows hold")
-    else:
-        range_ = contract.TESTED.get("transformers", "")
-        yield Finding(NOTE, "contract", f'{len(broken)} of {count} rows are broken; pip install "transformers{range_}"')
+    advice = f'{len(broken)} of {count} rows are broken; pip install "transformers{contract.TESTED["transformers"]}"'
+    yield Finding(NOTE, "contract", advice) if broken else Finding(GOOD, "contract", f"{count} rows hold")
 
 
 def _device(name: str) -> Iterator[Finding]:
@@ -168,9 +159,9 @@ def _tokens(model: str, device: str) -> Iterator[Finding]:
         inputs = chat_inputs(loaded.processor, [embedded.prompt()], [[picture]])
         report = mmspec.verify(loaded.model, inputs.to(loaded.model.device), TOKENS)
         rounds = mmspec.stats(loaded.model).rounds
-    messages = [str(one.message) for one in caught if str(one.message).startswith("mmspec")]
-    for each in dict.fromkeys(messages):
-        yield Finding(NOTE, model, each)
+    for message in dict.fromkeys(str(one.message) for one in caught):
+        if message.startswith("mmspec"):
+            yield Finding(NOTE, model, message)
     if not rounds:
         yield Finding(BAD, model, "the stock path ran, and nothing was drafted")
     else:

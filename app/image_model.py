@@ -106,22 +106,30 @@ def load(model: str, device: str, dtype: str, **settings: object) -> ImageSubjec
 
     Raises EngineError: there is no such model, or mmspec cannot decode its pictures.
     """
+    place = find_device(device)
+    found = open_model(model, place, find_dtype(dtype, place))
+    return (ModelSubject if isinstance(found, ImageModel) else ImageSubject)(found, **settings)
+
+
+def open_model(model: str, device: torch.device, dtype: torch.dtype, decoded: bool = True) -> Any:
+    """An ImageModel, or a LlamaGenPipeline.
+
+    Args:
+        decoded: refuse models whose pictures transformers cannot decode.
+
+    Raises EngineError: there is no such model.
+    """
     if model.endswith(".py"):
-        return ModelSubject(of_file(Path(model), device, dtype), **settings)
+        return of_file(Path(model), device, dtype)
     load_quietly("transformers", "diffusers")
-    where, place = find_model(model), find_device(device)
     try:
-        if (known := image_models.load(where, place, find_dtype(dtype, place))) is not None:
-            return ModelSubject(known, **settings)
-    except (OSError, ValueError):  # `painter.load` below reports the error, since most users mean a LlamaGen
-        pass
-    try:
-        return painter.load(model, device, dtype, **settings)
-    except EngineError as error:
-        raise EngineError(f"{error}. To measure one whose pictures mmspec cannot decode, {OWN_FILE}") from error
+        found = image_models.load(find_model(model), device, dtype, decoded)
+    except (OSError, ValueError):  # `pipeline` reports the error, since most users mean a LlamaGen
+        found = None
+    return painter.pipeline(model, device, dtype) if found is None else found
 
 
-def of_file(path: Path, device: str, dtype: str) -> ImageModel:
+def of_file(path: Path, device: torch.device, dtype: torch.dtype) -> ImageModel:
     """The model that the file's `load` returns, called by its `draw`.
 
     Raises EngineError: there is no such file, it fails, or it lacks `load` or `draw`.
@@ -129,10 +137,10 @@ def of_file(path: Path, device: str, dtype: str) -> ImageModel:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise EngineError(f"no file {str(path)!r}; {OWN_FILE}")
-    module, place = importlib.util.module_from_spec(spec), find_device(device)
+    module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        target = module.load(place, find_dtype(dtype, place))
+        target = module.load(device, dtype)
         draw = module.draw
     except Exception as error:  # in the user's code
         raise EngineError(f"cannot load {str(path)!r} ({first_line(error)}); {OWN_FILE}") from error

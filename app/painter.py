@@ -92,8 +92,6 @@ class ImageSubject:
         self.settings = {name: value for name, value in settings.items() if value is not None}
         self._loaded: dict[str, Any] = {}  # trained drafters by name
         self._rules: dict[tuple[str, float | None], Rule] = {}  # cached, since codebook neighbours are slow to compute
-        if hasattr(pipe, "set_progress_bar_config"):
-            pipe.set_progress_bar_config(disable=True)
 
     @property
     def model(self) -> Any:
@@ -192,22 +190,29 @@ def load(model: str, device: str, dtype: str, **settings: object) -> ImageSubjec
 
     Raises EngineError: there is no such model, or it is not a LlamaGenPipeline.
     """
+    place = find_device(device)
+    return ImageSubject(pipeline(model, place, find_dtype(dtype, place)), **settings)
+
+
+def pipeline(model: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """The LlamaGenPipeline of that name. EngineError: there is no such model, or it is another one."""
     from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 
     load_quietly("transformers", "diffusers")
-    where, place = find_model(model), find_device(device)
-    kind = find_dtype(dtype, place)
+    where = find_model(model)
     try:
-        pipe = LlamaGenPipeline.from_pretrained(where).to(place)
+        pipe = LlamaGenPipeline.from_pretrained(where).to(device)
     except Exception as error:  # a missing folder, no network, another pipeline, too little memory
         raise EngineError(
             f"cannot load the model {model!r}: {first_line(error).rstrip('.')}. It must be a LlamaGenPipeline; convert "
-            "the authors' files with `mmspec convert llamagen`. For other image models use mmspec.enable in Python"
+            "the authors' files with `mmspec convert llamagen`. For other image models use mmspec.enable in Python; "
+            "`mmspec bench image` and `mmspec train` also take your own Python file"
         ) from error
     for part in (pipe.transformer, pipe.text_encoder):  # the picture decoder keeps its dtype: it is cheap and exact
-        if part is not None and part.dtype != kind:  # transformers loads a text encoder in the dtype of its file
-            part.to(kind)
-    return ImageSubject(pipe, **settings)
+        if part is not None and part.dtype != dtype:  # transformers loads a text encoder in the dtype of its file
+            part.to(dtype)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def unknown_words(prompts: Sequence[str]) -> list[str]:

@@ -87,16 +87,15 @@ def read_prompts(path: Path) -> list[str]:
         raise PromptError(f"cannot read the prompts of {str(path)!r}: {error}") from error
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if path.suffix.lower() == ".json":
-        first: dict[object, str] = {}
         try:
-            for one in json.loads(text)["annotations"]:
-                first.setdefault(one["image_id"], " ".join(one["caption"].split()))
+            captions = json.loads(text)["annotations"]
+            first = {one["image_id"]: " ".join(one["caption"].split()) for one in reversed(captions)}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise PromptError(
                 f"{path} is not a file of COCO captions, whose `annotations` have `image_id` and `caption`; write your "
                 "own prompts in a text file, one per line"
             ) from error
-        lines = list(first.values())
+        lines = [first[image] for image in dict.fromkeys(one["image_id"] for one in captions)]
     if not lines:
         raise PromptError(f"{path} has no prompts; write one per line")
     return lines

@@ -48,16 +48,14 @@ def checkout() -> tuple[str | None, bool | None]:
     root = Path(mmspec.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None, None
-    commit, changes = (_git(root, *words) for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--", *CODE)))
-    return commit, None if changes is None else bool(changes)
-
-
-def _git(root: Path, *words: str) -> str | None:
     try:
-        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=20, check=True)
+        commit, changes = (
+            subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=20, check=True).stdout
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--", *CODE))
+        )
     except (OSError, subprocess.SubprocessError):  # git is missing, or refuses another user's repository
-        return None
-    return done.stdout.strip()
+        return None, None
+    return commit.strip(), bool(changes.strip())
 
 
 def device_name(device: torch.device) -> str:

@@ -208,27 +208,19 @@ def _opened(target: str, pictures: bool, device: torch.device) -> tuple[Any, Any
 
     Raises EngineError: there is no such model, or it cannot be loaded.
     """
-    from mmspec.app.image_model import of_file
-    from mmspec.pipelines.host import image_models
+    from mmspec.app import image_model
     from mmspec.pipelines.host.loading import model_and_processor
-    from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if target.endswith(".py"):
-        return of_file(Path(target), str(device), str(dtype).removeprefix("torch.")), None
+    if pictures:
+        return image_model.open_model(target, device, dtype, decoded=False), None
     where = find_model(target)
     try:
-        load_quietly("transformers", *(["diffusers"] if pictures else []))
-        if not pictures:
-            model, processor = model_and_processor(where, dtype)
-            return model.to(device), processor
-        if (known := image_models.load(where, device, dtype, decoded=False)) is not None:
-            return known, None
-        pipe = LlamaGenPipeline.from_pretrained(where, torch_dtype=dtype).to(device)
+        load_quietly("transformers")
+        model, processor = model_and_processor(where, dtype)
     except (OSError, ValueError) as error:
         raise EngineError(f"cannot load the target {target!r}. {first_line(error)}") from error
-    pipe.set_progress_bar_config(disable=True)
-    return pipe, None
+    return model.to(device), processor
 
 
 def run(args: argparse.Namespace) -> int:

@@ -32,23 +32,20 @@ def draftable(method: str) -> None:
         raise ValueError(f"{method!r} is for models that look at pictures; for one that draws them use {allowed}")
 
 
-def _untrained(method: str, info: TargetInfo, shape: dict[str, Any], **values: object) -> Any:
+def _on_final(method: str, info: TargetInfo, shape: dict[str, Any], **values: object) -> Any:
     """An untrained drafter on the target's final feature, with all norms and no bias."""
     kind = drafter_class(method)
-    usual = {"features": (FINAL,), "input_norm": True, "embed_norm": True, "out_norm": True, "fc_bias": False}
-    fits = {"hidden": info.hidden, "kv_heads": values["heads"], "vocab": info.vocab, "target": info.name}
-    return kind(kind.Config.of({**usual, **fits, **values, **shape}))
+    values = {
+        "features": (FINAL,), "input_norm": True, "embed_norm": True, "out_norm": True, "fc_bias": False,
+        "hidden": info.hidden, "kv_heads": values["heads"], "vocab": info.vocab, "target": info.name, **values,
+    }  # fmt: skip
+    return kind(kind.Config.of({**values, **shape}))
 
 
 def build(method: str, model: GenerativeModel, intermediate: int | None, **shape: object) -> Any:
-    """An untrained drafter in the shape of the target's own decoder layer, with all norms.
+    """An untrained drafter in the shape of the target's own decoder layer; `mtp` is its own head, or a new one.
 
-    Args:
-        method: any but `heads`; those in BLOCKS have five layers and read features of five of the target's layers;
-            `mtp` is the target's own head, or a new one of its classes.
-        shape: other values of the method's config.
-
-    Raises ValueError: a value that the method's config does not have or does not allow; or a shape for `mtp`.
+    `shape` has other values of the method's config; ValueError if it does not have or does not allow one of them.
     """
     if method == "mtp":
         from mmspec.pipelines.drafters.mtp import MtpDrafter
@@ -61,14 +58,11 @@ def build(method: str, model: GenerativeModel, intermediate: int | None, **shape
     info = families.of(model).describe(model)
     if method in BLOCKS:
         return _block(method, model, info, intermediate, **shape)
-    return _untrained(method, info, shape, **layer_of(model, info.hidden, intermediate))
+    return _on_final(method, info, shape, **layer_of(model, info.hidden, intermediate))
 
 
 def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape: object) -> Any:
-    """An untrained drafter in the shape of the image model's own layer; for a LlamaGen, with 2-D positions.
-
-    Raises ValueError: a method for models that look at pictures; or `heads` for a model other than LlamaGen.
-    """
+    """An untrained drafter in the shape of the image model's own layer; for a LlamaGen, with 2-D positions."""
     from mmspec.pipelines.families import table as families
     from mmspec.pipelines.host.image_models import ImageModel
 
@@ -77,13 +71,13 @@ def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape
         if method == "heads":
             raise ValueError("'heads' draft for LlamaGen alone; for another model that draws use 'eagle'")
         model, info = _what_draws(pipe)
-        return _untrained(method, info, shape, **layer_of(model, info.hidden, intermediate))
+        return _on_final(method, info, shape, **layer_of(model, info.hidden, intermediate))
     c, about = pipe.transformer.config, families.of(pipe).describe(pipe)
     if method == "heads":
         streams = 2 if pipe._settings({}, "latent", 1)["guidance_scale"] > 1 else 1
         values = {"hidden": c.dim, "intermediate": intermediate or 192, "vocab": c.vocab, "grid": c.grid}
         return HeadsDrafter(HeadsConfig.of({**values, "streams": streams, "target": about.name, **shape}))
-    return _untrained(
+    return _on_final(
         method, about, shape, heads=c.heads, rope="2d", grid=c.grid, rope_theta=c.rope_base,
         norm_eps=c.norm_eps, intermediate=intermediate or pipe.transformer.layers[0].feed_forward.w2.in_features,
     )  # fmt: skip
@@ -100,11 +94,7 @@ def _what_draws(painter: Any) -> tuple[Any, TargetInfo]:
 
 
 def check_drawing(drafter: Any, painter: Any, recipe: Recipe, settings: Options) -> None:
-    """Check drafter, recipe and settings against the image model, before anything is drawn.
-
-    Raises ValueError: the drafter does not fit; a draft vocabulary for a model whose head has only picture codes; or a
-    setting that the model's calls do not take.
-    """
+    """ValueError, before anything is drawn, for a drafter, recipe or setting that does not fit the image model."""
     from mmspec.pipelines.host.image_models import SIZE, ImageModel
 
     info = _what_draws(painter)[1]
@@ -139,8 +129,7 @@ def layers_read(layers: int, count: int) -> tuple[int, ...]:
 def mask_token(model: GenerativeModel) -> int:
     """The mask token: the padding token, or the placeholder of pictures, neither of which occurs in text.
 
-    The embedding of a padding token is often zero. Norms keep zeros, so the queries would be zero and all positions of
-    a block the same; such a token is not used.
+    A padding token whose embedding is zero is not used: all positions of a block would be the same.
     """
     from mmspec.pipelines.host.vision import placeholders
 
@@ -149,18 +138,12 @@ def mask_token(model: GenerativeModel) -> int:
     return next(i for i in known if i == known[-1] or (i < len(table) and bool(table[i].any())))
 
 
-def _block(
-    method: str, model: GenerativeModel, info: TargetInfo, intermediate: int | None, **shape: Any
-) -> BlockDrafter:
+def _block(method: str, model: GenerativeModel, info: TargetInfo, intermediate: int | None, **shape: Any) -> Any:
     """An untrained block drafter; by default it has five layers and reads features of five of the target's layers.
-
-    Args:
-        shape: other values of the drafter's config.
 
     Raises ValueError: a value that its config does not have or does not allow; or a mask without an embedding.
     """
-    c = model.get_decoder().config
-    layers = shape.get("layers", 5)
+    c, layers = model.get_decoder().config, shape.get("layers", 5)
     usual = {
         "hidden": info.hidden, "vocab": info.vocab, "target": info.name, **layer_of(model, info.hidden, intermediate),
         "kv_heads": getattr(c, "num_key_value_heads", None) or c.num_attention_heads, "layers": layers,
@@ -177,10 +160,7 @@ def _block(
 
 
 def check_block(drafter: BlockDrafter, recipe: Recipe) -> None:
-    """Check a block drafter against a recipe.
-
-    Raises ValueError: a part that cannot be trained here, or more steps than a block drafts.
-    """
+    """ValueError for a part that cannot be trained here, or more steps than a block drafts."""
     c = drafter.config
     if c.selector_rank or c.markov == "rnn":
         raise ValueError("a selector, or a recurrent Markov head, cannot be trained here; leave them out")

@@ -132,14 +132,13 @@ def measure_rows(
     comparison.warm_up(prompts[: rows + 2], [BASE], engine.model.device)  # more than one batch, so that rows are reused
     runs = comparison.measure([prompts] * turns)
     return [
-        {"suite": "caption", "method": m.name, "rows": rows, "captions": len(prompts)}
-        | figures(m.name, runs, rows)
+        {"suite": "caption", "method": m.name, "rows": rows, "captions": len(prompts), **figures(m.name, runs)}
         | {"peak_mb": comparison.peaks.get(m.name), "note": comparison.notes.get(m.name, "")}
         for m in chosen
     ]
 
 
-def figures(name: str, runs: dict[str, list[CaptionRun]], rows: int) -> dict[str, Any]:
+def figures(name: str, runs: dict[str, list[CaptionRun]]) -> dict[str, Any]:
     """The figures of one method from its timed runs; None for those that do not apply."""
     own, twin = runs.get(name, []), runs.get(name.replace(CONTINUOUS, BASE, 1), [])
     total = report.total(own)
@@ -148,24 +147,15 @@ def figures(name: str, runs: dict[str, list[CaptionRun]], rows: int) -> dict[str
     same = [a == b for run, base in zip(own, runs[BASE], strict=False)
             for a, b in zip(run.answers, base.answers, strict=True)]  # fmt: skip
     stock = name == BASE
-    rounds = total.row_rounds / total.rounds if total.rounds else None
     return {
         "stock_path": stock,
         **report.spread("speedup_e2e", over(runs[BASE], own)),
         **report.spread("gain", over(twin, own)),
         **report.spread("captions_per_s", [len(run.answers) / run.seconds for run in own]),
         **report.spread("tokens_per_s", [run.tokens / run.seconds for run in own]),
-        "rows_per_round": _useful(lengths, rows) if stock else rounds,
         "tokens_per_target_call": 1.0 if stock else total.tokens_per_target_call if own else None,
         "prefill_share": total.seconds.get("prefill", 0.0) / spent if spent else None,
         "identical_rate": statistics.fmean(same) if same else None,
         "length": (min(lengths), statistics.fmean(lengths), max(lengths)) if lengths else None,
         "n": len(own),
     }
-
-
-def _useful(lengths: list[int], rows: int) -> float | None:
-    """Mean number of unfinished rows per step of the static batches, after the prefill."""
-    batches = [lengths[first : first + rows] for first in range(0, len(lengths), rows)]
-    steps = sum(max(batch) - 1 for batch in batches)
-    return sum(length - 1 for length in lengths) / steps if steps else None

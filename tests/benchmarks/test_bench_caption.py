@@ -37,16 +37,11 @@ def test_every_method_is_measured_on_the_same_captions(measured: tuple[dict, str
     assert [(r["rows"], r["method"]) for r in found["records"]] == [(rows, name) for rows in (1, 2) for name in names]
     for record in found["records"]:
         assert record["identical_rate"] == 1.0 and record["n"] == 2 and record["captions"] == 5
-        assert record["captions_per_s"] > 0 and 0 < record["rows_per_round"] <= record["rows"]
+        assert record["captions_per_s"] > 0
         assert record["stock_path"] is (record["method"] == "static")
     assert all(r["gain"] == 1 for r in found["records"] if r["method"].startswith("static"))
     assert found["provenance"]["argv"] and found["provenance"]["device"]
     assert "## 5 captions, 2 rows at once" in page and "| continuous + ngram |" in page
-
-
-@pytest.mark.parametrize(("lengths", "rows", "useful"), [([5, 5, 5], 1, 1.0), ([3, 5, 9], 2, 14 / 12), ([1], 4, None)])
-def test_rows_of_a_static_batch_that_are_of_use(lengths: list[int], rows: int, useful: float | None) -> None:
-    assert caption._useful(lengths, rows) == useful
 
 
 def test_the_default_prompts_ask_for_long_and_short_answers() -> None:

@@ -115,7 +115,7 @@ def test_what_cannot_draw_is_said(tmp_path: Path, folders: dict[str, Path]) -> N
     with pytest.raises(EngineError, match=r"cannot load .*half\.py"):
         image_model.load(str(tmp_path / "half.py"), "cpu", "float32")
     T.BertConfig().save_pretrained(tmp_path / "bert")
-    with pytest.raises(EngineError, match=r"It must be a LlamaGenPipeline.*name a Python file"):
+    with pytest.raises(EngineError, match=r"It must be a LlamaGenPipeline.*your own Python file"):
         image_model.load(str(tmp_path / "bert"), "cpu", "float32")
     subject = image_model.ModelSubject(
         ImageModel(copy.deepcopy(tiny_image_models.model("janus")), lambda prompts, **how: [])

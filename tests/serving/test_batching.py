@@ -7,7 +7,6 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ import mmspec
 from mmspec import zoo
 from mmspec.app import engine as engines
 from mmspec.app.engine import Engine
+from mmspec.app.prompt import PromptChoice as Asked
 from mmspec.drafters import lookup
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.families import decoder_only
@@ -523,14 +523,6 @@ def test_static_batches_are_halved_when_memory_runs_out(monkeypatch: pytest.Monk
 
 
 # -- the engine ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Asked:
-    text: str
-    system: str = ""
-    start: str = ""
-    further: tuple[str, ...] = ()
 
 
 def picture(seed: int, size: tuple[int, int] = (30, 40)) -> Image.Image:
