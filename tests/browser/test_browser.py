@@ -208,6 +208,8 @@ def test_a_picture_is_drawn_twice_and_its_grid_fills(visitor: shoot.Visitor) -> 
     visitor.wait_idle()
     plain, fast = (f"#mm-image-race [aria-label='{title}'] " for title in ("Plain", "mmspec"))
     assert visitor.count(plain + ".mm-cells i") == 64 and visitor.count(plain + ".mm-call") == 0
+    box = visitor.page.locator(fast + ".mm-canvas").bounding_box()
+    assert box["width"] == pytest.approx(box["height"], abs=2)
     assert 0 < visitor.count(fast + ".mm-call") < 64 == visitor.count(fast + ".mm-cells i")
     pictures = [visitor.page.locator(f"{which} img").get_attribute("src") for which in (plain, fast)]
     assert pictures[0] == pictures[1] and str(pictures[0]).startswith("data:image/png")
