@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 from torch import Tensor
 
 from mmspec.compile.version import unchanging
@@ -24,6 +26,7 @@ from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.generate import generate, obstacle, or_stock, watched
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.patching.obstacles import BEAMS, Obstacle
+from mmspec.pipelines.target import captured_tower
 from mmspec.pipelines.target.vlm import VlmTarget
 from mmspec.protocols import TargetInfo
 from mmspec.rules import Rule, only
@@ -57,7 +60,12 @@ def _leave(model: GenerativeModel, beams: bool) -> None:
         patch.family.decline(patch, Obstacle(BEAMS if beams else why))
 
 
-class DecoderOnlyPatch(loops(_run, _leave, _keeps)):  # type: ignore[misc]
+def _encoding(model: GenerativeModel) -> AbstractContextManager[object]:
+    patch = Patch.of(model)
+    return nullcontext() if patch is None or not patch.config.compile else captured_tower.encoding(model)
+
+
+class DecoderOnlyPatch(loops(_run, _leave, _keeps, _encoding)):  # type: ignore[misc]
     """Mixin for an enabled model.
 
     Another thread may swap the class at any time. So stock methods are called through `stock(self)`, a call reads its

@@ -43,6 +43,7 @@ class ForwardContext:
 
     read: Read | None = None  # is filled by modules with the mixin `Tap`
     decode: Decode | None = None  # is called instead of the decoder
+    encode: Decode | None = None  # is called instead of the vision tower, see tower.py
     draft: Any = None  # the draft tree for layers with a recurrent state, a `recurrent.Reading`
     paths: Any = None  # the draft tree as a row for each node, a `by_path.Paths`
     attention: str | None = None  # the implementation for attention modules, instead of the one in their config

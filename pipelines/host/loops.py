@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -21,8 +22,9 @@ like_generate = functools.wraps(GenerationMixin.generate)
 
 
 def loops(
-    run: Callable[[Any, Call], tuple[object, ...]], leave: Callable[[Any, bool], None], keeps: Callable[[Any], bool]
-) -> type:
+    run: Callable[[Any, Call], tuple[object, ...]], leave: Callable[[Any, bool], None], keeps: Callable[[Any], bool],
+    encoding: Callable[[Any], AbstractContextManager[object]],
+) -> type:  # fmt: skip
     """A mixin for enabled models; `generate` calls one of its methods in every mode that transformers has.
 
     Another thread may swap a model's class at any time, so the arguments are functions of the model, and stock's
@@ -32,6 +34,7 @@ def loops(
         run: runs a call, and returns its result in a tuple; (): stock has to run it.
         leave: declines a call, with beams (True) or stock's assisted generation (False), which stock's loop then runs.
         keeps: whether a model has a prefix cache, so that images are encoded in the prefill, and only if needed.
+        encoding: a context in which stock encodes a model's images.
     """
 
     class Loops:
@@ -44,7 +47,8 @@ def loops(
                 one = max(config.num_beams or 1, config.num_return_sequences or 1) == 1
                 if one and arguments["model_input_name"] != "inputs_embeds" and config.prefill_chunk_size is None:
                     return arguments["model_kwargs"]
-            return prepare(self, *args, **kwargs)
+            with encoding(self):
+                return prepare(self, *args, **kwargs)
 
         def _sample(
             self, input_ids: Tensor, logits_processor: LogitsProcessorList, stopping_criteria: StoppingCriteriaList,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,7 +30,7 @@ from mmspec.pipelines.target import masks
 from mmspec.pipelines.target.captures import Forward, require_capturable
 from mmspec.types import FINAL
 
-MOST = 4  # the maximum number of prompt shapes that are captured for one model
+MOST = 4  # the maximum number of shapes that are captured for one module
 UNROLLED = 1024  # the maximum length for recurrent layers, whose loop over chunks of the prompt is unrolled
 AGAIN, OFTEN = 2, 4  # a shape is captured once seen so often in a row, or in all; chats seldom repeat a shape
 _MASK = "attention_mask"
@@ -44,17 +44,27 @@ class _Output:
     recurrent: RecurrentLayers  # the layers with a recurrent state; their tensors are empty
 
 
+T = TypeVar("T")
+
+
 @dataclass
-class _Shapes:
-    """The prompt shapes that one model has read."""
+class Shapes(Generic[T]):
+    """The shapes that one module has read."""
 
     seen: Counter[Hashable] = field(default_factory=Counter)
     last: Hashable = None  # the most recent shape
     row: int = 0  # how often in a row it was seen
-    tried: dict[Hashable, _Output] = field(default_factory=dict)
+    tried: dict[Hashable, T] = field(default_factory=dict)  # shape → what a capture of it gives
+
+    def due(self, key: Hashable) -> bool:
+        """Count a shape; whether it comes so often that it should be captured."""
+        self.seen[key] += 1
+        self.last, self.row = key, self.row + 1 if key == self.last else 1
+        often = self.row >= AGAIN or self.seen[key] >= OFTEN
+        return often and (key in self.tried or len(self.tried) < MOST)
 
 
-_OF: WeakKeyDictionary[Forward, _Shapes] = WeakKeyDictionary()
+_OF: WeakKeyDictionary[Forward, Shapes[_Output]] = WeakKeyDictionary()
 
 
 def reader(target: Any, slots: RaggedCache, valid: Tensor) -> Decode | None:
@@ -86,13 +96,10 @@ def _read(target: Any, slots: RaggedCache, run: Callable[..., Any], *args: objec
         return run(*args, **kwargs)
     shapes = tuple((t.shape, t.dtype, t.device) for t in tensors)
     key = ("prompt", type(target), target.features, str(spec), constants, shapes)
-    cached, history = target.captured, _OF.setdefault(target.captured, _Shapes())
+    cached, history = target.captured, _OF.setdefault(target.captured, Shapes())
     if (captured := cached.existing(key)) is not None:
         return _replayed(target, slots, history.tried[key], captured, tensors)
-    history.seen[key] += 1
-    history.last, history.row = key, history.row + 1 if key == history.last else 1
-    full = key not in history.tried and len(history.tried) == MOST
-    if (history.row < AGAIN and history.seen[key] < OFTEN) or full or cached.failed(key):
+    if not history.due(key) or cached.failed(key):
         return run(**kwargs)
     before = version(target.model, kept=True)
     out = run(**kwargs)
