@@ -25,7 +25,7 @@ from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.tower import TowerTap, tower
 from mmspec.pipelines.target.captured_prompt import Shapes
 
-_FEW = 64  # the most integers that the forward may depend on, such as the grids of pictures; they are part of the shape
+_FEW = 2**16  # the most integers in an argument, such as the grids of pictures; their values are part of the shape
 
 
 @dataclass
@@ -74,8 +74,8 @@ def _read(mine: _Tower, captures: CaptureCache, run: Decode, *args: object, **kw
     fixed = [leaf for leaf in leaves if not _real(leaf)]
     if not tensors or not all(map(_known, fixed)):
         return run(*args, **kwargs)
-    values = [(leaf.tolist(), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in fixed]
-    key = ("tower", str(spec), str(values), *((t.shape, t.dtype, t.device) for t in tensors))
+    values = tuple(leaf.cpu().numpy().tobytes() if isinstance(leaf, Tensor) else leaf for leaf in fixed)
+    key = ("tower", str(spec), values, *((t.shape, t.dtype, t.device) for t in leaves if isinstance(t, Tensor)))
     if (captured := captures.existing(key)) is not None:
         return mine.shapes.tried[key].of(captured(_attend, *tensors))
     out = run(*args, **kwargs)
@@ -121,22 +121,20 @@ def _tensors(output: object) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
 
 
-def _attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return sdpa(q, k, v, None, scale)
+def _attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+    return sdpa(q, k, v, seen, scale)
 
 
 class _Cut(TorchFunctionMode):
-    """Cuts a trace at attentions without a mask, so that layers of the same code share one piece."""
+    """Cuts a trace at attentions, so that layers of the same code share one piece."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         special = any(kwargs.get(name) for name in ("is_causal", "dropout_p", "enable_gqa"))
         if func is not F.scaled_dot_product_attention or len(args) != 3 or special or args[0].dim() != 4:
             return func(*args, **kwargs)
-        if kwargs.get("attn_mask") is not None or args[0].shape[:2] != args[1].shape[:2]:
-            return func(*args, **kwargs)
-        scale = kwargs.get("scale")
-        return cut(0, args[0].shape[-1] ** -0.5 if scale is None else scale, *args)
+        scale, seen = kwargs.get("scale"), kwargs.get("attn_mask")
+        return cut(0, args[0].shape[-1] ** -0.5 if scale is None else scale, *args, seen)
 
 
 class _Integers(TorchFunctionMode):
