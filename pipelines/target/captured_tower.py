@@ -133,8 +133,9 @@ class _Cut(TorchFunctionMode):
         special = any(kwargs.get(name) for name in ("is_causal", "dropout_p", "enable_gqa"))
         if func is not F.scaled_dot_product_attention or len(args) != 3 or special or args[0].dim() != 4:
             return func(*args, **kwargs)
-        scale, seen = kwargs.get("scale"), kwargs.get("attn_mask")
-        return cut(0, args[0].shape[-1] ** -0.5 if scale is None else scale, *args, seen)
+        q, k, v = args
+        scale = kwargs.get("scale")
+        return cut(0, q.shape[-1] ** -0.5 if scale is None else scale, q, k, v, kwargs.get("attn_mask"))
 
 
 class _Integers(TorchFunctionMode):
