@@ -1,1 +1,1 @@
-"""The workshop: maintainers' suites, the training of the embedded models, and results; in no wheel."""
+"""For maintainers: benchmark suites, the training of the embedded models, and results; not part of the wheel."""

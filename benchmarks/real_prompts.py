@@ -1,4 +1,4 @@
-"""The prompts of `real.py`: chats, and texts whose answers repeat what the prompt has."""
+"""Prompts for `real.py`: chats, and texts whose answers repeat parts of the prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class RealPrompt(NamedTuple):
-    """What is said to the model; `chat`: as a user's turn, or else as the beginning of a text that goes on."""
+    """A prompt; with `chat` it is a user's turn, otherwise the beginning of a text to continue."""
 
     text: str
     chat: bool = True
@@ -89,7 +89,7 @@ def _record(number: int) -> str:
 
 
 def _json(first: int, count: int) -> RealPrompt:
-    """A list of JSON records that goes on."""
+    """A list of JSON records to continue."""
     return RealPrompt("[\n" + ",\n".join(_record(first + i) for i in range(count)) + ",\n", chat=False)
 
 
@@ -108,13 +108,13 @@ def _summary(passage: str) -> RealPrompt:
 
 
 def _tests(count: int) -> RealPrompt:
-    """A file of tests that goes on."""
+    """A file of tests to continue."""
     tests = (f"def test_add_{n}():\n    assert add({n}, {n + 1}) == {2 * n + 1}\n\n\n" for n in range(count))
     return RealPrompt("".join(tests), chat=False)
 
 
 def repeating() -> list[RealPrompt]:
-    """Summaries, corrections, edits of the standard library's functions, JSON and tables that go on."""
+    """Summaries, corrections, edits of functions of the standard library, and JSON and tables to continue."""
     rename = "Add type annotations to this function."
     comment = "Add a comment to this function."
     return [
@@ -138,6 +138,6 @@ def chats() -> list[RealPrompt]:
     return [RealPrompt(text) for text in _QUESTIONS + _MORE_QUESTIONS]
 
 
-# As long as the longest, so that a static cache that was made for it serves all.
+# Padded to the longest one, so that one static cache fits all.
 WARM_UP = RealPrompt(inspect.getsource(textwrap.TextWrapper._handle_long_word), chat=False)
 KINDS: dict[str, Callable[[], list[RealPrompt]]] = {"chats": chats, "repeating": repeating}

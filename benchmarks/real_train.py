@@ -1,10 +1,10 @@
-"""A drafter for SmolLM2-135M-Instruct, `eagle` or `block`, on the model's own answers to questions and texts.
+"""Trains an `eagle` or `block` drafter for SmolLM2-135M-Instruct on the model's own answers.
 
-    python benchmarks/real_train.py --out runs/smollm2-eagle          # the same command again goes on where it stopped
+    python benchmarks/real_train.py --out runs/smollm2-eagle          # the same command resumes
     python benchmarks/real_train.py --method block --out runs/smollm2-block --answers runs/smollm2-eagle
     python benchmarks/real_train.py --out /tmp/smoke --set steps=2 held_out=2 max_new_tokens=8 --limit 8
 
-The prompts are those of `real_lessons.py`. What `mmspec train` does with them is in docs/drafters.md.
+The prompts come from `real_lessons.py`; docs/drafters.md describes how `mmspec train` uses them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mmspec.app.train import _values, train  # noqa: E402
 from mmspec.train.recipes import RECIPES  # noqa: E402
 
 SEED = 0
-MASK = "<file_sep>"  # stands for the tokens that a block is to predict; no text holds it
+MASK = "<file_sep>"  # mask token for the positions that a block predicts; it occurs in no text
 SHARED = {"steps": 900, "batch": 12, "bf16": True, "clip": 1.0, "token_weight": 1.0, "muon": True,
     "max_new_tokens": 112, "writing": 48, "held_out": 24, "seed": SEED}  # fmt: skip
 OF = {  # method: its own values of the recipe, and its shape; four rows take the target about the time of one
@@ -45,18 +45,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--method", choices=sorted(OF), default="eagle")
     parser.add_argument(
-        "--answers", type=Path, help="folder of another method's run, whose prompts and answers serve again"
+        "--answers", type=Path, help="folder of another method's run, whose prompts and answers are reused"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="change values of the recipe")
-    parser.add_argument("--limit", type=int, default=1600, help="prompts at most")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="override values of the recipe")
+    parser.add_argument("--limit", type=int, default=1600, help="maximum number of prompts")
     args = parser.parse_args()
     own, shape = OF[args.method]
     recipe = RECIPES[args.method].with_(**SHARED, **own)
     recipe = recipe.with_(**_values("--set", args.set, {f.name: getattr(recipe, f.name) for f in fields(recipe)}))
     args.out.mkdir(parents=True, exist_ok=True)
     data = (args.answers or args.out) / "prompts.jsonl"
-    if not data.exists():  # a run that goes on keeps its own, whatever Python's version
+    if not data.exists():  # a resumed run keeps its prompts, whatever Python's version
         data.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in lessons(SEED)))
     model, tokenizer = loaded()
     if args.method == "block":

@@ -1,11 +1,11 @@
-"""A picture in front of SmolLM2-135M-Instruct: a LLaVA of its decoder and the vision tower of `scenes-video`.
+"""Trains a LLaVA from the decoder of SmolLM2-135M-Instruct and the vision tower of `scenes-video`.
 
-    python benchmarks/real_vision.py --out runs/smollm2-vision      # the same command again goes on where it stopped
+    python benchmarks/real_vision.py --out runs/smollm2-vision      # the same command resumes
     mmspec train --target runs/smollm2-vision/model --data scenes:600 ... --out runs/smollm2-vision/eagle
     mmspec bench vlm --model runs/smollm2-vision/model --drafters runs/smollm2-vision/eagle/drafter
 
-As LLaVA is trained (Liu et al. 2023, arXiv 2304.08485, §4.2), on drawn scenes: first the projector alone, then the
-projector and the decoder; the tower stays as it is. `report.json` says what it cost and what it got right.
+Training follows LLaVA (Liu et al. 2023, arXiv 2304.08485, §4.2), on drawn scenes: first the projector alone, then the
+projector and the decoder; the tower is frozen. `report.json` has the cost and the accuracy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SEED, HELD_OUT = 5, 1  # of all draws, and their second number where nothing lea
 PROJECTOR, STEPS, BATCH = 60, 200, 12  # steps of the projector alone, of all, and pictures in each
 RATES = {"projector": 2e-3, "decoder": 4e-4}
 MIX = Mix(0.12, 1.0, False)
-IMAGE = "<repo_name>"  # a token of SmolLM2 that stands in no text
+IMAGE = "<repo_name>"  # a token of SmolLM2 that occurs in no text
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% for part in message.content %}{% if part.type == 'image' %}" + IMAGE + "{% endif %}{% endfor %}"
@@ -49,7 +49,7 @@ TEMPLATE = (
 
 
 def build() -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
-    """The two parts behind one untrained projector, and a processor."""
+    """The tower and the decoder with an untrained projector between them, and a processor."""
     words, tokenizer = loaded()
     reads, seeing = load(zoo.path("scenes-video"))
     text = words.config
@@ -74,7 +74,7 @@ def build() -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
 
 
 def lesson(rng: np.random.Generator) -> tuple[scenes.Scene, language.Exchange]:
-    """A scene, and something that is asked about it: in two of three cases a caption, in some at length."""
+    """A scene and a question about it: in two of three cases for a caption, sometimes a long one."""
     scene, kind = scenes.draw(rng), rng.random()
     if kind < MIX.long_share:
         return scene, language.long(rng, scene, MIX)
@@ -104,14 +104,14 @@ def loss_of(model: LlavaForConditionalGeneration, processor: LlavaProcessor, rng
 
 
 def rate(step: int) -> float:
-    """Share of the rates: warm-up, then a linear fall to zero, in either stage."""
+    """Factor of the learning rates: warm-up, then linear decay to zero, in each stage."""
     first, after = (0, PROJECTOR) if step < PROJECTOR else (PROJECTOR, STEPS)
     done = (step + 1 - first) / (after - first)
     return min(1.0, done / 0.1) * (1.0 - done + 0.02)
 
 
 def train(model: LlavaForConditionalGeneration, processor: LlavaProcessor, out: Path) -> float:
-    """Both stages, on from what `out` holds; the seconds that they took."""
+    """Run both stages, resuming from `out`; returns their times in seconds."""
     model.model.vision_tower.requires_grad_(False)
     projector = list(model.model.multi_modal_projector.parameters())
     decoder = list(model.model.language_model.parameters())
@@ -142,7 +142,7 @@ def train(model: LlavaForConditionalGeneration, processor: LlavaProcessor, out: 
 
 
 def graded(folder: Path, count: int) -> dict[str, Any]:
-    """The share of right facts in short captions of scenes that no step has drawn, by kind."""
+    """The share of correct facts in short captions of unseen scenes, by kind of fact."""
     processor, model = load(folder)
     shown = [scenes.draw(np.random.default_rng([SEED, HELD_OUT, i])) for i in range(count)]
     texts, tokens = answer(model, processor, [([scene], zoo.PROMPTS["short"]) for scene in shown], batch=12)

@@ -1,9 +1,9 @@
-"""How soon the first token of a second question about a picture comes, at the shape of a published model.
+"""Measures the time to the first token of a second question about a picture, at the shape of a published model.
 
     python benchmarks/second_question.py --out benchmarks/results/second-question
 
-The model has random weights, so that only times and tokens are compared. Its processor would cut a picture into tiles;
-here they are noise. Each method in turn is asked two questions about every picture, and begins with nothing kept.
+The model has random weights, so only times and tokens are compared. Its processor would cut a picture into tiles; here
+the tiles are noise. Each method answers two questions about every picture and starts with an empty prefix cache.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "whole prompts": {},
     "prefix_cache": {"prefix_cache": "2GB"},
 }
-QUESTION = 24  # tokens of one
+QUESTION = 24  # tokens of a tile
 
 
 def asked(shape: Chat, size: str, tiles: int, seed: int, model: Any) -> list[dict[str, Any]]:
-    """Two questions about one picture of so many tiles."""
+    """Two questions about one picture with this many tiles."""
     torch.manual_seed(seed)
     pictures, each = shape.picture(shape.vision[size], shape.side[size], tiles)
     pixels = pictures["pixel_values"].transpose(0, 1)
@@ -49,9 +49,9 @@ def asked(shape: Chat, size: str, tiles: int, seed: int, model: Any) -> list[dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--pictures", type=int, default=12)
-    parser.add_argument("--tiles", type=int, default=5, help="of a picture: SmolVLM's processor makes 5 to 17")
-    parser.add_argument("--toy", action="store_true", help="a tiny shape of the same build")
-    parser.add_argument("--out", type=Path, help="PATH.json and PATH.md are written")
+    parser.add_argument("--tiles", type=int, default=5, help="tiles of a picture; SmolVLM's processor makes 5 to 17")
+    parser.add_argument("--toy", action="store_true", help="a tiny shape of the same architecture")
+    parser.add_argument("--out", type=Path, help="writes PATH.json and PATH.md")
     args = parser.parse_args()
     size, shape = TOY if args.toy else REAL, MODELS[NAME]
     assert isinstance(shape, Chat)
@@ -62,7 +62,7 @@ def main() -> None:
     said: dict[str, list[list[int]]] = {name: [] for name in METHODS}
     handles: dict[str, Any] = {}
     with torch.inference_mode():
-        for picture in range(-1, args.pictures):  # the first one warms up
+        for picture in range(-1, args.pictures):  # the first one is a warm-up
             questions = asked(shape, size, args.tiles, picture + 1, model)
             for name, how in METHODS.items():
                 mmspec.disable(model)

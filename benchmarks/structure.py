@@ -1,4 +1,4 @@
-"""The shape of the source, in numbers: sizes, imports between folders, circles, and the files of one round.
+"""Reports the structure of the source: sizes, imports between folders, import cycles, and the files of one round.
 
 python benchmarks/structure.py              # the tree
 python benchmarks/structure.py --round      # also runs one greedy round of the embedded model, and names its files
@@ -27,13 +27,13 @@ def sources() -> list[Path]:
 
 
 def dotted(path: Path) -> str:
-    """Name under which a file is imported."""
+    """The name under which a file is imported."""
     name = path.relative_to(ROOT).with_suffix("").as_posix().removesuffix("/__init__").replace("/", ".")
     return name if name.split(".")[0] in ("mmspec", "benchmarks") else f"mmspec.{name}"
 
 
 def imported(path: Path, known: set[str]) -> Iterator[tuple[str, bool]]:
-    """Modules of ours that a file imports, and whether it does so when it is loaded."""
+    """mmspec's modules that a file imports, and whether it imports them when it is loaded."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     late = {id(n) for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.Lambda)) for n in ast.walk(f)}
     checked = {id(n) for f in ast.walk(tree) if isinstance(f, ast.If) and "TYPE_CHECKING" in ast.dump(f.test)
@@ -52,7 +52,7 @@ def imported(path: Path, known: set[str]) -> Iterator[tuple[str, bool]]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of nodes that reach each other, two or more."""
+    """Groups of two or more nodes that reach each other (cycles)."""
 
     def reached(node: str) -> set[str]:
         seen: set[str] = set()
@@ -120,7 +120,7 @@ def shape() -> None:
 
 
 def round_files() -> None:
-    """One greedy round of the embedded model with its EAGLE drafter: the files of ours whose functions it calls."""
+    """The files of mmspec whose functions run in a greedy round of the embedded model with its EAGLE drafter."""
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor
 

@@ -1,12 +1,12 @@
-"""Which releases of transformers mmspec works with: tries each in an environment of its own, and writes a page.
+"""Tests mmspec with several releases of transformers, each in its own environment, and writes docs/versions.md.
 
-    python benchmarks/versions.py            # every minor of transformers, the floor with torch's, the newest of all
-    python benchmarks/versions.py 5.24.0     # this one alone, into its line of docs/versions.md
-    python benchmarks/versions.py --quick    # of the tests only those of calls, generate and the contract
+    python benchmarks/versions.py            # every minor release, the oldest allowed, and the newest
+    python benchmarks/versions.py 5.24.0     # only this one; updates its line of docs/versions.md
+    python benchmarks/versions.py --quick    # only the tests of calls, generate and the contract
 
-For each release: the contract's rows on its unpacked wheel, `mmspec doctor`, and the tests. An environment is a copy of
-.venv with another transformers; `floor` has also the oldest torch that pyproject.toml allows, `newest` is .venv-newest,
-as `make test LOCK=` makes it.
+For each release it checks the contract's rows on the unpacked wheel, and runs `mmspec doctor` and the tests. An
+environment is a copy of .venv with another transformers; `floor` also has the oldest torch that pyproject.toml allows,
+and `newest` is .venv-newest, as created by `make test LOCK=`.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def run(*command: str | Path, **more: object) -> tuple[int, str]:
 
 
 def environment(release: str) -> Path:
-    """An interpreter with this release."""
+    """The Python interpreter of an environment with this release."""
     if release == "newest":
         run("make", "LOCK=", ".venv-newest/.mmspec-dev")
         return ROOT / ".venv-newest" / "bin" / "python"
     place = WORK / release
     if not place.exists():
         shutil.copytree(ROOT / ".venv", place, symlinks=True)
-        pip = (place / "bin" / "python", "-m", "pip", "install", "-q")  # torch's own needs change with it
+        pip = (place / "bin" / "python", "-m", "pip", "install", "-q")  # torch's dependencies change with it
         code, said = run(*pip, *(FLOOR if release == "floor" else ("--no-deps", f"transformers=={release}")))
         if code:
             raise SystemExit(said)
@@ -62,7 +62,7 @@ def environment(release: str) -> Path:
 
 
 def tried(release: str, tests: tuple[str, ...]) -> str:
-    """The release's line of the page."""
+    """Test a release; returns its line of the page."""
     python, began = environment(release), time.monotonic()
     code = "import torch, transformers as T, platform as p; print(T.__version__, torch.__version__, p.python_version())"
     name, torch, own = run(python, "-c", code)[1].split()[-3:]

@@ -1,4 +1,4 @@
-"""The maintainers' suites, measured and told of as those of `mmspec bench`: `python -m benchmarks SUITE`."""
+"""The maintainers' benchmark suites, run by `python -m benchmarks SUITE`, with the reports of `mmspec bench`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Trained drafters with one of their parts switched off while they draft; nothing is trained again."""
+"""Ablations: trained drafters with one of their parts switched off while they draft, without training again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ drafters.ASSISTED |= stock_drafters.ASSISTED
 
 @dataclass(frozen=True)
 class Variant:
-    """A switch that is thrown when a trained drafter drafts: other values of its config, or options of `enable`."""
+    """A change to a trained drafter at inference: other values of its config, or options of `enable`."""
 
     name: str
     config: Options = field(default_factory=dict)
@@ -54,17 +54,17 @@ ABLATIONS: dict[str, tuple[Variant, ...]] = {
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ablate", action="store_true", help="each drafter also with one of its parts switched off at "
-        "a time, when it drafts; nothing is trained again")  # fmt: skip
+    parser.add_argument("--ablate", action="store_true", help="also each drafter with one of its parts switched off "
+        "while it drafts, without training again")  # fmt: skip
 
 
 def methods(model: GenerativeModel, args: argparse.Namespace) -> list[Method]:
-    """Those of the vlm suite, with their variants where they are wanted."""
+    """The methods of the vlm suite, with variants if requested."""
     return vlm.methods(model, args, variants if args.ablate else lambda whole: ())
 
 
 def variants(whole: Method) -> Iterator[Method]:
-    """A drafter's method with each of its switches thrown; those that its config does not allow are left out."""
+    """A drafter's method with each of its changes; changes that its config does not allow are left out."""
     for variant in ABLATIONS.get(whole.drafter.method, ()):
         try:
             drafter = altered(whole.drafter, variant.config)
@@ -79,10 +79,10 @@ def variants(whole: Method) -> Iterator[Method]:
 
 
 def altered(drafter: EagleDrafter, changes: Options) -> EagleDrafter:
-    """The same weights under a config with some values changed; what that has no place for is left out.
+    """The same weights under a changed config; weights that it does not use are left out.
 
     Raises:
-        ValueError: values that the config does not allow, or that want weights which the drafter does not have.
+        ValueError: the config does not allow the values, or they need weights that the drafter does not have.
     """
     if not changes:
         return drafter

@@ -1,4 +1,4 @@
-"""Curves of the vlm suite: tokens per call by depth, and speed-up by visual tokens, a line for each method."""
+"""Plots for the vlm suite: tokens per call by depth, and speed-up by visual tokens, one line per method."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Condition = tuple[float, int]  # temperature and batch
 
 
 def draw(records: Sequence[Record], path: Path, title: str) -> None:
-    """Two panels for each temperature and number of rows, of the records that are no variants.
+    """Draw two panels for each temperature and batch size, from the records that are not variants.
 
     Raises:
-        BenchError: no matplotlib, or a path that ends in something else than .png, .svg or .pdf.
+        BenchError: matplotlib is missing, or the path does not end in .png, .svg or .pdf.
     """
     check_plot(path)
     from matplotlib.figure import Figure
@@ -40,7 +40,7 @@ def draw(records: Sequence[Record], path: Path, title: str) -> None:
 
 
 def _by_depth(panel: Any, records: list[Record], colours: dict[str, str]) -> None:
-    """Of the cell with the most visual tokens: τ if no draft were deeper than 1, 2, …; it starts at plain decoding."""
+    """For the cell with the most visual tokens: τ if drafts were limited to depth 1, 2, …; starts at plain decoding."""
     most = max(r["visual_tokens"] for r in records)
     for r in records:
         if r["visual_tokens"] == most and r["tau_by_depth"]:
@@ -53,7 +53,7 @@ def _by_depth(panel: Any, records: list[Record], colours: dict[str, str]) -> Non
 
 
 def _by_visual_tokens(panel: Any, records: list[Record], colours: dict[str, str]) -> None:
-    """Medians with quartiles: of clips where they come in several lengths, else of all that was shown."""
+    """Medians with quartiles: of clips if they have several lengths, otherwise of all media."""
     clips = [r for r in records if r["kind"] == "clip"]
     some = clips if len({r["visual_tokens"] for r in clips}) > 1 else records
     for name in dict.fromkeys(r["method"] for r in some if not r["stock_path"]):

@@ -1,4 +1,4 @@
-"""What the suites of vision-language models show beside single pictures: drawn pairs, and clips."""
+"""Drawn pairs of pictures and drawn clips, the media of the vision-language suites in addition to single pictures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmspec.zoo import scenes
 
 
 def _pair(seeds: list[int], count: int) -> Question:
-    """Two pictures, one of which is to be described."""
+    """Two pictures and a prompt to describe one of them."""
     rng = np.random.default_rng([*seeds, 2])
     pair = (scenes.draw(rng), scenes.draw(rng))
     asked = language.pair_question(rng, pair, Mix())
@@ -27,7 +27,7 @@ def _pair(seeds: list[int], count: int) -> Question:
 
 
 def _clip(seeds: list[int], count: int) -> Question:
-    """A clip to be described; the same seeds give the same one, in however many frames."""
+    """A clip and a prompt to describe it; the clip depends on the seeds, not on the number of frames."""
     rng = np.random.default_rng([*seeds, 3])
     clip = clips.draw(rng)
     return Question(tuple(clips.frames(clip, count)), clips.describe(rng, clip).prompt)
@@ -39,12 +39,12 @@ KINDS: dict[str, Callable[[list[int], int], Question]] = {"pair": _pair, "clip":
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     shown = ("picture", *KINDS)
-    add("--shown", nargs="+", choices=shown, default=["picture"], help="drawn: single pictures, pairs of them, clips")
-    add("--frames", type=count, nargs="+", default=[8], help="of clips, a cell for each number (default: 8)")
+    add("--shown", nargs="+", choices=shown, default=["picture"], help="drawn pictures, pairs of pictures, clips")
+    add("--frames", type=count, nargs="+", default=[8], help="numbers of frames of clips, one cell each (default: 8)")
 
 
 def asked(args: argparse.Namespace, pictures: bool = True, tuning: int = 0) -> Questions:
-    """The questions to measure, by cell; pairs and clips have prompts of their own. For the arguments see
+    """The questions to measure, by cell; pairs and clips have their own prompts. For the arguments see
     `mmspec.app.bench.questions.asked`."""
     if "clip" not in args.shown:
         refuse(args, "only clips have frames (--shown clip)", frames=[8])

@@ -1,4 +1,4 @@
-"""Whether a picture shows what its prompt says: the embedded VLM describes it, and the description is read back."""
+"""Measures whether a picture shows its prompt: the embedded VLM describes it, and the description is parsed."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _BACKGROUND = re.compile(r"\ban? (\w+) background")
 
 
 def on_canvas(picture: Image.Image) -> Image.Image:
-    """The picture as the upper left of a scene, the rest filled with its emptiest quarter.
+    """The picture as the upper left part of a scene; the rest is filled with its emptiest quarter.
 
-    The embedded VLM and its tower know 32 pixels per cell; pictures of another size are brought to two cells a side.
+    The embedded VLM and its tower expect 32 pixels per cell; other pictures are resized to two cells a side.
     """
     small = picture.convert("RGB")
     if small.size != (pictures.SIDE, pictures.SIDE):
@@ -44,12 +44,12 @@ def on_canvas(picture: Image.Image) -> Image.Image:
 
 
 class PictureReader:
-    """The embedded VLM, asked to describe pictures."""
+    """The embedded VLM, which describes pictures."""
 
     def __init__(self, device: str = "cpu") -> None:
         from mmspec.app.engine import load
 
-        drafter = next(iter(embedded.drafters(embedded.MODEL)), "suffix")  # before the zoo has trained one
+        drafter = next(iter(embedded.drafters(embedded.MODEL)), "suffix")  # before `make zoo` has trained it
         self.engine: Any = load(embedded.MODEL, drafter, device, "float32", 96, 0)
 
     def describe(self, shown: Sequence[Image.Image]) -> list[str]:
@@ -62,7 +62,7 @@ class PictureReader:
         return [texts[number] for number in range(len(shown))]
 
     def score(self, shown: Sequence[Image.Image], wanted: Sequence[Picture]) -> Record:
-        """`faithfulness` (share of the prompts' facts that hold), `all_right` (of the pictures), by fact, n."""
+        """`faithfulness` (share of the prompts' facts that hold), `all_right` (of the pictures), shares by fact, n."""
         right, of, whole = Counter[str](), Counter[str](), 0
         for text, picture in zip(self.describe(shown), wanted, strict=True):
             held = facts(text, picture)
@@ -79,7 +79,7 @@ class PictureReader:
 
 
 def facts(text: str, wanted: Picture) -> dict[str, list[bool]]:
-    """Which facts of a picture's prompt a description of it confirms; objects are paired as well as possible."""
+    """Which facts of a prompt a description of its picture confirms; objects are matched as well as possible."""
     said = score.stated_things(text)
     background = _BACKGROUND.search(text)
     pairs = max(_pairings(said, len(wanted.things)), key=lambda pairing: _agreement(pairing, wanted))
@@ -108,7 +108,7 @@ def _agreement(pairing: Sequence[Stated | None], wanted: Picture) -> int:
 
 
 def _stands(first: Stated | None, second: Stated | None, relation: str) -> bool:
-    """Whether the stated places stand so, in the columns and rows of the scene's grid."""
+    """Whether the stated positions hold in the columns and rows of the scene's grid."""
     if first is None or second is None or first.cell is None or second.cell is None:
         return False
     across, down = first.cell % 3 - second.cell % 3, first.cell // 3 - second.cell // 3

@@ -1,7 +1,7 @@
-"""The gpu suite: all that a GPU has to show, in stages that each leave a result file; toys where there is no GPU.
+"""The gpu suite: all GPU tests and benchmarks, in stages with one result file each; toy sizes without a GPU.
 
-Every stage is a process of its own, so that one that crashes, hangs or breaks the device takes no other with it. They
-run what is there: the tests, which take the device that they find, and the other suites.
+Every stage is a separate process, so a crash, a hang or a broken device ends only that stage. The stages run the tests,
+which use the available device, and the other suites.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from mmspec.app.devices import find_device
 from mmspec.app.provenance import provenance
 
 ROOT = Path(mmspec.__file__).resolve().parent.parent
-TAIL = 3000  # characters of what a stage printed last that are kept
+TAIL = 3000  # characters of a stage's last output that are kept
 MINUTES = 12.0
 UNMEASURED = "toys on a CPU: every figure of a GPU is unmeasured"
 
 
 @dataclass(frozen=True)
 class GpuStage:
-    """One thing to show.
+    """One stage of the suite.
 
     Attributes:
-        shows: what, for the table.
-        share: of the minutes.
-        real, toy: what to run, with a GPU and without: words after `python -m`, or a script and its words. FILE stands
-            for the result file; the tests' is made of their report.
-        needs: packages without which there is nothing to show.
+        shows: its description in the table.
+        share: its share of the minutes.
+        real, toy: the command with a GPU and without: arguments of `python -m`, or a script and its arguments. FILE is
+            replaced by the result file; that of the tests is made from their report.
+        needs: packages that the stage requires.
     """
 
     shows: str
@@ -55,7 +55,7 @@ class GpuStage:
 _TESTS = ("pytest", "-p", "no:cacheprovider")
 _DEVICE, _FIRST = "tests/support/on_device.py", "tests/support/on_device_first.py"
 _BENCH = ("benchmarks",)
-_AT_ONCE = ("-n", "4")  # a GPU is shared by several processes, each of which waits for its compiler most of the time
+_AT_ONCE = ("-n", "4")  # several processes share a GPU, because each mostly waits for its compiler
 _GOAL = ("--models", "qwen2.5-vl-7b", "--drafters", "vispec", "--contexts", "1024", "--batch", "1", "--methods",
          "stock compiled", "vispec tree*")  # fmt: skip
 _TOY = ("--sizes", "toy", "--device", "cpu", "--repeats", "1")
@@ -110,11 +110,11 @@ STAGES: dict[str, GpuStage] = {
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--stages", nargs="+", choices=STAGES, default=list(STAGES), metavar="STAGE", help=f"of {', '.join(STAGES)}")
-    add("--out", type=Path, default=Path("benchmarks/results/gpu"), help="where each stage leaves its file "
+    add("--out", type=Path, default=Path("benchmarks/results/gpu"), help="folder of the result files "
         "(%(default)s)")  # fmt: skip
-    add("--minutes", type=float, default=MINUTES, help="for all stages; each gets a share, and what the earlier ones "
-        "left (%(default)s)")  # fmt: skip
-    add("--toy", action="store_true", help="toys also where there is a GPU")
+    add("--minutes", type=float, default=MINUTES, help="for all stages; each gets a share, and time that the "
+        "earlier ones left (%(default)s)")  # fmt: skip
+    add("--toy", action="store_true", help="toy sizes even with a GPU")
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
@@ -139,7 +139,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
 
 
 def staged(name: str, stage: GpuStage, real: bool, out: Path, limit: float) -> report.Record:
-    """What became of one stage, and its result file."""
+    """Run one stage; returns its outcome, and writes its result file."""
     lacking = [package for package in stage.needs if _absent(package)]
     if lacking:
         return _told(f"skipped: {', '.join(lacking)} is not installed")
@@ -184,7 +184,7 @@ def _told(
 
 
 def tested(xml: Path) -> report.Record:
-    """How many tests passed, which failed, and why others were skipped, by pytest's own report."""
+    """How many tests passed, which failed, and why others were skipped, from pytest's report."""
     cases = list(ElementTree.parse(xml).getroot().iter("testcase"))
     failed, skipped = {}, Counter[str]()
     for case in cases:

@@ -1,4 +1,4 @@
-"""The image suite, also with many pictures of each method, and how good they are."""
+"""The image suite: speed, and quality measured on many pictures per method."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from mmspec.types import NO_TOKEN, Draft
 from mmspec.zoo import pictures
 
 GRID = 8  # pictures per method on the sheet
-QUALITY = "image-quality"  # the suite of its records
+QUALITY = "image-quality"  # the `suite` of its records
 UNKNOWN = ("fd_ar", "fd_over_noise", "fd_real", "precision", "recall", "faithfulness", "all_right", "compression",
            "spent", "spent_max")  # fmt: skip
 DEFAULT_QUALITY = ("ar", "jacobi-*-16", "jacobi-pac", "eagle*", "*+*")
-OF_TOKENS: dict[str, object] = {  # flags for models that draw tokens, and what they are if nobody says anything
+OF_TOKENS: dict[str, object] = {  # flags for models that draw token ids, and their defaults
     "enable": [], "prompts": None, "rule": [], "budget": None, "top_k": None, "grid": None,
     "resume": False, "real": None, "quality_methods": None, "noise_runs": 2, "sweep": None, "pictures": None,
     "clip": [], "inception": None, "reference": None,
@@ -49,7 +49,7 @@ OF_TOKENS: dict[str, object] = {  # flags for models that draw tokens, and what 
 
 
 class Hostile(JacobiDrafter):
-    """Drafts windows of guesses that are almost always wrong, for targets whose distribution is a point mass."""
+    """Drafts tokens that are almost always wrong, for targets whose distribution is a point mass."""
 
     def propose(self, session: SessionView, target: Target) -> Draft:
         draft = super().propose(session, target)
@@ -64,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     image.configure(parser)
     images = next(action for action in parser._actions if action.dest == "images")
     images.type, images.help = int, "prompts timed side by side; 0: no timing (%(default)s)"
-    parser.add_argument("--grid", type=Path, metavar="FILE", help="a sheet of pictures, all methods at the same seeds")
+    parser.add_argument("--grid", type=Path, metavar="FILE", help="a sheet of pictures of all methods, same seeds")
     parser.add_argument("--resume", action="store_true", help="continue with the records of an earlier run's --json")
     measures.configure(parser)
     good = parser.add_argument_group("how good the pictures are")
@@ -72,17 +72,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     good.add_argument("--quality-batch", type=count, default=8, metavar="N", help="pictures per call (%(default)s)")
     good.add_argument("--pictures", type=Path, metavar="FOLDER", help="keep the pictures here; a second run resumes")
     good.add_argument("--quality-methods", nargs="+", metavar="PATTERN", help=f"default: {' '.join(DEFAULT_QUALITY)}")
-    good.add_argument("--noise-runs", type=int, default=2, metavar="N", help="ar beside the reference (%(default)s)")
+    good.add_argument("--noise-runs", type=int, default=2, metavar="N", help="further runs of ar (%(default)s)")
     good.add_argument("--backbone", default=quality.EMBEDDED, help="any timm model, or the embedded tower (default)")
     good.add_argument(
         "--sweep", nargs="*", metavar="FAMILY", help="rules at several settings, as curves (default: all)"
     )
-    good.add_argument("--real", type=Path, metavar="FOLDER", help="real pictures for the distance, where the prompts "
-        "are your own")  # fmt: skip
+    good.add_argument("--real", type=Path, metavar="FOLDER", help="real pictures for the distance, for prompts of "
+        "your own")  # fmt: skip
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    """Timings, then the measures of the field, then the quality; all that an earlier run has not measured."""
+    """Measure timings, then standard quality measures, then quality; skips what an earlier run has measured."""
     if draws(args.model):
         refuse(args, "a MAR draws classes by its own drafts, so this bench has no use for that here", **OF_TOKENS)
         yield from mar.measure(args, outcome)
@@ -126,7 +126,7 @@ def draw_sheet(bench: ImageBench, chosen: list[Method], prompts: Sequence[str | 
     group = list(zip(prompts, seeds_of(1, len(prompts), bench.seed), strict=True))
     rows = []
     for method in chosen:
-        if method.arguments:  # plain loops with fixed shapes draw as ar does
+        if method.arguments:  # plain loops with fixed shapes draw the pictures of ar
             continue
         try:
             painting = bench.call(method, group)
@@ -155,7 +155,7 @@ def sheet(rows: Sequence[tuple[str, Sequence[Image.Image]]]) -> Image.Image:
 
 
 def take_up(path: Path | None, outcome: Outcome) -> None:
-    """Add the records of an earlier run to the outcome. BenchError if it had other settings."""
+    """Add the records of an earlier run to the outcome; BenchError if its settings differ."""
     if path is None:
         raise BenchError("--resume continues a file of records; name it with --json")
     if not path.is_file():
@@ -167,7 +167,7 @@ def take_up(path: Path | None, outcome: Outcome) -> None:
             raise BenchError(f"{path} was measured with {name} {was}, this run has {now}; leave --resume out")
     outcome.records += earlier["records"]
     before = earlier["provenance"].pop("earlier", [])
-    outcome.provenance["earlier"] = [*before, earlier["provenance"]]  # the origin of the earlier records
+    outcome.provenance["earlier"] = [*before, earlier["provenance"]]  # the provenance of the earlier records
 
 
 def there(records: list[Record], suite: str, **facts: object) -> bool:
@@ -189,7 +189,7 @@ def methods(painter: ImageSubject, args: argparse.Namespace) -> list[Method]:
 
 
 def judged(bench: ImageBench, args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    """The quality of all methods that an earlier run has not judged."""
+    """Measure the quality of all methods that an earlier run has not measured."""
     known = {"n": args.quality_images, "backbone": args.backbone}
     left = [
         m for m in to_judge(bench.painter, args)
@@ -201,7 +201,7 @@ def judged(bench: ImageBench, args: argparse.Namespace, outcome: Outcome) -> Ite
 
 
 def to_judge(painter: ImageSubject, args: argparse.Namespace) -> list[Method]:
-    """What is judged, the points of the curves included."""
+    """The methods whose quality is measured, those on the curves included."""
     known = methods(painter, args)
     eagles = any(m.name.startswith("eagle") for m in known)
     wanted = args.quality_methods or args.methods or [p for p in DEFAULT_QUALITY if eagles or p != "eagle*"]
@@ -210,10 +210,10 @@ def to_judge(painter: ImageSubject, args: argparse.Namespace) -> list[Method]:
 
 
 def swept(codes: int, budget: float | None, families: Sequence[str] = ()) -> list[Method]:
-    """The points of the curves of these families (none named: of all), on the Jacobi drafter.
+    """The points of the curves of these families of rules (default: all), with the Jacobi drafter.
 
     Raises:
-        BenchError: a family that there is not.
+        BenchError: an unknown family.
     """
     curves = sweeps(codes)
     unknown = [family for family in families if family not in curves]
@@ -229,7 +229,7 @@ def swept(codes: int, budget: float | None, families: Sequence[str] = ()) -> lis
 
 
 def ask(painter: ImageSubject, args: argparse.Namespace) -> ImagePrompts:
-    """As many prompts as are judged, with the scenes that they describe and their real pictures, or the user's."""
+    """The prompts for the quality measures, with their scenes and real pictures, or those of the user."""
     prompts = image.prompts(painter, args, args.quality_images)
     if args.prompts is None and not painter.classes:
         refuse(args, "held-out scenes have real pictures of their own; --real is for your own --prompts", real=None)
@@ -239,7 +239,7 @@ def ask(painter: ImageSubject, args: argparse.Namespace) -> ImagePrompts:
 
 
 def judge_all(bench: ImageBench, left: list[Method], asked: ImagePrompts, args: argparse.Namespace) -> Iterator[Record]:
-    """The quality of each method, of run 1's seeds; one that fails says why."""
+    """The quality of each method with the seeds of run 1; a method that fails gets a note."""
     count = len(asked.prompts)
     if count <= quality.NEIGHBOURS:
         raise BenchError(f"--quality-images must be more than {quality.NEIGHBOURS}; got {count}")
@@ -281,7 +281,7 @@ def judge_all(bench: ImageBench, left: list[Method], asked: ImagePrompts, args: 
 
 
 def curves(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Quality records by the curve that they belong to; the single methods, lossless and bent, make one each."""
+    """Quality records by curve; lossless methods form one curve, single relaxed methods another."""
     lines: dict[str, list[Record]] = {}
     for record in records:
         if record["suite"] == QUALITY and record["fd_ar"] is not None:
@@ -291,7 +291,7 @@ def curves(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def draw_curves(panel: Any, records: Sequence[Record]) -> None:
-    """Fréchet distance over tokens per forward, a line for each swept rule; the band is the noise of ar itself."""
+    """Plot Fréchet distance over tokens per forward, one line per swept rule; the band is the noise of ar."""
     for name, some in curves(records).items():
         style = "o-" if some[0]["family"] else "^" if name == "distribution kept" else "x"
         panel.plot([r["compression"] for r in some], [r["fd_ar"] for r in some], style, label=name, markersize=4)

@@ -9,9 +9,9 @@ from mmspec.app.compare import Method
 from mmspec.app.painter import published_k
 
 COUPLINGS = ("none", "maximal", "gumbel")
-# The shapes of a feature drafter: its own tree; and, with sampled nodes, LANTERN++'s tree and a chain.
+# Shapes of a feature drafter: its own tree and, with sampled nodes, LANTERN++'s tree and a chain.
 SHAPES = {"": {}, "-static": {"tree": "naive_extend_57", "draws": True}, "-chain": {"tree": "chain", "draws": True}}
-Named = Sequence[tuple[str, object]]  # trained drafters with their names
+Named = Sequence[tuple[str, object]]  # trained drafters by name
 EXACT: dict[str, object] = {"reproducible": True}
 COMPILED, AUTO = {"compile": True}, {"auto": True}
 
@@ -55,7 +55,7 @@ def _feature(drafters: Named) -> list[Method]:
 
 
 def published(codes: int) -> dict[str, str]:
-    """Rules with the settings of their papers or released code; LANTERN's k is scaled with the codebook."""
+    """Rules with the settings of their papers or released code; LANTERN's k scales with the codebook."""
     return {
         "lantern-published": f"lantern(k={published_k(codes)}, delta=0.1)",
         "lantern++-published": f"lantern(k={min(10, codes - 1)}, lam=5.0)",
@@ -77,8 +77,8 @@ def ours(codes: int) -> dict[str, str]:
 
 
 def relaxed(codes: int, drafters: Named, own: Sequence[str], budget: float | None) -> Iterator[Method]:
-    """Every rule with the Jacobi drafter and each feature drafter; `own` are further rules, by their specification.
-    These and GSD also with windows that are redrawn in each round, as in GSD's paper."""
+    """Every rule with the Jacobi drafter and each feature drafter; `own` has specifications of further rules.
+    These and GSD are also measured with windows that are redrawn in each round, as in GSD's paper."""
     rules = {**published(codes), **ours(codes), **{spec: spec for spec in own}}
     for base in (Method("jacobi", "jacobi", BASE), *_feature(drafters)):
         yield from (with_rule(f"{base.name}+{name}", base, spec, budget) for name, spec in rules.items())

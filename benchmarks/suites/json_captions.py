@@ -1,4 +1,4 @@
-"""The json suite: captions that a JSON schema rules, by stock `generate`, and by forced tokens and drafters."""
+"""The json suite: captions constrained by a JSON schema, with stock `generate` and with mmspec."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
 def record(
     cell: str, name: str, made: list[TimedCall], stock: list[TimedCall], texts: list[str], schema: Json
 ) -> report.Record:
-    """Of one method: how many captions are of the schema, and its time against stock's on the same pictures."""
+    """The record of a method: the share of valid captions, and its time relative to stock on the same pictures."""
     return {
         "suite": "json", "cell": cell, "method": name, "n": len(made), "note": "",
         "valid_rate": statistics.fmean(valid(text, schema) for text in texts),

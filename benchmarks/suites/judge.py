@@ -1,4 +1,4 @@
-"""Judges methods by many pictures of each: against plain drawing, against real pictures, and against the prompts."""
+"""Measures the quality of methods on many pictures, against plain decoding, real pictures and the prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmspec.zoo.pictures import Picture
 
 @dataclass(frozen=True)
 class ImagePrompts:
-    """What is to be drawn: prompts or classes, and where they are known, the scenes that they describe."""
+    """Prompts or classes, with the scenes that they describe if known."""
 
     prompts: Sequence[str | int]
     scenes: Sequence[Picture] = ()
@@ -28,11 +28,11 @@ class ImagePrompts:
 
 
 class Judge:
-    """Looks at the same prompts drawn by each method: run 0 of plain drawing is the reference, the others are noise.
+    """Compares methods on the same prompts: run 0 of plain decoding is the reference, its other runs give the noise.
 
     Attributes:
-        runs: what plain drawing gave, by the number of the run.
-        noise: the distances between these.
+        runs: the results of plain decoding, by the number of the run.
+        noise: the distances between these runs.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Judge:
         self.noise = [quality.frechet(a, b) for a, b in combinations(seen, 2)]
 
     def look(self, images: Sequence[Image.Image]) -> tuple[Tensor, float, float | None, Record]:
-        """Their features, the distance to the reference and to real pictures, and what a reader finds in them."""
+        """The features of pictures, their distances to the reference and to real pictures, and the reader's scores."""
         seen = self.features(images)
         real = None if self.real is None else quality.frechet(self.real, seen)
         read = self.reader.score(images, self.asked.scenes) if self.reader is not None else {}

@@ -1,4 +1,4 @@
-"""The kernels suite: each kernel beside its definition and torch's own, as a share of the device's copy bandwidth."""
+"""The kernels suite: times kernels, their reference definitions and torch's own, relative to the copy bandwidth."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mmspec.kernels import reference
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COPIED = 2**30  # bytes of the copy that measures the bandwidth
 NO_GPU = "unmeasured: needs a GPU"
-Judged = tuple[list[float], report.Record]  # seconds of each timed call; `checks`, the acceptance, and a `note`
+Judged = tuple[list[float], report.Record]  # seconds of each timed call; `checks`: is the result right; a `note`
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--sizes", choices=("toy", "real"), help="default: real on a GPU, toy elsewhere")
     add("--set", nargs="+", default=[], metavar="NAME=N", help="other sizes, such as B=16 T=16444 N=32")
     add("--repeats", type=count, default=20, help="timed calls (default: %(default)s)")
-    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile of the definitions; default: on a GPU")
+    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile of the definitions (default: on a GPU)")
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
@@ -62,12 +62,12 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
 def competed(
     name: str, sizes: cases.Sizes, device: torch.device, dtype: torch.dtype, compiled: bool, repeats: int
 ) -> tuple[dict[str, Judged], int | None]:
-    """What became of each contender, and the bytes that the operation has to move."""
+    """The outcome of each contender, and the least number of bytes that the operation moves."""
     torch.manual_seed(0)
     try:
         given = cases.CASES[name].make(sizes, device, dtype)
         wanted = cases.apply(name, getattr(reference, name), given)
-    except Exception as error:  # most likely the memory; the other kernels go on
+    except Exception as error:  # most likely out of memory; the other kernels are still measured
         unknown = {"checks": "not run", "note": "not run: the definition gave nothing to check it by"}
         return {"triton": ([], unknown), "definition": ([], {"checks": "failed", "note": failure(error)})}, None
     judgements = {}
@@ -87,7 +87,7 @@ def _sizes(pairs: list[str]) -> dict[str, int]:
 
 
 def best(judgements: dict[str, Judged]) -> Judged:
-    """The fastest of a contender's ways, and what became of the others; any of them where none could be timed."""
+    """The fastest variant of a contender, with notes about the others; any variant if none could be timed."""
 
     def middle(way: str) -> float:
         times, _ = judgements[way]
@@ -112,7 +112,7 @@ def judged(
     device: torch.device,
     repeats: int,
 ) -> Judged:
-    """One way: nothing is timed whose result is not the definition's, and nothing that goes wrong ends the run."""
+    """Check and time one variant: a wrong result is not timed, and an error does not end the run."""
     acceptance = "failed"
     try:
         if contender == "triton" and not _runnable(device):
@@ -125,12 +125,12 @@ def judged(
             return [], {"checks": "passed in the interpreter", "note": NO_GPU}
         acceptance = "passed"
         return timed(run, device, repeats), {"checks": acceptance}
-    except Exception as error:  # a compiler, a launch or the memory may fail in any way, and the others go on
+    except Exception as error:  # compilers, launches and allocations fail in many ways; the others are still measured
         return [], {"checks": acceptance, "note": failure(error)}
 
 
 def failure(error: Exception) -> str:
-    """An error as a note: its kind and the first line of what it says."""
+    """An error as a note: its class and the first line of its message."""
     return ": ".join(["failed", type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
@@ -143,7 +143,7 @@ def _runnable(device: torch.device) -> bool:
 
 
 def timed(run: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Seconds of calls made one after the other, warm; on a GPU by its own clock, with an empty cache before each."""
+    """Seconds of successive warm calls; on a GPU by CUDA events, with a cleared L2 cache before each."""
     if device.type == "cuda":
         from triton.testing import do_bench
 
@@ -168,7 +168,7 @@ def copy_bandwidth(device: torch.device, repeats: int) -> float | None:
 
 
 def _records(judgements: dict[str, Judged], moved: int | None, bandwidth: float | None) -> Iterator[report.Record]:
-    """What is read off the timed calls of each contender, beside the definition."""
+    """The records: the times of each contender, relative to the definition."""
     eager = [1e3 * t for t in judgements["definition"][0]]
     for contender, (times, said) in judgements.items():
         shown = report.spread("ms", [1e3 * t for t in times])

@@ -1,4 +1,4 @@
-"""Ways to compute what a kernel computes: the kernel, its definition, and torch's own where it has something for it."""
+"""Variants of each operation to time: the kernel, its reference definition, and torch's own if there is one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class KernelMethod:
     """One way to compute an operation.
 
     Attributes:
-        prepare: makes whatever a caller could have at hand, and gives the call to be timed.
-        shown: the call's result as the definition has it.
+        prepare: does the work that a caller would do once, and returns the call to time.
+        shown: converts the call's result to that of the definition.
     """
 
     prepare: Callable[[], Call]
@@ -28,7 +28,7 @@ class KernelMethod:
 
 
 def contenders(name: str, given: cases.Arguments, compiled: bool) -> Iterator[tuple[str, dict[str, KernelMethod]]]:
-    """Who competes for an operation, and in which ways, by name; each with arguments of its own to change."""
+    """The contenders for an operation and their variants, by name; each has its own copy of the arguments."""
     definition = getattr(reference, name)
     yield "triton", {"": KernelMethod(lambda: cases.bound(name, dispatch.chosen(name, "cuda", "triton"), given))}
     yield "definition", {"": KernelMethod(lambda: cases.bound(name, definition, given))}
@@ -55,19 +55,19 @@ def _mask(given: cases.Arguments) -> Tensor:
 
 
 def _finite(given: cases.Arguments) -> list[Tensor]:
-    """Queries, keys and values; what no query sees must be finite for torch."""
+    """Queries, keys and values; torch needs finite values even where no query looks."""
     return [given["q"], given["keys"].nan_to_num(), given["values"].nan_to_num()]
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as numbers to add to the scores, its lines 16 bytes apart or a multiple of it, as fused kernels ask."""
+    """An additive mask whose rows are aligned to 16 bytes, as fused kernels require."""
     width = -(-mask.shape[-1] // 16) * 16
     numbers = torch.zeros(*mask.shape[:-1], width, dtype=dtype, device=mask.device)
     return numbers[..., : mask.shape[-1]].masked_fill_(~mask, -torch.inf)
 
 
 def _sdpa(given: cases.Arguments) -> dict[str, KernelMethod]:
-    """Keys and values repeated, a group's queries below each other, or torch's own grouping; either kind of mask."""
+    """SDPA with repeated keys and values, stacked queries of a group, or torch's grouping; with either kind of mask."""
     groups, n = given["keys"].shape[1], given["q"].shape[2]
     share = given["q"].shape[1] // groups
 
@@ -93,7 +93,7 @@ def _sdpa(given: cases.Arguments) -> dict[str, KernelMethod]:
 
 
 def _flex(given: cases.Arguments) -> dict[str, KernelMethod]:
-    """A block mask made beforehand; inside a block, from the bits of the tree or from a mask in memory."""
+    """Flex attention with a prepared block mask; inside a block, from the tree's bits or from a mask in memory."""
 
     def prepare(dense: bool) -> Call:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention

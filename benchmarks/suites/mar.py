@@ -1,4 +1,4 @@
-"""The suite of continuous image models, also with many pictures of each method, and how good they are."""
+"""The suite for continuous image models: speed, and quality measured on many pictures per method."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def judged(
     bench: MarSubject,
     chosen: list[Method],
 ) -> Iterator[None]:
-    """Quality of every way but those that draw the same pictures as another: by the plain head, or compiled."""
+    """The quality of every method, except those that draw the pictures of another (plain head, compiled)."""
     count, size = args.quality_images, args.quality_batch
     labels = [sample.label % bench.pipe.transformer.config.classes for sample in samples]
     real = [classes.render(sample) for sample in samples[:count]] if args.model in OWN else []
@@ -68,7 +68,7 @@ def _share(score: tuple[int, int]) -> float | None:
 
 
 def draw_curves(panel: Any, records: Sequence[Record]) -> None:
-    """Fréchet distance over seconds a picture at the smallest batch, a mark for each way; the line is a run's noise."""
+    """Plot Fréchet distance over seconds per picture at the smallest batch, a mark per method; the line is noise."""
     speeds = sorted((r for r in records if r["suite"] == SPEED), key=lambda r: -r["batch"])
     seconds = {r["method"]: r["seconds_per_image"] for r in speeds}
     for distribution, mark in ((KEPT, "^"), (OTHER, "o-"), (BENT, "x")):

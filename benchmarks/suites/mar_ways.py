@@ -1,4 +1,4 @@
-"""The speed of continuous image models: iterations, step annealing and speculation side by side."""
+"""Times continuous image models: fewer iterations, step annealing and speculation."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from mmspec.app.mar import MarImages, MarSubject, load
 from mmspec.app.provenance import provenance
 from mmspec.config import Options
 
-HELD_OUT = 2**31  # first seed of classes that no training draws
+HELD_OUT = 2**31  # first seed of the classes; training uses lower ones
 SPEED = "mar"  # the suite of its records
 DRAFT = "draft"  # the embedded one
-KEPT, OTHER, BENT = "kept", "another", "bent"  # what becomes of the distribution of one token an iteration
+KEPT, OTHER, BENT = "kept", "another", "bent"  # effect on the distribution of one token per iteration
 
 
 def mar(name: str, distribution: str, call: Options = {}, speculation: Options | None = None) -> Method:  # noqa: B006
-    """One way to draw: arguments of the call, and of `enable_speculation` if there is any."""
+    """One method: arguments of the call, and of `enable_speculation` if it speculates."""
     drafter = None if speculation is None else "speculation"
     return Method(name, drafter, speculation or {}, call, {"distribution": distribution})
 
 
 def ways(tokens: int, steps: int, drafts: Mapping[str, object]) -> list[Method]:
-    """Plain drawing by the head as it is defined, with all iterations and with a quarter of them; then all else.
+    """All methods: first plain drawing by the reference head, with all iterations and with a quarter of them.
 
     Args:
-        drafts: smaller models by their names.
+        drafts: smaller models by name.
     """
     some, fewer = [tokens // 4, tokens // 8, tokens // 16], max(4, steps // 5)
     methods = [
@@ -75,16 +75,16 @@ def call(model: MarSubject, way: Method, labels: Sequence[int], seeds: Sequence[
     return model.draw(labels, seeds, way, **way.arguments)
 
 
-Further = Callable[[MarSubject, list[Method]], Iterator[None]]  # what is measured after the times
+Further = Callable[[MarSubject, list[Method]], Iterator[None]]  # is measured after the times
 
 
 def measure(
     args: argparse.Namespace, outcome: Outcome, labels: Sequence[int] | None = None, further: Further | None = None
 ) -> Iterator[None]:
-    """Timing, then what is further measured; yields whenever the outcome has grown.
+    """Measure times, then further measures; yields whenever the outcome has grown.
 
     Args:
-        labels: classes to draw; by default any, each as likely as the others.
+        labels: classes to draw; default: uniformly random ones.
     """
     try:
         bench = load(args.model, args.device, args.dtype, guidance_scale=args.guidance, temperature=args.temperature)
@@ -112,7 +112,7 @@ def measure(
 
 
 def timed(bench: MarSubject, chosen: list[Method], labels: list[int], batch: int, seed: int) -> list[Record]:
-    """Each way warmed up and watched, then all in turn on each batch of classes and seeds."""
+    """Warm up each method, then run all in turn on each batch of classes and seeds."""
     groups = batches(list(zip(labels, seeds_of(1, len(labels), seed), strict=True)), batch)
     comparison: Comparison[Method, list[tuple[int, int]], MarImages] = Comparison(
         chosen, lambda way, group: call(bench, way, *zip(*group, strict=True))

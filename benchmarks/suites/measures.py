@@ -1,4 +1,4 @@
-"""Quality measures of generated pictures: CLIP and preference scores, inception score, and FID."""
+"""Quality measures of generated pictures: CLIP and preference scores, inception score and FID."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mmspec.media import load_image
 if TYPE_CHECKING:
     from mmspec.pipelines.host.clip import ClipScorer
 
-NETWORK = "inception-v3-compat"  # torch-fidelity's name of the network that FID and IS were published with
+NETWORK = "inception-v3-compat"  # torch-fidelity's name for the network of the published FID and IS
 POOLED, LOGITS = "2048", "logits_unbiased"  # its layers for FID and for the inception score
 FETCHED = ""  # --inception without a file
 BATCH = 32
@@ -51,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def wanted(args: argparse.Namespace) -> bool:
-    """Whether anything is to be measured. Raises BenchError: --reference without --inception."""
+    """Whether any measure is requested. Raises BenchError: --reference without --inception."""
     if args.reference is not None and args.inception is None:
         raise BenchError("--reference is for FID, which needs the Inception network; add --inception")
     return bool(args.clip) or args.inception is not None

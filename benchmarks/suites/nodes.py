@@ -1,4 +1,4 @@
-"""The nodes suite: what verifying a draft of N nodes costs against one, on a hybrid with random weights."""
+"""The nodes suite: the cost of verifying N draft nodes relative to one, on a hybrid with random weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VOCAB = 8192
 
 
 class Blind(Plain):
-    """Proposes a chain of tokens that are hardly ever right."""
+    """Proposes a chain of tokens that are almost always wrong."""
 
     options = NoOptions()
 
@@ -46,9 +46,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--width", type=count, default=768, help="a multiple of 128 (default: %(default)s)")
     add("--depth", type=count, default=8, help="layers, a multiple of 4 (default: %(default)s)")
-    add("--nodes", type=count, nargs="+", default=[8], help="of a draft, its root included (default: 8)")
-    add("--context", type=count, default=256, help="tokens of the prompt (default: %(default)s)")
-    add("--tokens", type=count, default=24, help="new tokens of a call (default: %(default)s)")
+    add("--nodes", type=count, nargs="+", default=[8], help="nodes of a draft, its root included (default: 8)")
+    add("--context", type=count, default=256, help="prompt tokens (default: %(default)s)")
+    add("--tokens", type=count, default=24, help="new tokens per call (default: %(default)s)")
     add("--batch", type=count, nargs="+", default=[1])
     add("--repeats", type=count, default=5, help="timed calls (default: %(default)s)")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="also with compile=True (default)")
@@ -79,7 +79,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
 
 
 def hybrid(width: int, depth: int, seed: int) -> T.Qwen3_5ForConditionalGeneration:
-    """A model of Qwen3.5's class with random weights, in float32, that no token ends; every fourth layer attends."""
+    """A float32 model of Qwen3.5's class with random weights and no end token; every fourth layer has attention."""
     torch.manual_seed(seed)
     text = {
         "vocab_size": VOCAB, "hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": depth,
@@ -99,7 +99,7 @@ def hybrid(width: int, depth: int, seed: int) -> T.Qwen3_5ForConditionalGenerati
 
 
 def ways(model: T.Qwen3_5ForConditionalGeneration, args: argparse.Namespace, batch: int) -> Iterator[ShapeMethod]:
-    """Stock steps, then rounds of one node and of more, as they are and compiled."""
+    """Stock steps, then rounds of one node and of more nodes, eager and compiled."""
     bench = VlmBench(cast(GenerativeModel, model), None, args.tokens, args.seed)
     ids = torch.randint(3, VOCAB - 99, (batch, args.context), device=model.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -119,7 +119,7 @@ def _call(bench: VlmBench, method: Method, inputs: dict[str, Tensor]) -> Cost:
 
 
 def told(records: list[report.Record]) -> list[report.Record]:
-    """The records with what a round's forward, and its commit, take against those of one node, compiled or not."""
+    """The records, with the times of a round's forward and commit relative to one node, eager and compiled."""
     steps = {r["method"]: r["parts_ms"].get("verify", 0.0) + r["parts_ms"].get("commit", 0.0) for r in records}
     for record in records:
         one = steps.get("1 nodes compiled" if record["method"].endswith("compiled") else "1 nodes")

@@ -1,4 +1,4 @@
-"""The pictures suite: quality measures for folders of pictures, whatever generated them."""
+"""The pictures suite: quality measures for any folders of pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--plot` of the maintainers' suites: speed-ups of one run as bars, and curves that a suite draws of its own."""
+"""`--plot` of the maintainers' suites: speed-ups of a run as bars, and curves that a suite draws itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CURVES: dict[str, Callable[[Axes, list[Record]], None]] = {}  # by suite, a func
 
 
 def run(args: argparse.Namespace) -> int:
-    """`mmspec bench`, and a plot of the records."""
+    """Run `mmspec bench`, then plot the records."""
     path, outcome = getattr(args, "plot", None), Outcome()
     if path is None:
         return command.run(args)

@@ -1,4 +1,4 @@
-"""The prompts suite: several prompts about each picture, asked in one run, beside a run for each of them."""
+"""The prompts suite: several prompts per picture in one run, compared with a run for each prompt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BASE = "a run for each prompt"
 
 @dataclass(frozen=True)
 class PromptsRun:
-    """One pass over all pictures: wall time, the answers by picture, the share of prompts' tokens not read again."""
+    """A pass over all pictures: wall time, answers by picture, the share of prompt tokens from the prefix cache."""
 
     seconds: float
     answers: list[tuple[str, ...]]
@@ -41,11 +41,11 @@ class PromptsRun:
 def configure(parser: argparse.ArgumentParser) -> None:
     subject.configure(parser, 128)
     add = parser.add_argument
-    add("--prompt", nargs="+", default=list(PROMPTS), help="what is asked about each picture")
+    add("--prompt", nargs="+", default=list(PROMPTS), help="the prompts about each picture")
     add("--images", type=count, default=24, help="pictures (default: %(default)s)")
-    add("--frames", type=count, default=1, help="of clips, where more than 1: what is shown takes longer to read")
-    add("--rows", type=count, nargs="+", default=[1, 4, 8], help="answers written at once (default: 1 4 8)")
-    add("--turns", type=count, default=5, help="timed runs of each (default: %(default)s)")
+    add("--frames", type=count, default=1, help="frames of a clip, if more than 1: longer prompts")
+    add("--rows", type=count, nargs="+", default=[1, 4, 8], help="batch sizes (default: 1 4 8)")
+    add("--turns", type=count, default=5, help="timed runs per method (default: %(default)s)")
     add("--seed", type=int, default=0)
 
 
@@ -76,7 +76,7 @@ def _drawn(rng: np.random.Generator, frames: int) -> list[Image.Image]:
 
 
 def _run(engine: Engine, shown: list[list[Image.Image]], asked: list[list[str]], rows: int) -> PromptsRun:
-    """A pass for each list of prompts; pictures are prepared by the processor within the time."""
+    """A pass for each list of prompts; the time includes the processor's work."""
     answers: list[tuple[str, ...]] = [()] * len(shown)
     reused = tokens = 0.0
     wait(engine.model.device)
@@ -100,7 +100,7 @@ def _run(engine: Engine, shown: list[list[Image.Image]], asked: list[list[str]],
 def record(
     name: str, rows: int, frames: int, captions: int, made: list[PromptsRun], base: list[PromptsRun]
 ) -> report.Record:
-    """Of one way: its time against that of a run for each prompt, and whether the answers are the same."""
+    """The record of a method: its time relative to a run per prompt, and whether the answers are the same."""
     seconds = [run.seconds for run in made]
     same = [
         a == b for run, other in zip(made, base, strict=True) for a, b in zip(run.answers, other.answers, strict=True)

@@ -1,4 +1,4 @@
-"""Published benchmarks by name: their data sets on the Hub, and the prompts and pictures of their rows."""
+"""Published benchmarks by name: their datasets on the Hub, and the prompts and pictures of their rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmspec.media import dataset_folders
 
 QUESTION, CAPTION = "{question}", "Provide a one-sentence caption for the provided image."
 SHORT = "\nAnswer the question using a single word or phrase."
-NO_DATA = ("data", "picture", "pair", "clip")  # kinds of questions that are not names of data sets
+NO_DATA = ("data", "picture", "pair", "clip")  # kinds of questions that are not dataset names
 LETTER = "\nAnswer with the option's letter from the given choices directly."
 FOUR = "{question}\nA. {choice_a}\nB. {choice_b}\nC. {choice_c}\nD. {choice_d}" + LETTER  # of SEED-Bench
 MVBENCH, BRANCH = "OpenGVLab/MVBench", "video"  # the main branch has uncut videos in archives

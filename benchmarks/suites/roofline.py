@@ -1,4 +1,4 @@
-"""What a forward of the target takes at least: its weights read once from memory, its multiplications done at once."""
+"""A roofline for a forward of the target: its weights read once from memory, its products at peak rate."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mmspec.app.devices import wait
 from mmspec.functional import linear
 from mmspec.pipelines.host.decoder import decoder, head
 
-_SIDE, _TURNS = 1024, 20  # of the square matrices whose product is timed; how often each product is
+_SIDE, _TURNS = 1024, 20  # size of the square matrices whose product is timed, and its repetitions
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Of a decoder on this machine. Attention, norms and the sampling of tokens come on top.
+    """The roofline of a decoder on this machine, without attention, norms and sampling.
 
     Attributes:
         bytes: of the matrices that every token is multiplied with.
@@ -34,11 +34,11 @@ class Roofline:
     products_per_s: float
 
     def least_ms(self, nodes: float) -> float:
-        """Of a forward over so many nodes, of all rows together."""
+        """The least time of a forward over this many nodes, of all rows together."""
         return 1e3 * max(self.bytes / self.bytes_per_s, nodes * self.products / self.products_per_s)
 
     def facts(self) -> dict[str, float]:
-        """For the provenance of a result."""
+        """The facts for a result's provenance."""
         return {
             "matrices_mb": round(self.bytes / 2**20, 1),
             "memory_gb_per_s": round(self.bytes_per_s / 1e9, 1),
@@ -48,7 +48,7 @@ class Roofline:
 
 @torch.inference_mode()
 def measured(model: Any) -> Roofline:
-    """Of the text layers of a model and its head, by the products of our forwards, the best of several."""
+    """The roofline of a model's text layers and head, from timed products of its shapes, the best of several runs."""
     weights = [m.weight for m in decoder(model).modules() if isinstance(m, nn.Linear)]
     last = head(model)
     matrices = [*weights, *([] if last is None else [last.weight])]

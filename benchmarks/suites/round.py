@@ -1,4 +1,4 @@
-"""The round suite: where the time of a round goes, part by part, and what it is against a plain decoding step."""
+"""The round suite: the time of a round by part, and relative to a plain decoding step."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     drawn.configure(parser)
     add = parser.add_argument
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="also with compile=True (default)")
-    add("--auto", action="store_true", help="also with auto=True; and with and without it, each drafter's architecture "
-        "with random weights, which is hardly ever right")  # fmt: skip
-    add("--methods", nargs="+", metavar="PATTERN", help="only these beside stock, such as plain 'hostile*'")
+    add("--auto", action="store_true", help="also with auto=True; also, with and without it, each drafter's "
+        "architecture with random weights, which is almost always wrong")  # fmt: skip
+    add("--methods", nargs="+", metavar="PATTERN", help="only these methods besides stock, such as plain 'hostile*'")
     add("--static", action="store_true", help="also stock generate, compiled on a static cache")
-    add("--profile", action="store_true", help="count operations and name the ones that take longest")
+    add("--profile", action="store_true", help="count operations and list those that take longest")
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
@@ -75,7 +75,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
 
 
 def methods(model: GenerativeModel, args: argparse.Namespace) -> Iterator[Method]:
-    """Stock steps, then the loop without a drafter and with each, as they are, compiled, and left to themselves."""
+    """Stock steps, then the loop without a drafter and with each drafter: eager, compiled, and with auto=True."""
     ways: dict[str, dict[str, bool]] = {"": {}}
     ways |= {" compiled": {"compile": True}} if args.compile else {}
     ways |= {f"{name} auto": options | {"auto": True} for name, options in ways.items()} if args.auto else {}
@@ -89,7 +89,7 @@ def methods(model: GenerativeModel, args: argparse.Namespace) -> Iterator[Method
 
 
 def hostile(method: Method, seed: int) -> Method:
-    """The same with a drafter of the same architecture and random weights: as costly, and hardly ever right."""
+    """The same with a drafter of the same architecture and random weights: as slow, and almost always wrong."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         drafter = type(method.drafter)(method.drafter.config).eval()
@@ -97,7 +97,7 @@ def hostile(method: Method, seed: int) -> Method:
 
 
 def watched(bench: VlmBench, method: Method, heat: float, inputs: BatchFeature, profile: bool) -> report.Record:
-    """What one round asks of the host and of torch: a long call less a short one, over the rounds between them."""
+    """Host reads and torch operations per round: a long call minus a short one, over the rounds between."""
     short, long = (replace(bench, max_new_tokens=n) for n in (max(2, bench.max_new_tokens // 4), bench.max_new_tokens))
     seen: list[tuple[int, int, Counter[str], Counter[str]]] = []
     for one in (short, long):
@@ -117,7 +117,7 @@ def watched(bench: VlmBench, method: Method, heat: float, inputs: BatchFeature, 
 
 
 def _profiled(call: Callable[[], object]) -> tuple[dict[str, float], dict[str, int]]:
-    """Microseconds in each operation, without those that it calls, and how often it was called."""
+    """Microseconds of each operation, without the operations that it calls, and the number of calls."""
     from torch.profiler import ProfilerActivity, profile
 
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]

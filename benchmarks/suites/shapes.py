@@ -1,4 +1,4 @@
-"""The shapes suite: what a round costs at the shapes of published models, with random weights; toys where no GPU is."""
+"""The shapes suite: the cost of a round at published shapes with random weights; toy sizes without a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UNTAUGHT = "weights are random: what a round costs counts, what it gains does no
 
 @dataclass(frozen=True)
 class ShapeCell:
-    """One condition under which all ways are compared."""
+    """One condition under which all methods are compared."""
 
     model: str
     sizes: str
@@ -48,17 +48,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help=f"of {', '.join(MODELS)}")
     add("--sizes", choices=(TOY, REAL), help="default: real on CUDA, toy elsewhere")
     add("--contexts", type=count, nargs="+", metavar="N", help="positions at the end of a call, of vision-language "
-        "models; default: 1024 4096 16384, of toys 64 128 256, as far as the model has positions. Pictures have a "
-        "length of their own")  # fmt: skip
+        "models; default: 1024 4096 16384, of toys 64 128 256, as far as the model has positions. Pictures have "
+        "their own length")  # fmt: skip
     add("--batch", type=count, nargs="+", metavar="N", help="default: 1 4 16, of toys 1 4")
-    add("--drafters", nargs="+", metavar="NAME", help="only these of eagle, vispec, msd; default: all")
-    add("--methods", nargs="+", metavar="PATTERN", help="only these beside stock, such as 'vispec tree*compiled'")
+    add("--drafters", nargs="+", metavar="NAME", help="only these drafters of eagle, vispec, msd (default: all)")
+    add("--methods", nargs="+", metavar="PATTERN", help="only these besides stock, such as 'vispec tree*compiled'")
     add("--tokens", type=count, help="new tokens of a call, the first included; default: 32, of toys 6. LlamaGen draws "
         "whole pictures")  # fmt: skip
     add("--repeats", type=count, default=3, help="timed calls (default: %(default)s)")
-    add("--compile", action=argparse.BooleanOptionalAction, help="also compiled, which takes a toy longer than all "
-        "else; default: on CUDA")  # fmt: skip
-    add("--device", help="default: the fastest there is; real sizes elsewhere than on CUDA want it named")
+    add("--compile", action=argparse.BooleanOptionalAction, help="also compiled, which takes most of a toy's time "
+        "(default: on CUDA)")  # fmt: skip
+    add("--device", help="default: the fastest device; for real sizes without CUDA it must be named")
     add("--dtype", choices=DTYPES, default="auto", help="default: bfloat16 on CUDA, float32 elsewhere")
     add("--seed", type=int, default=0)
 
@@ -96,14 +96,14 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         contexts = args.contexts if args.contexts and isinstance(MODELS[name], Chat) else MODELS[name].contexts[sizes]
         cells = [ShapeCell(name, sizes, c, b) for c in contexts for b in args.batch or BATCHES[sizes]]
         yield from _model(cells, counts[name], device, dtype, tokens, args, outcome)
-        free()  # the model went with its last cell
+        free()  # the model has been freed with its last cell
 
 
 def _model(
     cells: list[ShapeCell], counts: dict[str, int], device: torch.device, dtype: torch.dtype, tokens: int,
     args: argparse.Namespace, outcome: Outcome,
 ) -> Iterator[None]:  # fmt: skip
-    """The cells of one model, which is built once, and only if one of them can be measured."""
+    """The cells of one model; it is built once, and only if a cell can be measured."""
     free = free_memory(device)
     why = {cell: refusal(cell, sum(counts.values()), dtype, free) for cell in cells}
     subject, notes = None, dict[tuple[str, int], str]()
@@ -114,7 +114,7 @@ def _model(
             if subject is None:
                 say(f"building {cell.model}, {cell.sizes}")
                 subject = shapes_ways.load(MODELS[cell.model], cell.sizes, device, dtype, tokens, args.seed)
-            if args.compile:  # what was compiled for other lengths counts against the limit of recompilations
+            if args.compile:  # code compiled for other lengths counts towards the recompilation limit
                 torch.compiler.reset()
             try:
                 ways = _asked(subject.ways(cell.context, cell.batch, args.compile), args.drafters, args.methods)
@@ -127,13 +127,13 @@ def _model(
 
 
 def _asked(ways: Iterable[ShapeMethod], drafters: list[str] | None, patterns: list[str] | None) -> list[ShapeMethod]:
-    """Stock, and those of some drafters whose names match."""
+    """Stock, and the methods of the drafters whose names match."""
     of_drafters = [way for way in ways if way.plain or drafters is None or way.name.split()[0] in drafters]
     return list(matching(of_drafters, patterns))
 
 
 def refusal(cell: ShapeCell, parameters: int, dtype: torch.dtype, free: int | None) -> str:
-    """Why a cell cannot be measured; empty: it may be tried."""
+    """Why a cell cannot be measured; empty if it can be tried."""
     shape = MODELS[cell.model]
     beyond = shape.beyond(cell.sizes, cell.context)
     needs = dtype.itemsize * (parameters + shape.held(cell.sizes, cell.context, cell.batch))
@@ -145,10 +145,10 @@ def refusal(cell: ShapeCell, parameters: int, dtype: torch.dtype, free: int | No
 def measure_cell(
     cell: ShapeCell, ways: list[ShapeMethod], repeats: int, device: torch.device, notes: dict[tuple[str, int], str]
 ) -> list[report.Record]:
-    """Warm each way up, measure its memory, then time all of them in turn.
+    """Warm up each method, measure its memory, then time all methods in turn.
 
     Args:
-        notes: by way and batch, what was warned of: a shape that cannot be compiled is told of once.
+        notes: warnings by method and batch; a shape that cannot be compiled is reported once.
     """
     comparison: Comparison[ShapeMethod, None, Cost] = Comparison(ways, lambda way, _: way.call())
     comparison.warm_up(None, device=device)

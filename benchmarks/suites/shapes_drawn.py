@@ -1,4 +1,4 @@
-"""What is timed of models that draw: LlamaGen's plain loop and its window, MAR's passes and rounds."""
+"""Methods to time on image models: LlamaGen's plain loop and Jacobi windows, MAR's passes and rounds."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from mmspec.pipelines.mar.loop import MarRunner, MarState, canvas, distribution,
 from mmspec.pipelines.mar.plan import Speculation, tally
 from mmspec.pipelines.mar.speculate import draw
 
-PASSES = 12  # of MAR that are timed at most: a round may draw `ahead` tokens, and half a picture is left
+PASSES = 12  # maximum timed rounds of MAR: a round draws up to `ahead` tokens, and half a picture is left
 
 
 class Featured(LlamaGenPipeline):
-    """Draws from random features in place of a text's, as wide and as many: the text encoder is no part of a round."""
+    """Draws from random text features of the same shape, since the text encoder is not part of a round."""
 
     def encode_prompt(self, prompts: list[str], clean_caption: bool = True) -> tuple[Tensor, Tensor]:
         c, model = self.transformer.config, self.transformer
@@ -66,7 +66,7 @@ class CodesWays:
 
 
 class LatentsWays:
-    """MAR's plain passes, with the head as it is defined and with the fast one, and rounds that draft with that."""
+    """MAR's plain passes with the reference head and with the fast one, and rounds of drafts with the fast one."""
 
     def __init__(self, shape: Latents, sizes: str, parts: dict[str, Any], tokens: int, seed: int) -> None:
         self.shape, self.steps = shape, shape.steps[sizes]
@@ -96,7 +96,7 @@ class LatentsWays:
         rounds: Iterator[MarState] = plain(brush, drawn)
         if how is not None:
             rounds = draw(brush, drawn, how, brush if how.draft is None else replace(brush, model=how.draft), told)
-        next(rounds)  # the first drafts, or the first step, are no part of it
+        next(rounds)  # without the first drafts or the first step
         wait(model.device)
         before, began = sum(drawn.counts), time.perf_counter()
         count = sum(1 for _ in islice(rounds, self.passes))
@@ -104,7 +104,7 @@ class LatentsWays:
         return Cost((time.perf_counter() - began) / count, (sum(drawn.counts) - before) / count / batch)
 
     def _half(self, batch: int) -> MarState:
-        """Pictures that know half of their tokens."""
+        """Pictures with half of their tokens drawn."""
         model, seeds = self.model, seeds_of(1, batch, self.seed)
         drawn = canvas(model, torch.arange(batch, device=model.device) % model.config.classes, seeds)
         half = model.tokens // 2

@@ -1,4 +1,4 @@
-"""Kinds of models whose rounds are measured: what makes one, its drafters, and what it is asked."""
+"""Kinds of models whose rounds are measured: how to build one, its drafters and its prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmspec.registry import drafter_class
 REAL, TOY = "real", "toy"
 Config = Mapping[str, Any]  # arguments of one, by name
 Sizes = Mapping[str, Config]  # by REAL and TOY
-CONTEXTS = {REAL: (1024, 4096, 16384), TOY: (64, 128, 256)}  # of vision-language models, as far as they can read
+CONTEXTS = {REAL: (1024, 4096, 16384), TOY: (64, 128, 256)}  # of vision-language models, up to their maximum length
 
 # The trees that the authors drafted with; EAGLE's is EAGLE-2's for targets of 7B (Li et al. 2024, §4).
 TREES: dict[str, Config] = {
@@ -36,8 +36,8 @@ class Chat:
         text, vision: arguments of the two configs.
         picture: the tensors of B pictures, and how many tokens one has, from the vision config and `side`.
         side: patches along a side of the picture.
-        drafters: by method, what its config says that does not follow from the text model; "mtp" has none of its own.
-        axes: M-RoPE: the tokens' types are told.
+        drafters: by method, the values of its config that do not follow from the text model; none for "mtp".
+        axes: M-RoPE: prompts have token types.
     """
 
     build: Callable[[Config, Config, torch.dtype], Any]
@@ -56,7 +56,7 @@ class Chat:
         return self.build(self.text[sizes], self.vision[sizes], dtype)
 
     def feature_drafter(self, method: str, sizes: str) -> EagleDrafter:
-        """The published shape, which is that of one layer of the text model, heads of full attention unless told."""
+        """The published shape: one layer of the text model, with grouped keys only where the table says so."""
         t, own = self.text[sizes], self.drafters[method]
         given = {
             "hidden": t["hidden_size"], "intermediate": t["intermediate_size"], "heads": t["num_attention_heads"],
@@ -69,31 +69,31 @@ class Chat:
         return made(made.Config.of(given)).eval()
 
     def parts(self, sizes: str, dtype: torch.dtype) -> dict[str, nn.Module]:
-        """The target and all drafters; multi-token-prediction heads are of its own classes."""
+        """The target and all drafters; multi-token-prediction heads use the model's own classes."""
         made_parts: dict[str, nn.Module] = {"target": self.target(sizes, dtype)}
         for name in self.drafters:
             own = name == MtpDrafter.method
             made = MtpDrafter.untrained(made_parts["target"]) if own else self.feature_drafter(name, sizes)
-            made_parts[name] = nn.Module.to(made, dtype)  # here, so that each enabling takes the same weights
+            made_parts[name] = nn.Module.to(made, dtype)  # here, so that each `enable` uses the same weights
         return made_parts
 
     def beyond(self, sizes: str, context: int) -> str:
-        """Why the model cannot read that much; empty: it can."""
+        """Why the model cannot read this many tokens; empty if it can."""
         most = self.text[sizes]["max_position_embeddings"]
         return f"beyond {most} positions" if context > most else ""
 
     def held(self, sizes: str, context: int, batch: int) -> int:
-        """Numbers that a cell cannot but hold beside the weights: keys and values, once static and once growing."""
+        """Numbers that a cell needs besides the weights: keys and values of a static and of a growing cache."""
         t = self.text[sizes]
         width = t.get("head_dim", t["hidden_size"] // t["num_attention_heads"]) * t["num_key_value_heads"]
         layers = t["num_hidden_layers"] // t.get("full_attention_interval", 1)
         return 2 * 2 * layers * width * context * batch
 
     def prompt(self, model: Any, sizes: str, length: int, batch: int) -> dict[str, Tensor]:
-        """A picture and random text, [batch, length], no padding; every row its own.
+        """A picture and random text, [batch, length], without padding; rows differ.
 
         Raises:
-            ValueError: the picture alone is longer.
+            ValueError: the picture alone is longer than `length`.
         """
         pictures, count = self.picture(self.vision[sizes], self.side[sizes], batch)
         if length < count + 2:
@@ -109,11 +109,11 @@ class Chat:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A model of pictures, which have a length of their own.
+    """An image model; its pictures have a fixed length.
 
     Attributes:
         shape: arguments of the model.
-        before: which of them says how many positions stand before a picture.
+        before: the argument that sets the number of positions before a picture.
     """
 
     shape: Sizes
@@ -129,7 +129,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Codes(Drawn):
-    """LlamaGen behind text features, guided; a picture is drawn to its end by a Jacobi window."""
+    """LlamaGen with text features and guidance; Jacobi windows draw whole pictures."""
 
     before = "prefix"
     window: int = 32
@@ -149,10 +149,10 @@ class Codes(Drawn):
 
 @dataclass(frozen=True)
 class Latents(Drawn):
-    """MAR with a smaller one that drafts for it, guided, one token an iteration, from the middle of a picture on.
+    """MAR with a smaller MAR as drafter and guidance, one token per iteration, from the middle of a picture on.
 
     Attributes:
-        steps: of denoising.
+        steps: denoising steps.
         ahead: tokens drafted in a round.
     """
 
@@ -179,6 +179,6 @@ def parameters(module: nn.Module) -> int:
 
 
 def on_paper(shape: Shape, sizes: str) -> dict[str, int]:
-    """Parameters of the target and of what drafts for it; nothing is allocated."""
+    """The number of parameters of the target and of its drafters, without allocating them."""
     with torch.device("meta"):
         return {name: parameters(part) for name, part in shape.parts(sizes, torch.bfloat16).items()}

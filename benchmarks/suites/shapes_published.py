@@ -1,4 +1,4 @@
-"""The published models whose rounds are measured, with the toys of the same build: a table, and how each is made."""
+"""A table of the published models to measure, with toys of the same architecture, and functions that build them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.suites.shapes_models import REAL, TOY, Chat, Codes, Config, Latents, Shape
 from mmspec.models.mar_head import SHAPES as MAR_SHAPES
 
-# Rows are written to their limit.
+# Lines are filled to the limit.
 _NO_ENDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -46,7 +46,7 @@ def _smol(text: Config, vision: Config, dtype: torch.dtype) -> Any:
 
 
 def _one_square(vision: Config, side: int, batch: int) -> tuple[dict[str, Tensor], int]:
-    """One tile a row, whose patches its connector joins."""
+    """One tile per row; the connector joins its patches."""
     pixels, count = _square(vision, side, batch)
     return {"pixel_values": pixels["pixel_values"][:, None]}, count // _SHRINK**2
 
@@ -57,7 +57,7 @@ def _square(vision: Config, side: int, batch: int) -> tuple[dict[str, Tensor], i
 
 
 def _patches(vision: Config, side: int, batch: int) -> tuple[dict[str, Tensor], int]:
-    """Qwen's: patches in a row, and their grid."""
+    """Qwen's input: flattened patches, and their grid."""
     pixels = torch.randn(batch * side**2, 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2)
     grid = torch.tensor([[1, side, side]] * batch)
     return {"pixel_values": pixels, "image_grid_thw": grid}, (side // vision["spatial_merge_size"]) ** 2
@@ -70,7 +70,7 @@ _QWEN_EYE = {
 }  # fmt: skip
 _QWEN3_EYE = {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3}
 
-_SHRINK = 4  # SmolVLM joins so many patches along a side into one token
+_SHRINK = 4  # SmolVLM joins this many patches along a side into one token
 
 MODELS: dict[str, Shape] = {
     "smolvlm-500m": Chat(

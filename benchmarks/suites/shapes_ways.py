@@ -1,4 +1,4 @@
-"""What is timed at the published shapes: rounds of stock paths and of mmspec, on models with random weights."""
+"""Methods to time at published shapes: stock paths and mmspec, on models with random weights."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from mmspec.statistics import Stats
 
 STOCK, COMPILED = "stock", "stock compiled"
 SDPA = "sdpa"
-ROWS = 32768  # of a larger head that drafts read, where they do not read all
+ROWS = 32768  # rows of a larger head that a drafter reads, if not all
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a round of one call took and gave, on average.
+    """Averages over the rounds of one call.
 
     Attributes:
-        seconds: of the whole round, or of a plain step.
-        tokens: that a row gains.
+        seconds: time of the whole round, or of a plain step.
+        tokens: tokens that a row gains.
         parts: seconds by part, by the host's clock.
     """
 
@@ -48,7 +48,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class ShapeMethod:
-    """One way to generate; a call of it has a prefill and some rounds. Plain: nothing is drafted."""
+    """One way to generate, by calls with a prefill and some rounds; plain means without drafts."""
 
     name: str
     call: Callable[[], Cost]
@@ -70,13 +70,13 @@ class ChatWays:
         plain, static = vlm.stock(self.bench.model.device)
         methods = [(plain, SDPA), *([(replace(static, name=COMPILED), SDPA)] if compile else [])]
         hows: dict[str, dict[str, Any]] = {"": {}, " compiled": {"compile": True}} if compile else {"": {}}
-        if self.shape.text[self.sizes]["vocab_size"] > ROWS:  # of such a head, drafts may read a part
+        if self.shape.text[self.sizes]["vocab_size"] > ROWS:  # a drafter may read part of such a head
             how, most = list(hows.items())[-1]
             hows[f"{how} {ROWS} rows"] = most | {"draft_vocab": ROWS}
         for (name, drafter), attend, (how, more) in product(self.drafters.items(), (SDPA, TREE), hows.items()):
             c, title = drafter.config.shape, f"{name}{' tree attention' if attend == TREE else ''}{how}"
             if c.width == 1 and attend == TREE:
-                continue  # a chain is no tree
+                continue  # a chain needs no tree attention
             options = {"depth": c.depth, "width": c.width, "size": c.size, **more}
             methods.append((Method(title, drafter, options), attend))
         for method, attend in methods:
@@ -91,7 +91,7 @@ class ChatWays:
         return Cost.of(call.per_step, call.stats)
 
 
-KINDS: dict[type[Shape], str] = {  # what has the ways of each kind; that which draws needs diffusers
+KINDS: dict[type[Shape], str] = {  # the class with the methods of each kind; those of image models need diffusers
     Chat: "shapes_ways:ChatWays",
     Codes: "shapes_drawn:CodesWays",
     Latents: "shapes_drawn:LatentsWays",
@@ -99,14 +99,14 @@ KINDS: dict[type[Shape], str] = {  # what has the ways of each kind; that which 
 
 
 class Ways(Protocol):
-    """A model and what drafts for it, with random weights."""
+    """A model and its drafters, with random weights."""
 
     def ways(self, context: int, batch: int, compile: bool) -> Iterator[ShapeMethod]:
         """All ways to generate under one condition."""
 
 
 def load(shape: Shape, sizes: str, device: torch.device, dtype: torch.dtype, tokens: int, seed: int) -> Ways:
-    """The model and its drafters with random weights, made where they are to run."""
+    """The model and its drafters with random weights, created on their device."""
     torch.manual_seed(seed)
     module, _, name = KINDS[type(shape)].partition(":")
     kind: Any = getattr(importlib.import_module(f"benchmarks.suites.{module}"), name)

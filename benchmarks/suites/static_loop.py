@@ -1,4 +1,4 @@
-"""A fast plain loop for a LlamaGen, with fixed shapes and optionally compiled, as a baseline of the image suite."""
+"""A fast plain decoding loop for LlamaGen with fixed shapes, optionally compiled: a baseline of the image suite."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mmspec.tree import lone
 
 
 class StaticPast:
-    """A static KV cache: keys and values of all positions, allocated once; a forward writes those at `at`."""
+    """A static KV cache: keys and values of all positions, allocated once; a forward writes at the positions `at`."""
 
     def __init__(self, model: LlamaGenTransformer, rows: int, places: int) -> None:
         c = model.config
@@ -42,7 +42,7 @@ class StaticPast:
 
 
 class StaticLoop:
-    """Mixin for a LlamaGenPipeline that replaces only its decoding loop, by a plain one with fixed shapes."""
+    """Mixin for a LlamaGenPipeline that replaces only its decoding loop, with a plain loop of fixed shapes."""
 
     transformer: LlamaGenTransformer
     _mmspec_static: dict[tuple[int, int], StaticPast]
@@ -112,7 +112,7 @@ def end(pipe: object) -> None:
 
 
 class StaticBench(ImageBench):
-    """Times a LlamaGen's plain paths with fixed shapes, too: `plain` in a method's arguments names one."""
+    """Also times LlamaGen's plain paths with fixed shapes; `plain` in a method's arguments names one."""
 
     def go(self, method: Method) -> None:
         end(self.painter.pipe)

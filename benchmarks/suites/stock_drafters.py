@@ -1,4 +1,4 @@
-"""Drafters that are compared with stock's own: a model's own first layers, and stock's block drafter."""
+"""Drafters for comparison with transformers' own: a model's first layers, and transformers' block drafter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EARLY = 6  # a draft model has 1/6 of its target's layers
 
 
 def first_layers(model: GenerativeModel) -> ModelDrafter:
-    """A draft model of the model's own first layers and its head, which shares the model's weights."""
+    """A draft model of the model's first layers and its head; it shares the model's weights."""
     small = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     own = decoder(small)
     count = max(1, len(own.layers) // EARLY)
@@ -34,7 +34,7 @@ def first_layers(model: GenerativeModel) -> ModelDrafter:
 
 
 def dflash(drafter: BlockDrafter) -> dict[str, object]:
-    """The same weights in transformers' own class, which reads embeddings without a norm.
+    """The same weights in transformers' class, which reads embeddings without a norm.
 
     Raises ValueError: the class does not support this network.
     """

@@ -1,4 +1,4 @@
-"""What suites of one model share: the model and its drafter on the command line, loaded and written down; devices."""
+"""Shared by suites of one model: the flags for model and drafter, loading, provenance and devices."""
 
 import argparse
 
@@ -19,25 +19,25 @@ def configure(parser: argparse.ArgumentParser, tokens: int) -> None:
     add = parser.add_argument
     add("--model", default=embedded.MODEL, help="folder, name on the Hub, or an embedded one: %(default)s, "
         "scenes-hybrid")  # fmt: skip
-    add("--drafter", help="name or folder; default: what fits")
+    add("--drafter", help="name or folder (default: one that fits the model)")
     add("--max-new-tokens", type=count, default=tokens)
     where(parser)
 
 
 def named(args: argparse.Namespace) -> str:
-    """The drafter that is asked for, or what fits the model."""
+    """The requested drafter, or one that fits the model."""
     return embedded.fitting(args.drafter or embedded.drafter(args.model), args.model)
 
 
 def loaded(args: argparse.Namespace, outcome: Outcome, enabled: str, **facts: object) -> Engine:
-    """The model, with a drafter enabled or `embedded.STOCK`, and where the run is written down."""
+    """The model, with a drafter enabled or `embedded.STOCK`, and the provenance of the run."""
     engine = load(args.model, enabled, args.device, args.dtype, args.max_new_tokens, 0)
     outcome.provenance = provenance(engine.model.device, engine.model.dtype) | {"model": args.model} | facts
     return engine
 
 
 def timed(args: argparse.Namespace, outcome: Outcome, **facts: object) -> VlmBench:
-    """The model, to be timed with one drafter and another."""
+    """The model, for timing it with several drafters."""
     engine = loaded(args, outcome, embedded.STOCK, **facts)
     return VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
 
@@ -51,7 +51,7 @@ def fitted(bench: VlmBench, drafter: str, **options: object) -> Drafter:
 
 
 def device(name: str) -> torch.device:
-    """The device of that name; a BenchError where it is not there."""
+    """The device of that name; BenchError if it does not exist."""
     try:
         return find_device(name)
     except EngineError as error:

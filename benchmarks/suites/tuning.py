@@ -1,4 +1,4 @@
-"""`--tune` of the vlm suite: each method's depth and tree, chosen on other questions than those that are measured."""
+"""`--tune` of the vlm suite: chooses each method's depth and tree on questions other than the measured ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tuned(method: Method, setting: dict[str, int]) -> Method:
 
 
 def tune(bench: VlmBench, chosen: list[Method], cell: VlmCell, asked: Questions) -> Record:
-    """For each method with a grid, the setting with the least time per token, and all settings that were tried."""
+    """For each method with a grid, the setting with the least time per token, and all settings tried."""
     tried: dict[str, tuple[str, dict[str, int]]] = {}
     ways = []
     for method in chosen:

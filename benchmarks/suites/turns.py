@@ -1,4 +1,4 @@
-"""The turns suite: how soon the first token of a second question about a picture comes, and that of a second turn."""
+"""The turns suite: the time to the first token of a second question about a picture, and of a second turn."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from mmspec.app.bench.questions import Question
 from mmspec.app.compare import Comparison, Method, over
 from mmspec.pipelines.prompts import chat_inputs
 
-KEPT = "512MB"  # prefix_cache of the method that has one, unless --enable names it
+KEPT = "512MB"  # default prefix_cache of the method that has one
 
 
 @dataclass(frozen=True)
 class Talk:
-    """What three calls about one picture took and gave."""
+    """The times and tokens of three calls about one picture."""
 
     first: TimedCall
     second: TimedCall  # another question about the same picture
     turn: TimedCall  # that question after the first one and its answer
-    reused: float  # share of the prompts' tokens that were not read again
-    kept: int  # bytes, after all three
+    reused: float  # share of the prompt tokens taken from the prefix cache
+    kept: int  # bytes after all three calls
 
     @property
     def calls(self) -> tuple[TimedCall, ...]:
@@ -36,13 +36,13 @@ class Talk:
 
 @dataclass(frozen=True)
 class TurnsBench:
-    """A timed model, and what it is asked second."""
+    """A timed model, and its second question."""
 
     bench: VlmBench
     other: str
 
     def run(self, method: Method, question: Question) -> Talk:
-        """Three calls by a method that begins with nothing kept."""
+        """Three calls of a method, starting with an empty prefix cache."""
         bench = self.bench
         with enabled(bench.model, method.drafter, **method.options) as handle:
 
@@ -90,7 +90,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
 
 
 def record(cell: str, name: str, made: list[Talk], stock: list[Talk]) -> report.Record:
-    """Of one method: times to first tokens, and what share of the first question's those of the later calls take."""
+    """The record of a method: times to first tokens, and those of later calls relative to the first question."""
 
     def milliseconds(which: str) -> list[float]:
         return [1e3 * getattr(talk, which).first for talk in made]

@@ -1,4 +1,4 @@
-"""The vlm suite, also with pairs and clips, with drafters that lack a part, and with curves."""
+"""The vlm suite, extended by pairs of pictures, clips, ablations of drafters, and curves."""
 
 from __future__ import annotations
 
