@@ -11,10 +11,6 @@ from mmspec.app.embedded import resolve
 from mmspec.app.options import count
 
 LLAMAGEN, MAR = "llamagen", "mar"  # given in place of SRC
-OF_PIPELINES = {  # flags for these two only → their names
-    "-o": "output", "--vq": "vq", "--vae": "vae", "--text-encoder": "text_encoder", "--image-size": "image_size",
-    "--heads": "heads",
-}  # fmt: skip
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -73,12 +69,6 @@ def _drafter(args: argparse.Namespace) -> str:
     from mmspec.checkpoints.save import save_drafter
     from mmspec.pipelines.host.loading import load_drafter
 
-    useless = [flag for flag, name in OF_PIPELINES.items() if getattr(args, name) is not None]
-    if useless:
-        raise ValueError(
-            f"{' and '.join(useless)}: only with `llamagen` or `mar` as SRC; a drafter is written to DST, as in "
-            f"`mmspec convert {args.src} FOLDER`"
-        )
     drafter = load_drafter(
         resolve(args.src), target=args.target, revision=args.revision, allow_pickle=args.allow_pickle,
         layout=args.source,

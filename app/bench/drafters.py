@@ -44,16 +44,10 @@ def read(args: argparse.Namespace, trained: bool = False, model: GenerativeModel
 
     Raises BenchError: there is no such drafter, or no embedded one for `all`.
     """
-    if args.drafters is None:
-        usual = embedded.DRAFTERS.get(args.model)
-        try:
-            return _loaded(["mtp" if usual == embedded.SHIPPED else usual] if usual else [], model)
-        except FileNotFoundError as error:
-            say(f"without the embedded drafter: {error}")
-            return {}
     here = {name: zoo.DRAFTERS[name].method for name in embedded.drafters(args.model)}
+    usual = embedded.DRAFTERS.get(args.model)
     names: list[str] = []
-    for name in args.drafters:
+    for name in args.drafters or (["mtp" if usual == embedded.SHIPPED else usual] if usual else []):
         if trained and name in WEIGHTLESS:
             raise BenchError(f"--drafters {name}: it has no weights; --methods '{name}*' selects its methods")
         if name == ALL and not here:
@@ -65,28 +59,32 @@ def read(args: argparse.Namespace, trained: bool = False, model: GenerativeModel
                 f"--drafters {name}: no drafter of this method comes with {args.model!r} ({there}); name a folder, or "
                 f"train one with `mmspec train --method {name} --target {args.model}`"
             )
+    loaded: dict[str, Drafter] = {}
     try:
-        return _loaded(list(dict.fromkeys(names)), model)
+        for name in dict.fromkeys(names):
+            drafter = _loaded(name, model)
+            title = name if name in WEIGHTLESS or name in OF_MODEL else name_of(drafter)
+            loaded[title if title not in loaded else f"{title}:{Path(name).name}"] = drafter
     except (FileNotFoundError, ValueError) as error:
+        if args.drafters is None:
+            say(f"without the embedded drafter: {error}")
+            return {}
         known = dict.fromkeys([*here.values(), *WEIGHTLESS])
         raise BenchError(f"--drafters: {error}; available by name: {', '.join(known)}") from error
-
-
-def _loaded(names: list[str], model: GenerativeModel | None) -> dict[str, Drafter]:
-    loaded: dict[str, Drafter] = {}
-    for name in names:
-        if name in DRAFTERS and DRAFTERS[name].from_model:
-            if name not in OF_MODEL or model is None:
-                raise ValueError(f"{name} is built from a model, and cannot be named here")
-            loaded[name] = OF_MODEL[name](model)
-            continue
-        bare = name in WEIGHTLESS
-        drafter = drafter_class(name)() if bare else mmspec.load_drafter(embedded.resolve(name))
-        if model is not None and not bare:  # once here, so that `enable` makes no copies, which would recompile
-            drafter.to(device=model.device, dtype=model.dtype)
-        title = name if bare else name_of(drafter)
-        loaded[title if title not in loaded else f"{title}:{Path(name).name}"] = drafter
     return loaded
+
+
+def _loaded(name: str, model: GenerativeModel | None) -> Drafter:
+    if name in WEIGHTLESS:
+        return drafter_class(name)()
+    if name in DRAFTERS and DRAFTERS[name].from_model:
+        if name not in OF_MODEL or model is None:
+            raise ValueError(f"{name} is built from a model, and cannot be named here")
+        return OF_MODEL[name](model)
+    drafter = mmspec.load_drafter(embedded.resolve(name))
+    if model is not None:  # once here, so that `enable` makes no copies, which would recompile
+        drafter.to(device=model.device, dtype=model.dtype)
+    return drafter
 
 
 def stocks_own(title: str, drafter: object) -> Iterator[Method]:

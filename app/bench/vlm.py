@@ -30,7 +30,6 @@ from mmspec.pipelines.prompts import text_alone
 STOCK_PATHS = ("stock", "stock-static")
 ASSISTED = {"prompt_lookup_num_tokens", "assistant_model", "use_mtp"}  # arguments of transformers' own speculation
 SINGLE = "not measured: transformers refuses assisted decoding at batch > 1"
-SWITCHED = "; a name with a comma is the same drafter with one of its parts switched off while it drafts"
 Request = tuple[BatchFeature, int]  # model inputs, and a seed
 
 
@@ -158,8 +157,8 @@ def _records(
     for turn, group in enumerate(groups if cell.batch == 1 else ()):
         if group[0].category != "all":
             turns.setdefault(group[0].category, []).append(turn)
-    facts = {"suite": "vlm", "cell": str(cell) + (SWITCHED if any(m.facts for m in chosen) else ""),
-             "batch": cell.batch, "temperature": cell.temperature, **asdict(cell.shown or Shown())}  # fmt: skip
+    facts = {"suite": "vlm", "cell": str(cell), "batch": cell.batch, "temperature": cell.temperature}
+    facts |= asdict(cell.shown or Shown())
     records = []
     for category, places in turns.items():
         calls = {name: [runs[place] for place in places] for name, runs in comparison.results.items()}

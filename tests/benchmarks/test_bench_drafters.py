@@ -223,9 +223,8 @@ def test_stock_drafts_with_the_weights_of_a_block_drafter() -> None:
 
 
 def test_ablations_in_one_table(
-    model: Path, drafters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    model: Path, drafters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for method in ("eagle", "vispec"):
         monkeypatch.setitem(ablations.ABLATIONS, method, ablations.ABLATIONS[method][:2])
     words = ["--drafters", drafters["eagle"], drafters["vispec"], "--ablate", "--shown", "clip", "--frames", 2,
@@ -239,7 +238,6 @@ def test_ablations_in_one_table(
     assert records["vispec, no summaries"]["drafter_visual_rows"] == 0
     assert records["vispec, no summaries"]["variant_of"] == "vispec" and not records["vispec"]["variant_of"]
     assert records["vispec, no summaries"]["setting"] == "summaries=False"
-    assert "same drafter" in capsys.readouterr().out
 
 
 def test_tuning_leaves_out_what_a_drafter_cannot_do(
