@@ -129,7 +129,7 @@ def _figures(one: RaceSide) -> str:
     if not one.count:
         return ""
     rate = f"{one.count / one.seconds:.1f} tokens/s"
-    return f"{one.count} tokens in {one.forwards} forwards, {rate}, the first token after {duration(one.first)}"
+    return f"{one.count} tokens in {one.forwards} forwards, {rate}, first token after {duration(one.first)}"
 
 
 def _lane(one: RaceSide, longest: float, fast: float) -> str:
