@@ -16,9 +16,10 @@ from mmspec.app.caption.options import Options
 from mmspec.app.caption.outputs import Writer
 from mmspec.app.caption.plan import Task
 from mmspec.app.extras import cores
-from mmspec.app.media.decoder import AHEAD, Decoder, DecoderError
+from mmspec.app.media.decoder import Decoder, DecoderError
 from mmspec.media import Media
 
+AHEAD = 4  # items to decode ahead, for each decoder process
 SIZED = 4  # pictures to decode before the batch size is chosen by their sizes
 PATIENCE = 5  # failures after which the run is given up if the model has never answered
 LOST = "AcceleratorError"  # an error of torch after which the device usually fails on every call, quickly
@@ -50,8 +51,6 @@ class Worker:
         self.notes = [*self.engine.notes, *filter(None, (capped, compiling))]
         self._decoders = options.decoders or max(1, min(4, cores() // (2 * job.workers)))
         self.sampler: Callable[..., None] | None = None  # called with the frames and prompt of every request
-        self._inbox: deque[Task] = deque()
-        self._decoding: dict[str, Task] = {}
         self._waiting: deque[tuple[Task, Media]] = deque()
         self._asked: dict[str, tuple[Task, Media]] = {}
         self._failures: list[tuple[Task, str, Exception]] = []  # not recorded until the model has answered once
@@ -80,10 +79,11 @@ class Worker:
 
     @property
     def _at_work(self) -> int:
-        return len(self._inbox) + len(self._decoding) + len(self._waiting) + len(self._asked)
+        return self._decoder.pending + len(self._waiting) + len(self._asked)
 
     def give(self, tasks: Sequence[Task]) -> None:
-        self._inbox.extend(tasks)
+        for task in tasks:
+            self._decoder.submit(task, task.item)
 
     def step(self) -> list[Record]:
         """Do a part of the work, such as one round of the model, and return the records of finished items.
@@ -91,7 +91,7 @@ class Worker:
         Raises FatalError: the model fails on every item, or the decoder cannot run.
         """
         self._decode()
-        if self.flow is None and (len(self._waiting) >= SIZED or (self._waiting and not self._decoding)):
+        if self.flow is None and (len(self._waiting) >= SIZED or (self._waiting and not self._decoder.pending)):
             self._open()  # a separate step: the run's clock starts after it
             return []
         while self._waiting and self.flow is not None and self.flow.free:
@@ -118,19 +118,16 @@ class Worker:
         return facts
 
     def _decode(self) -> None:
-        while self._inbox and self._decoder.room:
-            task = self._inbox.popleft()
-            self._decoding[task.item.name] = task
-            self._decoder.submit(task.item.name, task.item)
-        if not self._decoding or len(self._waiting) > self.rows:  # leave the rest in the decoder, which limits bytes
+        if (
+            not self._decoder.pending or len(self._waiting) > self.rows
+        ):  # leave the rest in the decoder, which limits bytes
             return
         idle = self.flow is None or not (self._waiting or self.flow.busy)
         try:
             decoded = self._decoder.ready(0.2 if idle else 0)
         except DecoderError as error:
             raise FatalError(str(error)) from error
-        for name, media in decoded:
-            task = self._decoding.pop(str(name))
+        for task, media in decoded:
             if isinstance(media, Media):
                 self._waiting.append((task, media))
             else:

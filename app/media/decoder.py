@@ -10,7 +10,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from concurrent import futures
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -27,7 +27,6 @@ from mmspec.app.media.items import VIDEO, Item, bytes_source
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import Media, MediaError, MediaLimits, raising
 
-AHEAD = 4  # items per worker process, whether waiting, being decoded or finished
 HELD_BYTES = 512 * 2**20  # of finished frames that were not fetched; above this limit no new item is started
 START_SECONDS = 300.0  # time limit for a process to start on a busy machine
 TRIES = 2  # an earlier item may cause a later crash, so an item fails only after it crashed two processes
@@ -207,7 +206,7 @@ class Decoder:
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = futures.ThreadPoolExecutor(len(self._workers), "mmspec-decoder")
-        self._pending: dict[futures.Future[Media | MediaError], Hashable] = {}  # tickets
+        self._pending: dict[futures.Future[Media | MediaError], Any] = {}  # tickets
         self._held = 0  # bytes of finished frames that were not fetched
         self._fetched = threading.Condition()
         self._closing = False
@@ -234,15 +233,15 @@ class Decoder:
             worker.end()
 
     @property
-    def room(self) -> int:
-        """How many more items may be submitted before finished ones are fetched."""
-        return max(0, AHEAD * len(self._workers) - len(self._pending))
+    def pending(self) -> int:
+        """Number of items that were submitted and not yet fetched."""
+        return len(self._pending)
 
-    def submit(self, ticket: Hashable, item: Item) -> None:
+    def submit(self, ticket: Any, item: Item) -> None:
         """Queue an item; `ready` returns it with this ticket."""
         self._pending[self._threads.submit(self._decode, item)] = ticket
 
-    def ready(self, wait: float | None = 0) -> list[tuple[Hashable, Media | MediaError]]:
+    def ready(self, wait: float | None = 0) -> list[tuple[Any, Media | MediaError]]:
         """The finished items; waits up to `wait` seconds (None: no limit) for the first one, if any is pending."""
         futures.wait(self._pending, wait, futures.FIRST_COMPLETED)
         finished = [(self._pending.pop(one), one.result()) for one in list(self._pending) if one.done()]

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mmspec import media
-from mmspec.app.media.items import VIDEO, Item, Source, need
-from mmspec.app.media.tables import CHUNK, Columns, kind_by_name
-from mmspec.media import COPY_AGAIN, MediaError
+from mmspec.app.media.items import Item, need
+from mmspec.app.media.tables import CHUNK, Columns, cell_source
+from mmspec.media import MediaError
 
 SPLIT = "train"  # where nothing names a split
 
@@ -43,7 +43,7 @@ class Dataset:
                     chunk = notes[row : row + CHUNK] if notes is not None else {}
                 cells = {note: values[row % CHUNK] for note, values in chunk.items()}
                 label = f"{name}: row {row + 1}, column {column!r}"
-                source = Source(label, partial(_read, pickled, row, column, folders, label))
+                source = cell_source(partial(_cell, pickled, row, column), label, folders)
                 yield Item(f"{name}/{row}", kind, source, *self.columns.notes_of(cells))
 
     @property
@@ -73,17 +73,12 @@ class Dataset:
     def _column(self, part: Any) -> tuple[str, str]:
         typed = {name: type(feature).__name__ for name, feature in part.features.items()}
         typed = {name: kind for name, kind in typed.items() if kind in ("Image", "Video")}
-        column = self.columns.choose(part.column_names, self.where, typed)
-        return column, VIDEO if typed.get(column) == "Video" else kind_by_name(column)
+        return self.columns.choose(part.column_names, self.where, typed)
 
 
-def _read(pickled: bytes, row: int, column: str, folders: tuple[Path, ...], label: str, max_bytes: int) -> bytes:
-    """The bytes of a cell; the data set is pickled as paths, without the pictures."""
-    try:
-        cell = _dataset(pickled)[row][column]
-    except Exception as error:  # any error of the library on a damaged disk or cache
-        raise MediaError(label, f"cannot be read ({type(error).__name__}: {error})", COPY_AGAIN) from error
-    return media.cell(cell, folders, label, max_bytes)
+def _cell(pickled: bytes, row: int, column: str) -> object:
+    """The content of a cell; the data set is pickled as paths, without the pictures."""
+    return _dataset(pickled)[row][column]
 
 
 @lru_cache(maxsize=4)

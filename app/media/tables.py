@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -40,18 +40,26 @@ class Columns:
     tags: str | None = None
 
     def choose(
-        self, names: Iterable[str], where: Path | str, media_columns: Iterable[str] = (), notes: bool = True
-    ) -> str:
-        """The column of images or videos in a table whose columns have these names; one row may lack its `notes`."""
+        self, names: Iterable[str], where: Path | str, typed: Mapping[str, str] | None = None, notes: bool = True
+    ) -> tuple[str, str]:
+        """The column of media in a table whose columns have these names, and its kind: IMAGE or VIDEO.
+
+        Args:
+            typed: columns that the table declares as "Image" or "Video".
+            notes: whether the columns of captions and tags must be there; a single row may lack them.
+        """
         names = list(names)
         there = f"it has {', '.join(map(repr, names))}"
         for wanted in filter(None, (self.image, *(self.notes if notes else ()))):
             if wanted not in names:
                 raise MediaError(where, f"has no column {wanted!r}; {there}", "name another")
-        usual = (self.image,) if self.image else (*media_columns, *(name for name in USUAL if name in names))
+        typed = typed or {}
+        usual = (self.image,) if self.image else (*typed, *(name for name in USUAL if name in names))
         if not usual:
             raise MediaError(where, f"has none of the usual columns; {there}", NAME_IT)
-        return usual[0]
+        column, low = usual[0], usual[0].lower()
+        film = "video" in low or "clip" in low or kind_of(f"x.{low}") == VIDEO
+        return column, VIDEO if typed.get(column) == "Video" or film else IMAGE
 
     @property
     def notes(self) -> list[str]:
@@ -91,7 +99,7 @@ class TableRows:
         """The file that a row names; a list may name any file, since the user wrote it. MediaError for a bad row."""
         if isinstance(row, str):
             raise MediaError(where, row, ONE_A_LINE)
-        cell = row[self.columns.choose(row, where, notes=False)]
+        cell = row[self.columns.choose(row, where, notes=False)[0]]
         cell = cell.get("path") if isinstance(cell, dict) else cell
         if self.path.suffix.lower() in LISTS:
             return file_item(self.root / media.path_of(cell, where), name_of, named=where)
@@ -142,7 +150,9 @@ class Parquet:
                     )
                     number += 1
                     if not paths:
-                        yield Item(own, kind, _cell_source(self.path, group, row, column), *notes)
+                        load = partial(_parquet_cell, self.path, group, row, column)
+                        label = f"{self.path}: row {row + 1} of row group {group + 1}, column {column!r}"
+                        yield Item(own, kind, cell_source(load, label, (self.root,), within=self.path), *notes)
                         continue
                     try:
                         yield file_item(media.below(self.root, cells[column], where), name_of, *notes, named=where)
@@ -169,20 +179,13 @@ class Parquet:
         features = notes if isinstance(notes, dict) else {}
         kinds = {name: entry.get("_type") for name, entry in features.items() if isinstance(entry, dict)}
         typed = {n: kind for n, kind in kinds.items() if kind in ("Image", "Video") and n in schema.names}
-        column = self.columns.choose(schema.names, self.path, typed)
-        kind = VIDEO if typed.get(column) == "Video" else kind_by_name(column)
+        column, kind = self.columns.choose(schema.names, self.path, typed)
         form = schema.field(column).type
         paths = types.is_string(form) or types.is_large_string(form)
         binary = types.is_binary(form) or types.is_large_binary(form)
         if not (paths or binary or (types.is_struct(form) and form.get_field_index("bytes") >= 0)):
             raise MediaError(self.path, f"column {column!r} holds {form}, not paths, bytes or {{bytes, path}}", NAME_IT)
         return column, paths, kind
-
-
-def kind_by_name(column: str) -> str:
-    """The kind of the bytes in a column with this name: IMAGE or VIDEO."""
-    low = column.lower()
-    return VIDEO if "video" in low or "clip" in low or kind_of(f"x.{low}") == VIDEO else IMAGE
 
 
 def tags_of(cell: object) -> tuple[str, ...]:
@@ -230,20 +233,24 @@ def _small_columns(file: ParquetFile, group: int, names: list[str]) -> Iterator[
         yield from batch.to_pylist()
 
 
-def _cell_source(table: Path, group: int, row: int, column: str) -> Source:
-    label = f"{table}: row {row + 1} of row group {group + 1}, column {column!r}"
-    return Source(label, partial(_read_cell, table, group, row, column, label), within=table)
+def cell_source(load: Callable[[], object], label: str, folders: Sequence[Path], within: Path | None = None) -> Source:
+    """The media in a cell, which holds bytes or names a file in one of these folders; `load` returns its content."""
+    return Source(label, partial(_read_cell, load, label, folders), within=within)
 
 
-def _read_cell(table: Path, group: int, row: int, column: str, label: str, max_bytes: int) -> bytes:
+def _read_cell(load: Callable[[], object], label: str, folders: Sequence[Path], max_bytes: int) -> bytes:
     try:
-        cell = _cursor(table, group, column).cell(row)
+        content = load()
     except MediaError:
         raise
-    except Exception as error:  # a damaged file may make the reader raise any error
+    except Exception as error:  # damaged files may make the libraries raise any error
         _cursor.cache_clear()
         raise MediaError(label, f"cannot be read ({type(error).__name__}: {error})", COPY_AGAIN) from error
-    return media.cell(cell, [table.parent], label, max_bytes)
+    return media.cell(content, folders, label, max_bytes)
+
+
+def _parquet_cell(table: Path, group: int, row: int, column: str) -> object:
+    return _cursor(table, group, column).cell(row)
 
 
 class _ColumnReader:

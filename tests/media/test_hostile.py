@@ -35,11 +35,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(decoder: Decoder, items: dict[object, Item]) -> dict[object, Media | MediaError]:
-    """All outcomes, submitted as there is room."""
-    todo, found = list(items.items()), {}
+    """All outcomes."""
+    found: dict[object, Media | MediaError] = {}
+    for ticket, one in items.items():
+        decoder.submit(ticket, one)
     while len(found) < len(items):
-        while todo and decoder.room:
-            decoder.submit(*todo.pop(0))
         for ticket, outcome in decoder.ready(60):
             assert ticket not in found
             found[ticket] = outcome
@@ -196,17 +196,17 @@ def test_limits_are_obeyed(tmp_path: Path):
     assert found[1].path == tmp_path / "x.png"
 
 
-def test_room_and_waiting(decoder: Decoder, monkeypatch: pytest.MonkeyPatch):
-    assert decoder.ready(None) == [] and decoder.room == decoding.AHEAD
+def test_finished_frames_are_limited(decoder: Decoder, monkeypatch: pytest.MonkeyPatch):
+    assert decoder.ready(None) == []
     monkeypatch.setattr(decoding, "HELD_BYTES", 0)  # one finished picture is enough to stop for
-    for ticket in range(decoding.AHEAD):
+    for ticket in range(4):
         decoder.submit(ticket, GOOD)
-    assert decoder.room == 0
+    assert decoder.pending == 4
     begun = time.monotonic()
     while not any(one.done() for one in decoder._pending) and time.monotonic() - begun < PATIENCE:
         time.sleep(0.01)
     time.sleep(0.1)
-    assert [ticket for ticket, _ in decoder.ready(0)] == [0] and decoder.room == 1
+    assert [ticket for ticket, _ in decoder.ready(0)] == [0] and decoder.pending == 3
     assert len(run(decoder, {})) == 0 and len([outcome for _ in range(3) for outcome in decoder.ready(PATIENCE)]) == 3
 
 
@@ -272,7 +272,7 @@ def test_nothing_is_left_behind(ending: str, tmp_path: Path):
             with Decoder(2, MediaLimits(seconds=3), FramePolicy()) as decoder:
                 for number in range(2):
                     decoder.submit(number, Item("x", "image", hostile_sources.Memory(b"")))
-                while decoder.room < 8:
+                while decoder.pending:
                     decoder.ready({PATIENCE})
                 decoder.submit(2, Item("x", "image", hostile_sources.Attack("sleep")))
                 while decoder._idle.qsize() == 2:
