@@ -17,12 +17,11 @@ from mmspec.app import embedded
 from mmspec.app.caption import options as settings
 from mmspec.app.caption import report
 from mmspec.app.caption.mirror import Mirror, push_to_hub
-from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.options import BESIDE, ENGINE, Options, SettingsError
 from mmspec.app.caption.outputs import FAILURES, FILE, OutputError, Outputs
 from mmspec.app.caption.plan import Plan, Planner
 from mmspec.app.caption.report import RunTally, plain
-from mmspec.app.caption.run import Job
+from mmspec.app.caption.run import FatalError, Job
 from mmspec.app.caption.workers import Alone, Crew, places
 from mmspec.app.enabling import EnableError
 from mmspec.app.files import write_whole
@@ -146,7 +145,7 @@ class Run:
         comparison = None
         try:
             with contextlib.closing(tally), _crew(self.job, outputs.slots, todo) as crew:
-                crew.run(todo.pending, tally.add, tally.start)
+                crew.run(todo.pending, tally.add)
                 comparison = crew.comparison
         except KeyboardInterrupt as stop:
             self._wind_up(tally)

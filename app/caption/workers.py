@@ -17,11 +17,10 @@ from typing import Any
 from tqdm import tqdm
 
 from mmspec.app.caption.journal import STATE, Ledger, Record, time_of
-from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.options import AUTO
 from mmspec.app.caption.outputs import Writer
 from mmspec.app.caption.plan import Task
-from mmspec.app.caption.run import Job, Worker, about
+from mmspec.app.caption.run import FatalError, Job, Worker, about
 from mmspec.app.cli import quiet
 from mmspec.app.extras import cores, end_process
 
@@ -49,18 +48,13 @@ class Alone:
             self.comparison = Sampled(items)
             self.worker.sampler = self.comparison.show
 
-    def run(self, tasks: Sequence[Task], report: Report, started: Callable[[], object] = lambda: None) -> None:
-        """Do all tasks, and measure the comparison; `report` is called for each record once it is on the disk, and
-        `started` when the model begins."""
-        rest, worker, opened = deque(tasks), self.worker, False
+    def run(self, tasks: Sequence[Task], report: Report) -> None:
+        """Do all tasks, and measure the comparison; `report` is called for each record once it is on the disk."""
+        rest, worker = deque(tasks), self.worker
         while rest or worker.busy:
             room = max(0, worker.window - worker.in_hand)
             worker.give([rest.popleft() for _ in range(min(room, len(rest)))])
-            records = worker.step()
-            if worker.flow is not None and not opened:
-                started()
-                opened = True
-            for record in records:
+            for record in worker.step():
                 report(record)
         if self.comparison is not None and self.comparison.kept:
             tqdm.write(
@@ -88,17 +82,16 @@ def serve(job: Job, place: str, slot: str, pipe: Connection) -> None:
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has gone
         try:
             with contextlib.closing(Worker(job, place, slot)) as worker:
-                records, opened = list[Record](), False
+                records: list[Record] = []
                 while True:
-                    window = min(worker.window, job.items)
-                    pipe.send({"notes": worker.notes, "records": records, "window": window, "opened": opened})
+                    window = worker.window
+                    pipe.send({"notes": worker.notes, "records": records, "window": min(window, job.items)})
                     if (tasks := pipe.recv()) is None:
                         break
                     worker.give(tasks)
                     records = []
-                    while worker.busy and not records and opened == (worker.flow is not None) and not pipe.poll():
+                    while worker.busy and not records and worker.window == window and not pipe.poll():
                         records = worker.step()
-                    opened = worker.flow is not None
                 pipe.send({"summary": worker.summary()})
         except ConnectionError:
             raise
@@ -148,11 +141,10 @@ class Crew:
         for number, place in enumerate(places):
             self._start(f"{slots}worker-{number}", place)
 
-    def run(self, tasks: Sequence[Task], report: Report, started: Callable[[], object] = lambda: None) -> None:
+    def run(self, tasks: Sequence[Task], report: Report) -> None:
         """Do all tasks. FatalError if no worker is left."""
         self._rest.extend(tasks)
         self._unfinished = {task.item.name for task in tasks}
-        opened = False
         while self._unfinished:
             if not self.workers:
                 raise FatalError(f"all workers have ended ({self._why}); finished captions are saved, run the same "
@@ -165,9 +157,6 @@ class Crew:
                     self._replace(worker, report)
                     continue
                 self._note(worker, message)
-                if message.get("opened") and not opened:
-                    started()
-                    opened = True
                 self._finish(worker, message.get("records", ()), report)
             for worker in self.workers:
                 self._give(worker)

@@ -8,14 +8,14 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 from mmspec import media
 from mmspec.app.media import hub, tables, tars
-from mmspec.app.media.folders import Files, Folder
-from mmspec.app.media.items import HEAD, IMAGE, VIDEO_EXTENSIONS, Item, broken, kind_of, need, sniff
+from mmspec.app.media.items import HEAD, IMAGE, VIDEO_EXTENSIONS, Item, broken, file_item, kind_of, need, sniff
 from mmspec.app.media.remote import Remote, is_address
 from mmspec.app.media.tables import Columns
 from mmspec.media import MediaError
@@ -36,6 +36,68 @@ class Place(Protocol):
 
     def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
         """Its items. MediaError if it cannot be read at all, or no further; a bad item among others is `broken`."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """Single files named by hand or by a glob."""
+
+    paths: tuple[Path, ...]
+    root: Path
+
+    def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
+        return (file_item(path, name_of) for path in self.paths)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """All files with an image or video extension in a folder, sorted by path; hidden files and folders are skipped.
+
+    Attributes:
+        others: counts, by extension, of files that are no images or videos; filled while the items are listed.
+        skipped: names of subfolders that are not read; filled while the items are listed.
+    """
+
+    root: Path
+    recursive: bool
+    others: Counter[str] = field(default_factory=Counter)
+    skipped: list[str] = field(default_factory=list)
+
+    def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
+        self.others.clear()
+        self.skipped.clear()
+        stack = [self._entries(self.root)]
+        while stack:
+            entry = next(stack[-1], None)
+            if entry is None:
+                stack.pop()
+                continue
+            path = Path(entry.path)
+            try:
+                if not entry.is_dir():
+                    if kind_of(entry.name):
+                        yield file_item(path, name_of)
+                    else:
+                        self.others[path.suffix.lower()] += 1
+                elif not self.recursive:
+                    self.skipped.append(entry.name)
+                elif not entry.is_symlink():  # a link could lead to a cycle
+                    stack.append(self._entries(path))
+            except OSError as error:  # a link to itself, or through a folder that may not be entered
+                if self.recursive or kind_of(entry.name):
+                    yield broken(name_of(path), media.explained(path, error))
+            except MediaError as error:
+                yield broken(name_of(path), error)
+
+    @staticmethod
+    def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+        try:
+            with os.scandir(folder) as entries:
+                shown = [entry for entry in entries if not entry.name.startswith(".")]
+        except OSError as error:
+            reason = f"cannot be listed ({error.strerror or error})"
+            raise MediaError(folder, reason, "check its permissions") from error
+        return iter(sorted(shown, key=lambda entry: entry.name))
 
 
 CONTAINERS: dict[str, Callable[[Path, Columns], Place]] = {  # by extension

@@ -56,8 +56,8 @@ def _serve(args: argparse.Namespace, key: str | None, drafter: str, options: dic
     import uvicorn
 
     from mmspec.app import engine as engines
-    from mmspec.app.caption.model import area_for
     from mmspec.app.caption.options import AUTO
+    from mmspec.app.caption.run import area_for
     from mmspec.app.serve import chat, http
 
     engine = engines.load(args.model, drafter, args.device, args.dtype, args.max_new_tokens, 0.0, **options)

@@ -26,12 +26,11 @@ from PIL import Image
 from transformers import CLIPVisionModel
 
 from mmspec.app import cli
-from mmspec.app.caption import model as modelling
 from mmspec.app.caption import options as settings
 from mmspec.app.caption import run as running
 from mmspec.app.caption.journal import Journal
-from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.plan import ask
+from mmspec.app.caption.run import FatalError
 from mmspec.pipelines.prefix import prefix_keys
 
 OK, FATAL, SENSELESS, SOME_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
@@ -697,7 +696,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_a_long_run_compiles_by_itself(caption, compiled: list[int], monkeypatch: pytest.MonkeyPatch, capsys):
     assert caption("--limit", "2") == OK and not compiled
-    monkeypatch.setattr(modelling, "PAYS", 0.1)  # four items of one token by four rows are half a round
+    monkeypatch.setattr(running, "PAYS", 0.1)  # four items of one token by four rows are half a round
     assert caption("--no-resume") == OK and compiled == [4]
     assert "note: 4 items are about 0 rounds: the model is compiled first" in capsys.readouterr().err
     for said in (["--no-compile"], ["--enable", "compile=false"]):

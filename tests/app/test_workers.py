@@ -13,10 +13,9 @@ import pytest
 from mmspec.app import cli
 from mmspec.app.caption import options as settings
 from mmspec.app.caption.journal import STATE
-from mmspec.app.caption.model import FatalError
 from mmspec.app.caption.outputs import Outputs
 from mmspec.app.caption.plan import Planner
-from mmspec.app.caption.run import Job
+from mmspec.app.caption.run import FatalError, Job
 from mmspec.app.caption.workers import STARTS, Crew, places
 from mmspec.app.media.inputs import open_inputs
 from mmspec.app.prompt import Prompts
