@@ -179,15 +179,12 @@ class Run:
         """Print how much there is to do, and what is left out."""
         options, inputs, todo = self.options, self.inputs, self.todo
         print(f"{todo.items} item{'s' * (todo.items != 1)}: {todo}")
-        if skipped := inputs.skipped():
-            names = ", ".join(map(plain, skipped[:5])) + ", ..." * (len(skipped) > 5)
-            print(f"skipped {len(skipped)} subfolder(s) ({names}); --recursive reads them too")
         others = inputs.left_out()
         if options.out == BESIDE:  # what earlier runs wrote
             others -= Counter({name: others[name] for name in (options.extension, ".jsonl", ".parquet")})
         if others:
-            kinds = ", ".join(f"{count} {plain(kind) or 'without extension'}" for kind, count in others.most_common(5))
-            print(f"skipped {others.total()} file(s) whose names are not those of images or videos ({kinds})")
+            kinds = ", ".join(f"{count} {plain(kind) or 'without extension'}" for kind, count in others.most_common())
+            print(f"skipped what is no image or video by its name: {kinds}")
         if damaged := self.outputs.ledger.damaged:
             print(f"ignored {damaged} broken line(s) in {self.outputs.state} (a run was killed while it wrote them)")
         for trouble in todo.unwritable:

@@ -141,17 +141,14 @@ class Mirror:
             print(f"note: {error}", file=sys.stderr, flush=True)
 
     def _merge(self, name: str, path: Path) -> None:
-        """Download a journal or log: keep the longer one if it continues the other, else keep the lines of both."""
+        """Download a journal or log: keep the longer one if it continues the other, else keep both files."""
         theirs = self._read(name)
         ours = path.read_bytes() if path.is_file() else b""
         if ours.startswith(theirs):
             if ours == theirs:
                 self._synced[name] = stamp(path)
             return
-        if path.suffix == ".log" and not theirs.startswith(ours):  # lines may be repeated
-            write_whole(path, theirs.removesuffix(b"\n") + b"\n" + ours)
-            return
-        if not theirs.startswith(ours):  # the ledger reads all journals, whatever their names
+        if not theirs.startswith(ours):  # all journals and logs are read, whatever their names
             write_whole(path.with_stem(f"{path.stem}-{digest(ours)[:8]}"), ours)
         write_whole(path, theirs)
         self._synced[name] = stamp(path)

@@ -15,7 +15,7 @@ import yaml
 
 from mmspec import media
 from mmspec.app import embedded, enabling
-from mmspec.app.caption.journal import digest
+from mmspec.app.caption.journal import key
 from mmspec.app.media import video
 from mmspec.app.media.items import kind_of
 from mmspec.app.options import DTYPES, above_zero, count, from_zero
@@ -207,7 +207,7 @@ class Options:
         drawn = sorted(word for word in self.enable if word.partition("=")[0] in enabling.DRAWN)
         seed = self.seed if self.temperature > 0 else None
         schema = self.schema
-        grammar = {} if schema is None else {"json_schema": digest(json.dumps(["", schema], sort_keys=True).encode())}
+        grammar = {} if schema is None else {"json_schema": key(**schema)}
         return {name: getattr(self, name) for name in SHAPING} | {"enable": " ".join(drawn), "seed": seed} | grammar
 
     def fitted(self) -> Options:

@@ -137,7 +137,7 @@ class Finals:
         return not there or self._overwrite or name in self.noted()
 
     def noted(self) -> set[str]:
-        lines = self.log.read_bytes().splitlines() if self.log.is_file() else []
+        lines = [line for log in self.log.parent.glob("*.log") for line in log.read_bytes().splitlines()]
         return {str(line.get("file")) for line in map(parse, lines) if line is not None}
 
     def note(self, path: Path) -> None:

@@ -107,12 +107,11 @@ class WorkerProcess:
     pipe: Connection
     slot: str
     place: str
-    failed_starts: int  # starts in a row before this one in which no item was finished
+    starts: int  # starts in a row without a finished item, this one included
     tasks: dict[str, Task] = field(default_factory=dict)  # its unfinished tasks by name
     window: int = 0  # maximum number of unfinished tasks; 0 until its model is loaded
     waiting: bool = False  # whether it waits for an answer to its last message
     alone: bool = False  # whether its only task is one that a killed worker had
-    worked: bool = False
     trouble: str = ""  # why it cannot go on, if it reported an error
 
     def end(self) -> str:
@@ -185,7 +184,7 @@ class Crew:
 
     def _finish(self, worker: WorkerProcess, records: Sequence[Record], report: Report) -> None:
         for record in records:
-            worker.worked, worker.failed_starts = True, 0
+            worker.starts = 0
             worker.tasks.pop(record["file_name"], None)
             if record["file_name"] in self._unfinished:
                 self._unfinished.remove(record["file_name"])
@@ -208,12 +207,12 @@ class Crew:
             with contextlib.suppress(OSError):  # it has just died, and the next `recv` raises EOFError
                 worker.pipe.send(tasks)
 
-    def _start(self, slot: str, place: str, failed_starts: int = 0) -> None:
+    def _start(self, slot: str, place: str, starts: int = 1) -> None:
         pipe, theirs = multiprocessing.Pipe()
         process = multiprocessing.get_context("spawn").Process(target=serve, args=(self.job, place, slot, theirs))
         process.start()
         theirs.close()  # so that `recv` raises EOFError when the process ends
-        self.workers.append(WorkerProcess(process, pipe, slot, place, failed_starts))
+        self.workers.append(WorkerProcess(process, pipe, slot, place, starts))
 
     def _replace(self, worker: WorkerProcess, report: Report) -> None:
         """Give the tasks of a dead worker to the others, and restart it where that may help."""
@@ -229,9 +228,8 @@ class Crew:
                 self._unfinished.remove(task.item.name)
                 report(self._blame(worker.slot, task))
         self._why = worker.trouble or f"{worker.slot} on {worker.place} has ended ({how})"
-        again = worker.worked or (not worker.trouble and worker.failed_starts + 1 < STARTS)
-        if again:
-            self._start(worker.slot, worker.place, 0 if worker.worked else worker.failed_starts + 1)
+        if again := worker.starts < (1 if worker.trouble else STARTS):
+            self._start(worker.slot, worker.place, worker.starts + 1)
         then = "it is restarted" if again else "the other workers go on" if self.workers else "no worker is left"
         print(f"{' '.join(self._why.split())}; {then}", file=sys.stderr)
 

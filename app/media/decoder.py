@@ -225,7 +225,7 @@ class Decoder:
             self._fetched.notify_all()
         for worker in self._workers:
             worker.kill()
-        while not all(future.done() for future in self._pending):  # a new process may just be starting
+        while self._idle.qsize() < len(self._workers):  # a new process may just be starting
             time.sleep(0.01)
             for worker in self._workers:
                 worker.kill()
@@ -244,18 +244,20 @@ class Decoder:
     def ready(self, wait: float | None = 0) -> list[tuple[Any, Media | MediaError]]:
         """The finished items; waits up to `wait` seconds (None: no limit) for the first one, if any is pending."""
         futures.wait(self._pending, wait, futures.FIRST_COMPLETED)
-        finished = [(self._pending.pop(one), one.result()) for one in list(self._pending) if one.done()]
-        with self._fetched:
-            self._held -= sum(_size(outcome) for _, outcome in finished)
-            self._fetched.notify_all()
-        return finished
+        return [(self._pending.pop(one), self._fetch(one)) for one in list(self._pending) if one.done()]
 
     def one(self, item: Item) -> Media:
-        """Decode one item, while no other is pending. MediaError if it cannot be decoded."""
-        self.submit(item.name, item)
-        ((_, outcome),) = self.ready(None)
+        """Decode one item; may be called by several threads at once. MediaError if it cannot be decoded."""
+        outcome = self._fetch(self._threads.submit(self._decode, item))
         if isinstance(outcome, MediaError):
             raise outcome
+        return outcome
+
+    def _fetch(self, future: futures.Future[Media | MediaError]) -> Media | MediaError:
+        outcome = future.result()
+        with self._fetched:
+            self._held -= _size(outcome)
+            self._fetched.notify_all()
         return outcome
 
     def _decode(self, item: Item) -> Media | MediaError:

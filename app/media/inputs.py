@@ -15,7 +15,7 @@ from typing import Protocol
 
 from mmspec import media
 from mmspec.app.media import hub, tables, tars
-from mmspec.app.media.items import HEAD, IMAGE, VIDEO_EXTENSIONS, Item, broken, file_item, kind_of, need, sniff
+from mmspec.app.media.items import IMAGE, VIDEO_EXTENSIONS, Item, broken, file_item, kind_of, kind_of_file, need
 from mmspec.app.media.remote import Remote, is_address
 from mmspec.app.media.tables import Columns
 from mmspec.media import MediaError
@@ -24,6 +24,7 @@ KNOWN = (
     "images, videos, folders, globs (*.jpg), lists (.txt .lst), .jsonl .csv .tsv .parquet, webdataset .tar, "
     "hf:owner/name, s3:// gs:// hf:// folders and files"
 )
+SUBFOLDERS = "subfolder(s) (--recursive reads them too)"
 SAVED_DATASET = ("state.json", "dataset_dict.json")  # what `save_to_disk` leaves in a folder
 
 
@@ -54,18 +55,15 @@ class Folder:
     """All files with an image or video extension in a folder, sorted by path; hidden files and folders are skipped.
 
     Attributes:
-        others: counts, by extension, of files that are no images or videos; filled while the items are listed.
-        skipped: names of subfolders that are not read; filled while the items are listed.
+        others: counts, by extension, of what is left out; filled while the items are listed.
     """
 
     root: Path
     recursive: bool
     others: Counter[str] = field(default_factory=Counter)
-    skipped: list[str] = field(default_factory=list)
 
     def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
         self.others.clear()
-        self.skipped.clear()
         stack = [self._entries(self.root)]
         while stack:
             entry = next(stack[-1], None)
@@ -80,7 +78,7 @@ class Folder:
                     else:
                         self.others[path.suffix.lower()] += 1
                 elif not self.recursive:
-                    self.skipped.append(entry.name)
+                    self.others[SUBFOLDERS] += 1
                 elif not entry.is_symlink():  # a link could lead to a cycle
                     stack.append(self._entries(path))
             except OSError as error:  # a link to itself, or through a folder that may not be entered
@@ -136,12 +134,8 @@ class Inputs:
         except MediaError as error:
             yield broken(self._name_of(error.path), error)
 
-    def skipped(self) -> list[str]:
-        """Names of subfolders that are not read; known once the items were listed."""
-        return [name for place in self.places if isinstance(place, Folder) for name in place.skipped]
-
     def left_out(self) -> Counter[str]:
-        """Counts, by extension, of files that are no images or videos; known once the items were listed."""
+        """Counts, by extension, of what is no image or video, and of subfolders; known once the items were listed."""
         return sum((place.others for place in self.places if isinstance(place, Folder | Remote)), Counter())
 
     def _name_of(self, path: Path) -> str:
@@ -221,7 +215,7 @@ def _place(path: Path, recursive: bool, columns: Columns) -> Place:
         return CONTAINERS[path.suffix.lower()](path, columns)
     if path.name.lower().endswith(tars.PACKED):
         raise MediaError(path, "is a compressed tar, which cannot be read by byte offsets", "unpack it to a .tar")
-    if not kind_of(path.name) and not _begins_like_media(path):
+    if kind_of_file(path) is None:
         raise MediaError(path, f"is of no known kind ({path.suffix or 'no extension'})", f"give {KNOWN}")
     return Files((path,), path.parent)
 
@@ -254,11 +248,3 @@ def _common(folders: Sequence[Path]) -> Path:
         return Path(os.path.commonpath([os.path.abspath(folder) for folder in folders]))
     except ValueError:  # several drives on Windows
         return Path(os.path.abspath(folders[0]).partition(os.sep)[0] + os.sep)
-
-
-def _begins_like_media(path: Path) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return sniff(file.read(HEAD)) is not None
-    except OSError:
-        return True  # the error is reported when the item is read

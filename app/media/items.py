@@ -49,20 +49,17 @@ class Source:
 
     Attributes:
         label: describes the place for users; sources with the same label are the same item.
-        load: returns all bytes, given the maximum number of bytes; MediaError if they cannot be read.
+        read: returns all bytes, given the maximum number of bytes; MediaError if they cannot be read.
         path: the item's file on this machine, if it is a separate file.
         within: the tar or table that holds the item, if it is not.
         dated: changes when a remote file does.
     """
 
     label: str
-    load: Callable[[int], bytes]
+    read: Callable[..., bytes]
     path: Path | None = None
     within: Path | None = None
     dated: str | None = None
-
-    def read(self, max_bytes: int = media.MAX_BYTES) -> bytes:
-        return self.load(max_bytes)
 
     @property
     def stamp(self) -> str | None:
@@ -94,7 +91,7 @@ def broken(name: str, error: MediaError) -> Item:
     return Item(name, IMAGE, Source(str(error), partial(_fail, error)))
 
 
-def _read_file(path: Path, named: str, max_bytes: int) -> bytes:
+def _read_file(path: Path, named: str, max_bytes: int = media.MAX_BYTES) -> bytes:
     try:
         return media.read(path, max_bytes)
     except MediaError as error:
@@ -103,11 +100,11 @@ def _read_file(path: Path, named: str, max_bytes: int) -> bytes:
         raise MediaError(error.path, f"{error.reason} (named in {named})", error.what_to_do) from error
 
 
-def _given(data: bytes, max_bytes: int) -> bytes:
+def _given(data: bytes, max_bytes: int = media.MAX_BYTES) -> bytes:
     return data
 
 
-def _fail(error: MediaError, max_bytes: int) -> NoReturn:
+def _fail(error: MediaError, max_bytes: int = media.MAX_BYTES) -> NoReturn:
     raise error
 
 
@@ -115,6 +112,18 @@ def kind_of(name: str) -> str | None:
     """The kind of a file by its extension: IMAGE, VIDEO or None."""
     suffix = os.path.splitext(name)[1].lower()
     return IMAGE if suffix in media.EXTENSIONS else VIDEO if suffix in VIDEO_EXTENSIONS else None
+
+
+def kind_of_file(path: Path) -> str | None:
+    """The kind of a file by its extension, or else by its first bytes; IMAGE if it cannot be read, None if unknown."""
+    kind = kind_of(path.name)
+    if kind is None:
+        try:
+            with open(path, "rb") as file:
+                kind, _ = sniff(file.read(HEAD)) or (None, "")
+        except (OSError, ValueError):  # the error is reported when the item is read; ValueError: an invalid path
+            kind = IMAGE
+    return kind
 
 
 def sniff(head: bytes) -> tuple[str, str] | None:
@@ -126,15 +135,8 @@ def sniff(head: bytes) -> tuple[str, str] | None:
 def file_item(
     path: Path, name_of: Callable[[Path], str], existing: str | None = None, tags: tuple = (), named: str = ""
 ) -> Item:
-    """A file as an item; its first bytes decide its kind if its extension is unknown. Errors come when it is read."""
-    kind = kind_of(path.name)
-    if kind is None:
-        try:
-            with open(path, "rb") as file:
-                kind, _ = sniff(file.read(HEAD)) or (IMAGE, "")
-        except (OSError, ValueError):  # ValueError: a list has an invalid path
-            kind = IMAGE
-    return Item(name_of(path), kind, file_source(path, named), existing, tags)
+    """A file as an item; errors come when it is read."""
+    return Item(name_of(path), kind_of_file(path) or IMAGE, file_source(path, named), existing, tags)
 
 
 def need(module: str, what_for: str) -> Any:

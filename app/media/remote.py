@@ -90,7 +90,7 @@ class Remote:
         return {name: facts for name, facts in files.items() if kind_of(name)}
 
 
-def _read(address: str, size: int | None, max_bytes: int) -> bytes:
+def _read(address: str, size: int | None, max_bytes: int = media.MAX_BYTES) -> bytes:
     """The bytes of a remote file, whose size is None if it is unknown."""
     if size is not None:
         media.check_bytes(size, address, max_bytes)

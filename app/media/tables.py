@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from mmspec import media
 from mmspec.app.media.items import IMAGE, VIDEO, Item, Source, broken, file_item, kind_of, need
@@ -111,17 +112,16 @@ class TableRows:
         Bytes that are not UTF-8 are preserved in paths, since file names may contain them.
         """
         suffix = self.path.suffix.lower()
-        with open(self.path, "rb") as file:
-            if file.read(2) in (b"\xff\xfe", b"\xfe\xff"):
+        ends = "" if suffix in SHEETS else None  # csv splits lines by itself
+        with open(self.path, encoding="utf-8-sig", errors="surrogateescape", newline=ends) as file:
+            if file.read(2) in ("\udcff\udcfe", "\udcfe\udcff"):
                 raise ValueError("it is UTF-16")
             file.seek(0)
             if suffix in SHEETS:
-                yield from _cells(self.path, "\t" if suffix == ".tsv" else ",")
-                return
-            for number, line in enumerate(file):
-                text = (line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line).strip()
-                if text:
-                    yield {"path": text.decode("utf-8", "surrogateescape")} if suffix in LISTS else json_object(text)
+                yield from _cells(file, "\t" if suffix == ".tsv" else ",")
+            else:
+                for line in filter(None, map(str.strip, file)):
+                    yield {"path": line} if suffix in LISTS else json_object(line)
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,10 @@ class Parquet:
             column, paths, kind = self._column(file.schema_arrow)
             for group in range(file.num_row_groups):
                 small = self.columns.notes + [column] * paths
-                for row, cells in enumerate(_small_columns(file, group, small)):
-                    own, notes, where = (
-                        f"{name}/{number}",
-                        self.columns.notes_of(cells),
-                        f"{self.path}: row {number + 1}",
-                    )
+                batches = file.iter_batches(batch_size=CHUNK, row_groups=[group], columns=small, use_threads=False)
+                for row, cells in enumerate(itertools.chain.from_iterable(batch.to_pylist() for batch in batches)):
+                    own, where = f"{name}/{number}", f"{self.path}: row {number + 1}"
+                    notes = self.columns.notes_of(cells)
                     number += 1
                     if not paths:
                         load = partial(_parquet_cell, self.path, group, row, column)
@@ -212,25 +210,16 @@ def json_object(line: bytes | str) -> dict | str:
     return row if isinstance(row, dict) else f"is JSON of a {type(row).__name__}, not an object with a path"
 
 
-def _cells(path: Path, delimiter: str) -> Iterator[dict | str]:
+def _cells(file: TextIO, delimiter: str) -> Iterator[dict | str]:
     """The rows of a CSV file; a row that the reader refuses is a message, and the reader goes on after it."""
-    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = csv.DictReader(file, delimiter=delimiter, restkey="", restval="")
-        while rows.fieldnames is not None:
-            try:
-                yield next(rows)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                yield f"is not a row of a table ({error}); is a quote left open?"
-
-
-def _small_columns(file: ParquetFile, group: int, names: list[str]) -> Iterator[dict[str, object]]:
-    if not names:
-        yield from ({} for _ in range(file.metadata.row_group(group).num_rows))
-        return
-    for batch in file.iter_batches(batch_size=CHUNK, row_groups=[group], columns=names, use_threads=False):
-        yield from batch.to_pylist()
+    rows = csv.DictReader(file, delimiter=delimiter, restkey="", restval="")
+    while rows.fieldnames is not None:
+        try:
+            yield next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield f"is not a row of a table ({error}); is a quote left open?"
 
 
 def cell_source(load: Callable[[], object], label: str, folders: Sequence[Path], within: Path | None = None) -> Source:
@@ -238,7 +227,9 @@ def cell_source(load: Callable[[], object], label: str, folders: Sequence[Path],
     return Source(label, partial(_read_cell, load, label, folders), within=within)
 
 
-def _read_cell(load: Callable[[], object], label: str, folders: Sequence[Path], max_bytes: int) -> bytes:
+def _read_cell(
+    load: Callable[[], object], label: str, folders: Sequence[Path], max_bytes: int = media.MAX_BYTES
+) -> bytes:
     try:
         content = load()
     except MediaError:

@@ -69,7 +69,7 @@ def member_source(tar: Path, member: str, offset: int, size: int) -> Source:
     return Source(label, partial(_read_member, tar, offset, size, label), within=tar)
 
 
-def _read_member(tar: Path, offset: int, size: int, label: str, max_bytes: int) -> bytes:
+def _read_member(tar: Path, offset: int, size: int, label: str, max_bytes: int = media.MAX_BYTES) -> bytes:
     media.check_bytes(size, label, max_bytes)
     try:
         with open(tar, "rb") as file:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from http.client import HTTPException
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Literal
 from urllib.request import url2pathname, urlopen
 
@@ -125,9 +124,7 @@ class Pictures(contextlib.ExitStack):
     def __init__(self, limits: MediaLimits, folder: Path | None, http: bool) -> None:
         super().__init__()
         self._limits, self._folder, self._http = limits, folder and folder.resolve(), http
-        self._free: SimpleQueue[Decoder] = SimpleQueue()
-        for _ in range(DECODERS):
-            self._free.put(self.enter_context(Decoder(1, limits, FramePolicy("uniform", 1))))
+        self._decoder = self.enter_context(Decoder(DECODERS, limits, FramePolicy("uniform", 1)))
 
     def chat(self, messages: Sequence[_Message]) -> list[dict[str, Any]]:
         """The messages in the format of chat templates; ChatError if a picture cannot be loaded or all are too big."""
@@ -152,11 +149,7 @@ class Pictures(contextlib.ExitStack):
         """The picture at a URL; ChatError if it cannot be loaded."""
         try:
             data = self._bytes(url)
-            decoder = self._free.get()
-            try:
-                return decoder.one(Item("picture", IMAGE, bytes_source(data))).frames[0]
-            finally:
-                self._free.put(decoder)
+            return self._decoder.one(Item("picture", IMAGE, bytes_source(data))).frames[0]
         except MediaError as error:
             advice = error.what_to_do.split(", or raise")[0]
             raise ChatError(400, f"the picture {error.reason}; {advice}", "messages", "invalid_image") from error
