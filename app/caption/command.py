@@ -22,7 +22,7 @@ from mmspec.app.caption.outputs import FAILURES, FILE, OutputError, Outputs
 from mmspec.app.caption.plan import Plan, Planner
 from mmspec.app.caption.report import RunTally, plain
 from mmspec.app.caption.run import FatalError, Job
-from mmspec.app.caption.workers import Alone, Crew, places
+from mmspec.app.caption.workers import SingleWorker, WorkerPool, places
 from mmspec.app.enabling import EnableError
 from mmspec.app.files import write_whole
 from mmspec.app.media.inputs import Inputs, open_inputs
@@ -101,9 +101,9 @@ def _caption(options: Options) -> int:
         frames = todo.frames(options.policy)
         job = Job(options, shaping, folder, outputs.origin, frames=frames, items=len(todo.pending))
         run = Run(options, inputs, outputs, todo, job)
-        run.say_plan()
+        run.print_plan()
         if options.dry_run:
-            run.say_prompts()
+            run.print_prompts()
             return OK
         with mirror.kept_up() if mirror is not None else contextlib.nullcontext():
             code = run.work()
@@ -144,9 +144,9 @@ class Run:
         tally = RunTally(len(todo.pending), options.quiet)
         comparison = None
         try:
-            with contextlib.closing(tally), _crew(self.job, outputs.slots, todo) as crew:
-                crew.run(todo.pending, tally.add)
-                comparison = crew.comparison
+            with contextlib.closing(tally), contextlib.closing(_start_workers(self.job, outputs.slots)) as workers:
+                workers.run(todo.pending, tally.add)
+                comparison = workers.comparison
         except KeyboardInterrupt as stop:
             self._wind_up(tally)
             print(f"\nstopped: {tally.counted} are in {outputs.folder}; run the same command again to resume")
@@ -155,7 +155,7 @@ class Run:
             self._wind_up(tally)
             raise
         written = self._finish()
-        self._report(tally, crew.summaries, comparison)
+        self._report(tally, workers.summaries, comparison)
         if tally.failed:
             where = outputs.folder / FAILURES
             print(f"{tally.failed} failed" + f": {where} says why" * where.is_file())
@@ -166,7 +166,7 @@ class Run:
         print("; ".join(filter(None, [str(tally), str(comparison or "")])))
         return SOME_FAILED if tally.failed or failed_before else OK
 
-    def say_prompts(self) -> None:
+    def print_prompts(self) -> None:
         """Print the prompts of the first item."""
         for task in self.todo.pending[:1]:
             choice = task.choice
@@ -175,7 +175,7 @@ class Run:
                 if text:
                     print(f"{what}: {plain(text)}")
 
-    def say_plan(self) -> None:
+    def print_plan(self) -> None:
         """Print how much there is to do, and what is left out."""
         options, inputs, todo = self.options, self.inputs, self.todo
         print(f"{todo.items} item{'s' * (todo.items != 1)}: {todo}")
@@ -221,12 +221,7 @@ class Run:
                 print(f"mmspec caption: {plain(str(error))}", file=sys.stderr)
 
 
-@contextlib.contextmanager
-def _crew(job: Job, slots: str, todo: Plan) -> Iterator[Any]:
-    """The workers: one process per device, or this process; they are stopped at the end, whatever happens."""
-    where = places(job.options.devices)
-    crew: Any = Crew(job, where, slots) if len(where) > 1 else Alone(job, where[0], slots, len(todo.pending))
-    try:
-        yield crew
-    finally:
-        crew.stop()
+def _start_workers(job: Job, slots: str) -> Any:
+    """One process per device, or a worker in this process."""
+    devices = places(job.options.devices)
+    return WorkerPool(job, devices, slots) if len(devices) > 1 else SingleWorker(job, devices[0], slots)

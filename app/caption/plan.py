@@ -91,18 +91,18 @@ class Planner:
         sidecar = sidecars.of(name, record) if sidecars else None
         stamp = item.source.stamp
         same = record is not None and self._unchanged(record, item, stamp)
-        came = item.existing or (record or {}).get("existing")  # the caption before mmspec wrote one
-        if record and same and options.resume and record.get("ask") == self._choice(item, came)[1]:
+        original = item.existing or (record or {}).get("existing")  # the caption before mmspec wrote one
+        if record and same and options.resume and record.get("ask") == self._choice(item, original)[1]:
             todo.done += 1
             self._restore(record, sidecar, todo)
             return
-        there = outputs.existing(name, sidecar)
-        if not self.overwrite and (there or (item.existing and not record and not self.reads_existing)):
+        edited = outputs.existing(name, sidecar)
+        if not self.overwrite and (edited or (item.existing and not record and not self.reads_existing)):
             todo.kept += 1
             return
-        existing = there or came
-        choice, named = self._choice(item, existing)
-        if failure and failure.get("ask") == named and failure.get("stamp") == stamp and not options.retry_failed:
+        existing = edited or original
+        choice, ask = self._choice(item, existing)
+        if failure and failure.get("ask") == ask and failure.get("stamp") == stamp and not options.retry_failed:
             todo.failed_before += 1
             return
         if record and not same and record.get("folder") != outputs.origin and not self.overwrite:
@@ -111,7 +111,7 @@ class Planner:
                 "choose another --out, or --on-existing overwrite"
             )
         todo.again += same
-        todo.pending.append(Task(item, choice, named, stamp, existing, sidecar))
+        todo.pending.append(Task(item, choice, ask, stamp, existing, sidecar))
 
     def _choice(self, item: Item, existing: str | None) -> tuple[PromptChoice, str]:
         """The prompt for an item, and the hash of everything that shapes the answer except the item's content."""
@@ -121,7 +121,7 @@ class Planner:
             more = {"frames": policy.named}
             if policy.kind != "uniform":  # its name already includes the limit
                 more["max_frames"] = self.options.max_frames
-        return choice, ask(self.shaping | vars(choice) | more)
+        return choice, ask_key(self.shaping | vars(choice) | more)
 
     def _unchanged(self, record: Record, item: Item, stamp: str | None) -> bool:
         if stamp and record.get("stamp") == stamp and record.get("folder") == self.outputs.origin:
@@ -146,7 +146,7 @@ class Planner:
         return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8]) % shards == shard
 
 
-def ask(facts: Record) -> str:
+def ask_key(facts: Record) -> str:
     """A hash of everything that shapes an answer except the content.
 
     Only what differs from its default counts, so that a newly added option does not invalidate recorded captions.

@@ -24,7 +24,7 @@ from mmspec.app.caption.run import FatalError, Job, Worker, about
 from mmspec.app.cli import quiet
 from mmspec.app.extras import cores, end_process
 
-GOODBYE = 30.0  # seconds that a process has for its last round after it was told to stop
+STOP_SECONDS = 30.0  # seconds that a process has for its last round after it was told to stop
 STARTS = 2  # starts of a worker in a row without a finished item, after which its device is given up
 Report = Callable[[Record], None]
 
@@ -33,19 +33,19 @@ class KilledWorkerError(Exception):
     """The process died while this item was the only one it worked on."""
 
 
-class Alone:
+class SingleWorker:
     """One worker in this process, and the comparison with stock generate if there is a drafter to compare."""
 
-    def __init__(self, job: Job, place: str, slots: str, items: int):
+    def __init__(self, job: Job, place: str, slots: str):
         self.worker = Worker(job, place, f"{slots}worker-0")
-        say(self.worker.notes)
+        print_notes(self.worker.notes)
         self.summaries: list[dict[str, Any]] = []
         self.comparison = None
         engine = self.worker.engine
         if job.options.compare and engine.drafter is not None and hasattr(engine, "stock"):
             from mmspec.app.caption.compare import Sampled
 
-            self.comparison = Sampled(items)
+            self.comparison = Sampled(job.items)
             self.worker.sampler = self.comparison.show
 
     def run(self, tasks: Sequence[Task], report: Report) -> None:
@@ -62,7 +62,7 @@ class Alone:
             )
             self.comparison.measure(worker.engine, worker.flow.rows)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         self.summaries.append(self.worker.summary())
         self.worker.close()
 
@@ -120,9 +120,8 @@ class WorkerProcess:
         return end_process(self.process, 1)  # a process that ended by itself may need a moment to exit
 
 
-class Crew:
-    """One process per device, each with its own model, decoder and journal; with the interface of `Alone`, but never
-    compared with stock generate.
+class WorkerPool:
+    """One process per device, each with its own model, decoder and journal; used like `SingleWorker`, but not compared.
 
     A process that dies is restarted, unless it never finishes anything. The items that a killed one had are given out
     one at a time; an item during which a second process dies, with no other item, is recorded as a failure.
@@ -160,15 +159,15 @@ class Crew:
             for worker in self.workers:
                 self._give(worker)
 
-    def stop(self) -> None:
-        give_up = time.monotonic() + GOODBYE
+    def close(self) -> None:
+        deadline = time.monotonic() + STOP_SECONDS
         try:
             for worker in self.workers:
                 with contextlib.suppress(OSError):
                     worker.pipe.send(None)
             for worker in self.workers:
                 with contextlib.suppress(EOFError, OSError):
-                    while worker.window and worker.pipe.poll(max(0.0, give_up - time.monotonic())):
+                    while worker.window and worker.pipe.poll(max(0.0, deadline - time.monotonic())):
                         self._note(worker, worker.pipe.recv())
         finally:
             for worker in self.workers:
@@ -176,7 +175,7 @@ class Crew:
 
     def _note(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
         notes = message.get("notes", ())
-        say([note for note in notes if note not in self._notes])
+        print_notes([note for note in notes if note not in self._notes])
         self._notes |= {*notes}
         self.summaries += [message["summary"]] if "summary" in message else []
         worker.window, worker.waiting = message.get("window", worker.window), True
@@ -250,7 +249,7 @@ class Crew:
             return writer.fail(task.item.name, error, about(task, "", self.job))
 
 
-def say(notes: Sequence[str]) -> None:
+def print_notes(notes: Sequence[str]) -> None:
     """Print notes for the user."""
     for note in notes:
         print(f"note: {' '.join(note.split())}", file=sys.stderr, flush=True)

@@ -29,7 +29,7 @@ from mmspec.app import cli
 from mmspec.app.caption import options as settings
 from mmspec.app.caption import run as running
 from mmspec.app.caption.journal import Journal
-from mmspec.app.caption.plan import ask
+from mmspec.app.caption.plan import ask_key
 from mmspec.app.caption.run import FatalError
 from mmspec.pipelines.prefix import prefix_keys
 
@@ -766,7 +766,7 @@ def test_a_schema_may_be_any_json_object(tmp_path: Path):
         path.write_text(json.dumps(schema), encoding="utf-8-sig")  # as editors on Windows save it
         options = settings.Options(json_schema=path).fitted()
         assert options.schema == schema
-        asks.add(ask(options.shaping))
+        asks.add(ask_key(options.shaping))
     assert len(asks) == 3
 
 

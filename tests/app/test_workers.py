@@ -16,7 +16,7 @@ from mmspec.app.caption.journal import STATE
 from mmspec.app.caption.outputs import Outputs
 from mmspec.app.caption.plan import Planner
 from mmspec.app.caption.run import FatalError, Job
-from mmspec.app.caption.workers import STARTS, Crew, places
+from mmspec.app.caption.workers import STARTS, WorkerPool, places
 from mmspec.app.media.inputs import open_inputs
 from mmspec.app.prompt import Prompts
 from tests.app.test_kill import photos  # noqa: F401 - a fixture
@@ -60,7 +60,7 @@ def everything(out: Path) -> list[str]:
 def test_a_killed_worker_loses_nothing(few: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     job, tasks = prepared(few, tmp_path / "out")
     told: list[str] = []
-    crew = Crew(job, ["cpu", "cpu"], "")
+    pool = WorkerPool(job, ["cpu", "cpu"], "")
 
     victims: list[str] = []
 
@@ -69,20 +69,20 @@ def test_a_killed_worker_loses_nothing(few: Path, tmp_path: Path, capsys: pytest
         told.append(result["file_name"])
         if len(told) == 10:
             lines = {path.stem: path.read_bytes().count(b"\n") for path in (tmp_path / "out").glob(f"{STATE}/*.jsonl")}
-            victim = max(crew.workers, key=lambda worker: lines.get(worker.slot, 0))
+            victim = max(pool.workers, key=lambda worker: lines.get(worker.slot, 0))
             victims.append(victim.slot)
             os.kill(victim.process.pid, signal.SIGKILL)
 
     try:
-        crew.run(tasks, report)
-        assert len(crew.workers) == 2  # it was started again
+        pool.run(tasks, report)
+        assert len(pool.workers) == 2  # it was started again
     finally:
-        crew.stop()
+        pool.close()
     names = sorted(path.name for path in few.iterdir())
     assert sorted(told) == names and everything(tmp_path / "out") == names
     assert all(recorded(tmp_path / "out").values())  # both had a part
     assert f"{victims[0]} on cpu has ended (SIGKILL); it is restarted" in capsys.readouterr().err
-    assert {"worker-0", "worker-1"} - {*victims} <= {summary["worker"] for summary in crew.summaries}
+    assert {"worker-0", "worker-1"} - {*victims} <= {summary["worker"] for summary in pool.summaries}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -90,12 +90,12 @@ def test_an_item_that_kills_its_workers_ends_as_a_failure(workers: int, few: Pat
     """The first worker dies with other items in hand, another start alone with it; then it is given to nobody."""
     poison = sorted(few.iterdir())[7].name
     job, tasks = prepared(few, tmp_path / "out", "--model", f"deadly:{poison}")
-    crew, told = Crew(job, ["cpu"] * workers, ""), {}
+    pool, told = WorkerPool(job, ["cpu"] * workers, ""), {}
     try:
-        crew.run(tasks, lambda result: told.update({result["file_name"]: result.get("error")}))
-        assert len(crew.workers) == workers
+        pool.run(tasks, lambda result: told.update({result["file_name"]: result.get("error")}))
+        assert len(pool.workers) == workers
     finally:
-        crew.stop()
+        pool.close()
     assert {name: error for name, error in told.items() if error} == {poison: "KilledWorkerError"}
     assert len(told) == ITEMS and everything(tmp_path / "out") == sorted(told)
     left = prepared(few, tmp_path / "out", "--model", f"deadly:{poison}")[1]
@@ -104,10 +104,10 @@ def test_an_item_that_kills_its_workers_ends_as_a_failure(workers: int, few: Pat
 
 def test_without_workers_the_run_ends_and_says_so(few: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     job, tasks = prepared(few, tmp_path / "out", "--model", "stillborn")
-    crew = Crew(job, ["cpu"], "")
+    pool = WorkerPool(job, ["cpu"], "")
     with pytest.raises(FatalError, match=r"all workers have ended \(worker-0 on cpu has ended \(SIGKILL\)\)"):
-        crew.run(tasks, lambda result: None)
-    crew.stop()
+        pool.run(tasks, lambda result: None)
+    pool.close()
     assert capsys.readouterr().err.count("has ended") == STARTS
 
 
@@ -119,10 +119,10 @@ def test_workers_stop_when_the_disk_is_full(few: Path, tmp_path: Path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
     try:
-        crew = Crew(job, ["cpu", "cpu"], "")
+        pool = WorkerPool(job, ["cpu", "cpu"], "")
         with pytest.raises(FatalError, match=r"all workers have ended \(worker-. on cpu: .*captions are saved"):
-            crew.run(tasks, lambda record: told.append(record["file_name"]))
-        crew.stop()
+            pool.run(tasks, lambda record: told.append(record["file_name"]))
+        pool.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert 0 < len(told) < ITEMS and sorted(told) == everything(tmp_path / "out")
