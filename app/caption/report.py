@@ -70,7 +70,6 @@ class RunTally:
         """Count an item, which is on the disk already; the clock starts when the first answer was begun."""
         texts = record.get("captions") or ([record["text"]] if "text" in record else [])
         if texts and not self.captioned:
-            self._bar.reset()
             self._begun = time.perf_counter() - record.get("seconds", 0)
         self.seconds = time.perf_counter() - self._begun if self._begun else 0.0
         self.items += 1

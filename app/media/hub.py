@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 
 from mmspec import media
 from mmspec.app.media.items import Item, need
-from mmspec.app.media.tables import CHUNK, Columns, cell_source
+from mmspec.app.media.tables import Columns, cell_source
 from mmspec.media import MediaError
 
 SPLIT = "train"  # where nothing names a split
@@ -37,11 +38,8 @@ class Dataset:
         for split, part in parts.items():
             name, (column, kind) = f"{whole}/{split}", self._column(part)
             pickled = pickle.dumps(part.select_columns([column]))
-            notes = part.select_columns(self.columns.notes) if self.columns.notes else None
-            for row in range(len(part)):
-                if row % CHUNK == 0:
-                    chunk = notes[row : row + CHUNK] if notes is not None else {}
-                cells = {note: values[row % CHUNK] for note, values in chunk.items()}
+            notes = part.select_columns(self.columns.notes) if self.columns.notes else itertools.repeat({}, len(part))
+            for row, cells in enumerate(notes):
                 label = f"{name}: row {row + 1}, column {column!r}"
                 source = cell_source(partial(_cell, pickled, row, column), label, folders)
                 yield Item(f"{name}/{row}", kind, source, *self.columns.notes_of(cells))
