@@ -6,7 +6,6 @@ compared with stock generate.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 from collections import deque
@@ -68,11 +67,12 @@ class Worker:
         self._failures: list[tuple[Task, str, Exception]] = []  # not recorded until the model has answered once
         self._results: list[Record] = []
         self._answered = self._lost = False
-        with contextlib.ExitStack() as stack:
-            self._writer = Writer(job.folder, slot)
-            stack.callback(self._writer.close)
-            self._decoder = stack.enter_context(Decoder(self._decoders, options.limits(area), options.policy))
-            self.close = stack.pop_all().close
+        self._writer = Writer(job.folder, slot)
+        self._decoder = Decoder(self._decoders, options.limits(area), options.policy)
+
+    def close(self) -> None:
+        self._decoder.close()
+        self._writer.close()
 
     @property
     def window(self) -> int:
@@ -82,16 +82,7 @@ class Worker:
     @property
     def in_hand(self) -> int:
         """Number of unfinished tasks."""
-        return self._at_work + len(self._failures)
-
-    @property
-    def busy(self) -> bool:
-        """Whether `step` has anything to do or to return."""
-        return bool(self.in_hand or self._results)
-
-    @property
-    def _at_work(self) -> int:
-        return self._decoder.pending + len(self._waiting) + len(self._asked)
+        return self._decoder.pending + len(self._waiting) + len(self._asked) + len(self._failures)
 
     def give(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
@@ -110,7 +101,7 @@ class Worker:
         if self.flow is not None and self.flow.busy:
             for answer in self.flow.step():
                 self._answer(answer)
-        if not self._at_work:
+        if self.in_hand == len(self._failures):
             self._record_failures()
         results, self._results = self._results, []
         return results

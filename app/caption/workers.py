@@ -51,7 +51,7 @@ class SingleWorker:
     def run(self, tasks: Sequence[Task], report: Report) -> None:
         """Do all tasks, and measure the comparison; `report` is called for each record once it is on the disk."""
         rest, worker = deque(tasks), self.worker
-        while rest or worker.busy:
+        while rest or worker.in_hand:
             room = max(0, worker.window - worker.in_hand)
             worker.give([rest.popleft() for _ in range(min(room, len(rest)))])
             for record in worker.step():
@@ -90,7 +90,7 @@ def serve(job: Job, place: str, slot: str, pipe: Connection) -> None:
                         break
                     worker.give(tasks)
                     records = []
-                    while worker.busy and not records and worker.window == window and not pipe.poll():
+                    while worker.in_hand and not records and worker.window == window and not pipe.poll():
                         records = worker.step()
                 pipe.send({"summary": worker.summary()})
         except ConnectionError:
