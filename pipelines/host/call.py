@@ -33,10 +33,10 @@ BOTH_WAYS = (*TYPES, "block_sequence_ids")  # arguments that may make a decoder'
 ENCODED = "mm_encoder_outputs"  # the outputs of encoders that ran before the prefill
 ONCE = (LOGITS, "use_cache")  # arguments that do not change what a forward computes for a token
 # arguments that only the prefill reads
-PICTURES = (
+PICTURES = {
     *("image_pixel_values", "flattened_patches", "audio_input_features", "audio_embed_sizes", "audio_attention_mask"),
     *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
-)
+}
 
 
 @dataclass

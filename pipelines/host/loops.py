@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from mmspec.pipelines.host.call import Call, current
+from mmspec.pipelines.host.call import PICTURES, Call, current
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.kinds import GenerationConfig, GenerativeModel
 from mmspec.pipelines.host.names import bound
@@ -41,13 +41,13 @@ def loops(
         def _maybe_prepare_encoder_kwargs_for_generation(self, *args: object, **kwargs: object) -> object:
             """Skip stock's encoding of images if the prefill encodes them: with a prefix cache, and not in pieces."""
             prepare = stock(self)._maybe_prepare_encoder_kwargs_for_generation
+            arguments = bound(prepare, *args, **kwargs)
             if keeps(self) and not self.config.is_encoder_decoder:  # type: ignore[attr-defined]
-                arguments = bound(prepare, *args, **kwargs)
                 config = arguments["generation_config"]
                 one = max(config.num_beams or 1, config.num_return_sequences or 1) == 1
                 if one and arguments["model_input_name"] != "inputs_embeds" and config.prefill_chunk_size is None:
                     return arguments["model_kwargs"]
-            with encoding(self):
+            with encoding(self) if PICTURES & arguments["model_kwargs"].keys() else nullcontext():
                 return prepare(self, *args, **kwargs)
 
         def _sample(
