@@ -69,4 +69,4 @@ def _serve(args: argparse.Namespace, key: str | None, drafter: str, options: dic
         shown = (args.model, args.max_new_tokens, args.temperature, args.queue, args.max_bytes, key)
         app = http.build(http.Service(engine, thread, pictures, *shown))
         print(f"{args.model} is at http://{args.host}:{args.port}/v1 (Ctrl-C ends it)", flush=True)
-        uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
+        uvicorn.run(app, host=args.host, port=args.port, log_level="warning", timeout_keep_alive=http.KEEP_ALIVE)

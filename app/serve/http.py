@@ -29,6 +29,7 @@ from mmspec.statistics import Stats
 
 ADDRESSES = ("POST /v1/chat/completions", "GET /v1/models", "GET /v1/models/NAME", "GET /health")
 T = TypeVar("T")
+KEEP_ALIVE = 75  # seconds that an idle connection stays open; clients that reuse it wait less between two requests
 UPLOAD = 60.0  # seconds within which a request's body must arrive
 Piece = tuple[str, str | None, dict[str, Any]]  # text; for the last piece also the finish reason and usage
 Progress = tuple[list[int], Stats, bool, Exception | None]  # tokens so far, stats of their rounds, done, error

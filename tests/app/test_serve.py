@@ -27,7 +27,7 @@ from mmspec.app import embedded
 from mmspec.app import engine as engines
 from mmspec.app.serve import chat
 from mmspec.app.serve.chat import AnswerText, ChatRequest, Pictures
-from mmspec.app.serve.http import ModelThread, Service, build
+from mmspec.app.serve.http import KEEP_ALIVE, ModelThread, Service, build
 from mmspec.pipelines.host.processors.grammar import json_grammar
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving import continuous
@@ -60,7 +60,7 @@ def service(engine: engines.Engine) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def base(service: Service) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(build(service), port=0, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(build(service), port=0, log_level="error", timeout_keep_alive=KEEP_ALIVE))
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
