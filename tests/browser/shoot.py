@@ -126,8 +126,11 @@ class Visitor:
 
     def choose(self, picture: int = 0) -> None:
         """Click one of the example pictures and wait until it is shown."""
+        shown = "document.querySelector('#mm-image img')?.src"
+        before = self.page.evaluate(shown) if picture else None
         self.page.locator("#mm-image-examples button.gallery-item").nth(picture).click()
         self.page.wait_for_selector("#mm-image img")
+        self.page.wait_for_function(f"before => {shown} !== before", arg=before)  # another one stood there
 
     def upload(self, path: Path) -> None:
         self.page.set_input_files("#mm-image input[type=file]", str(path))
