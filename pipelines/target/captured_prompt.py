@@ -20,14 +20,12 @@ from mmspec.compile.capture_cache import compare, weights
 from mmspec.compile.version import PLAIN, version
 from mmspec.functional import LayerAttention, sdpa
 from mmspec.modes import computed_in, lasting
-from mmspec.pipelines.host import recurrent
 from mmspec.pipelines.host.cache import PassThroughCache, RaggedCache
 from mmspec.pipelines.host.call import BOTH_WAYS
 from mmspec.pipelines.host.forward import Decode, now, reading
 from mmspec.pipelines.host.names import CACHE, FEATURES
 from mmspec.pipelines.host.recurrent_state import RecurrentLayers
-from mmspec.pipelines.target import masks
-from mmspec.pipelines.target.captures import Forward, require_capturable
+from mmspec.pipelines.target.captures import Forward, require_capturable, same_mask
 from mmspec.types import FINAL
 
 MOST = 4  # the maximum number of shapes that are captured for one module
@@ -144,10 +142,8 @@ def _checked(
         rest, cache = iter(inputs), PassThroughCache(0)
         now = tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
         seen = torch.ones(B, 1, L, L, dtype=torch.bool)
-        kinds = {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(masks.KINDS, seen)}
-        mask = kinds if target.mixed else seen
         with capture.Cut(cache, masked=True), reading() as read:
-            out = run(**now, **{CACHE: cache, _MASK: mask})
+            out = run(**now, **{CACHE: cache, _MASK: same_mask(target, seen)})
         states = (t for layer in cache.recurrent.values() for t in layer.held())
         return [out[FEATURES], *(read.layers[i] for i in _layers(target)), *states]
 

@@ -89,7 +89,7 @@ def _read(mine: _Tower, captures: CaptureCache, run: Decode, *args: object, **kw
             raise Uncapturable("it returns integers")
         with lasting():
             integers = _Integers([leaf.clone() for leaf in fixed if isinstance(leaf, Tensor)])
-            rest = iter(integers.fixed)
+            rest = iter([*integers.fixed.values()])
             given = [leaf if _real(leaf) or not isinstance(leaf, Tensor) else next(rest) for leaf in leaves]
 
             def read(*inputs: Tensor) -> list[Tensor]:
@@ -100,7 +100,7 @@ def _read(mine: _Tower, captures: CaptureCache, run: Decode, *args: object, **kw
 
             read(*tensors)
             integers.again = iter(integers.known)
-            own = [*weights(mine.own), *integers.fixed]
+            own = [*weights(mine.own), *integers.fixed.values()]
             captured = PiecewiseFunction(read, [t.clone() for t in tensors], own, graphed=False)
         compare(captured(_attend, *tensors), _tensors(out), computed_in(tensors[0].dtype, tensors[0].device))
         return captured
@@ -143,24 +143,24 @@ class _Integers(TorchFunctionMode):
     may be asked for its values: positions from the grids of pictures, and which patches are padding.
 
     Attributes:
-        fixed: the integers, and all tensors that were computed from them.
+        fixed: the integers, and all tensors that were computed from them, by `id`.
         known: the results of these functions, in their order.
         again: the results to give; None: they are remembered.
     """
 
     def __init__(self, integers: list[Tensor]) -> None:
         super().__init__()
-        self.fixed, self.known = list(integers), list[object]()
+        self.fixed, self.known = {id(t): t for t in integers}, list[object]()
         self.again: Iterator[object] | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given, ours = _tensors((args, kwargs)), set(map(id, self.fixed))
-        if not given or not all(id(t) in ours for t in given):
+        given = _tensors((args, kwargs))
+        if not given or not all(id(t) in self.fixed for t in given):
             return func(*args, **kwargs)
         if self.again is not None:
             return next(self.again)
         result = func(*args, **kwargs)
         self.known.append(result)
-        self.fixed += _tensors(result)
+        self.fixed |= {id(t): t for t in _tensors(result)}
         return result

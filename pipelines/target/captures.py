@@ -91,17 +91,20 @@ def _capture(target: ModelTarget, state: State, tokens: Tensor, places: Tensor) 
         tokens, places, types = next(given), next(given), {name: next(given) for name in state.types}
         cache = PassThroughCache(past)
         seen = torch.ones(len(tokens), 1, tokens.shape[1], past + tokens.shape[1], dtype=torch.bool)
-        kinds = {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(masks.KINDS, seen)}
         tree = (next(given), next(given), next(given)) if state.cache.recurrent else None
         cache.recurrent = RecurrentLayers((index, kept.before(given)) for index, kept in state.cache.recurrent.items())
         with capture.Cut(cache, masked=True), nullcontext() if tree is None else recurrent.reads(*tree):
-            mask = kinds if target.mixed else seen
-            outputs = target.read(replace(state, cache=cache, types=types), tokens, places, mask)
+            outputs = target.read(replace(state, cache=cache, types=types), tokens, places, same_mask(target, seen))
         return [*outputs, *(t for layer in cache.recurrent.values() for t in layer.read())]
 
     with lasting():
         inputs = [t.clone() for t in _inputs(state, tokens, places)]
         return PiecewiseFunction(read, inputs, own, variants=(37, 53))
+
+
+def same_mask(target: ModelTarget, seen: Tensor) -> Mask:
+    """One mask in the form in which a target's decoder takes its masks: by kind of layer, where they are mixed."""
+    return {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(masks.KINDS, seen)} if target.mixed else seen
 
 
 def _attending(target: ModelTarget, state: State, mask: Any) -> LayerAttention:
