@@ -149,7 +149,6 @@ def test_a_type_checker_can_check_a_drafter(tmp_path: Path) -> None:
     for path in (*(root / "mmspec").iterdir(), *(root / name for name in ("pipelines", "kernels", "app"))):
         (package / path.name).symlink_to(path)
     source = (EXAMPLES / "own_drafter.py").read_text(encoding="utf-8")
-    source += "\n\nfrom mmspec.protocols import Drafter  # noqa\n\nchecked: Drafter = PhraseDrafter({})\n"
     (tmp_path / "whole.py").write_text(source, encoding="utf-8")
     lacking = source.replace("def nodes(", "def size(").replace("self.nodes", "self.size")
     (tmp_path / "lacking.py").write_text(lacking, encoding="utf-8")
