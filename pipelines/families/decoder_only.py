@@ -84,7 +84,7 @@ class DecoderOnlyPatch(loops(_run, _leave, _keeps, _encoding)):  # type: ignore[
         if patch is not None and drafts is not None:
             patch, kwargs = assisted.patch_for(self, patch, drafts[0]), drafts[1]
         given = {**dict(zip(("inputs",), args, strict=False)), **kwargs}
-        with calling(given=given, patch=patch, reached=False) as call:
+        with unchanging(), calling(given=given, patch=patch, reached=False) as call:
             answer = super().generate(*args, **kwargs)  # type: ignore[misc]
         if patch is not None and custom is None and not call.reached:
             patch.warn_once(f"mmspec took no part in this call: generate never ran the loop it replaces. {advice()}")

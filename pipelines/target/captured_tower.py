@@ -61,7 +61,7 @@ def encoding(model: GenerativeModel) -> Iterator[None]:
         return
     if (mine := _OF.get(model)) is None or mine.own is not own:
         mine = _OF[model] = _Tower(own, Taps([(own, TowerTap, {})]))
-    captures = CaptureCache.of(own)
+    captures = CaptureCache.of(own, inside=model)  # a call reads the model's version once
     assert captures is not None  # compile=True
     with mine.taps, during(encode=partial(_read, mine, captures)):
         yield

@@ -12,7 +12,7 @@ import tiny_vlms
 import torch
 
 import mmspec
-from mmspec.compile import capture, capture_cache
+from mmspec.compile import capture, capture_cache, version
 from mmspec.pipelines.target import captured_prompt, captured_tower, captures
 
 
@@ -112,3 +112,14 @@ def test_a_tower_that_attends_by_itself_is_not_captured(replays: list[int]):
     model.get_encoder(modality="image").set_attn_implementation("eager")
     same(model, *pictures("llava"))
     assert not replays
+
+
+def test_a_call_with_pictures_reads_the_model_s_version_once(monkeypatch: pytest.MonkeyPatch):
+    reads: list[Any] = []
+    latest = version._latest
+    monkeypatch.setattr(version, "_latest", lambda root: (reads.append(root), latest(root))[1])
+    model, (one, *_) = tiny_vlms.model("qwen3_5"), pictures("qwen3_5", 1)
+    with mmspec.enable(model, "ngram", compile=True):
+        reads.clear()
+        tiny_vlms.generate(model, one, max_new_tokens=6)
+    assert reads == [model]
