@@ -67,10 +67,8 @@ class _Item:
     """The prompts of one item, and the answers so far; a ticket of the batcher is an item and a prompt's number."""
 
     ticket: Hashable
-    start: str  # the forced beginning of the answers
     seed: int
     inputs: list[BatchFeature | None]  # by prompt; None once it was added to the batcher
-    prompts: list[list[int]]  # token ids by prompt; empty without a forced beginning
     results: list[CaptionResult | None]
 
 
@@ -108,11 +106,8 @@ class Captioner:
         """
 
         def job(processor: Processor) -> _Item:
-            each = [chat_inputs(processor, [text], [frames], choice.system, choice.start, clips=True)
-                    for text in choice.texts]  # fmt: skip
-            prompts = [inputs["input_ids"][0].tolist() if choice.start else [] for inputs in each]
-            inputs: list[BatchFeature | None] = [one.to(self._batches.model.dtype) for one in each]
-            return _Item(ticket, choice.start, seed, inputs, prompts, [None] * len(each))
+            each = [chat_inputs(processor, [text], [frames], choice.system, clips=True) for text in choice.texts]
+            return _Item(ticket, seed, [one.to(self._batches.model.dtype) for one in each], [None] * len(each))
 
         self._prepared.append((ticket, self._threads.submit(job)))
 
@@ -142,7 +137,7 @@ class Captioner:
             finished = self._batches.step()
         for one in finished:
             item, number = cast(tuple[_Item, int], one.ticket)
-            item.results[number] = result = self._result(item, number, one)
+            item.results[number] = result = self._result(item, one)
             if number == 0 and result.error is None:
                 for other in reversed(range(1, len(item.results))):
                     self._add(item, other, ahead=True)
@@ -151,7 +146,7 @@ class Captioner:
                 results.append(_joined(done))
         return results
 
-    def _result(self, item: _Item, number: int, end: FinishedPrompt) -> CaptionResult:
+    def _result(self, item: _Item, end: FinishedPrompt) -> CaptionResult:
         """The answer to one prompt."""
         settings, eos = self._batches.generation, self._batches.model.generation_config.eos_token_id
         finish = "length" if cut_off(end.tokens, eos, settings["max_new_tokens"]) else "stop"
@@ -160,17 +155,10 @@ class Captioner:
             error = error or ValueError(f"no complete JSON in {len(end.tokens)} tokens; raise --max-new-tokens")
         scores = () if end.logprob is None else (round(end.logprob / max(1, len(end.tokens)), 6),)
         result = CaptionResult(item.ticket, "", len(end.tokens), end.seconds, error, scores=scores)
-        return result if error else replace(result, text=self._text(item, number, end.tokens), finish=finish)
-
-    def _text(self, item: _Item, number: int, tokens: list[int]) -> str:
-        """The answer after its forced beginning; both are decoded together, since a tokenizer may merge them."""
-        if not item.start:
-            return self._decode(tokens).strip()
-        before, whole = self._decode(item.prompts[number]), self._decode(item.prompts[number] + tokens)
-        return (item.start + whole.removeprefix(before)).strip()
-
-    def _decode(self, tokens: list[int]) -> str:
-        return self._threads.processor.batch_decode([tokens], skip_special_tokens=True)[0]
+        if error:
+            return result
+        [text] = self._threads.processor.batch_decode([end.tokens], skip_special_tokens=True)
+        return replace(result, text=text.strip(), finish=finish)
 
 
 def _joined(results: list[CaptionResult]) -> CaptionResult:

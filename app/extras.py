@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import multiprocessing
 import os
 import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -37,6 +40,17 @@ def lmms_manifest() -> Any:
     from lmms_eval.models.registry_v2 import ModelManifest
 
     return ModelManifest("mmspec", chat_class_path="mmspec.app.bench.lmms.Mmspec")
+
+
+def start_process(target: Callable[..., None], *args: object, daemon: bool = False) -> tuple[BaseProcess, Connection]:
+    """A new process that runs `target(pipe, *args)`, and the other end of its pipe."""
+    pipe, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=target, args=(theirs, *args), daemon=daemon)
+    try:
+        process.start()
+    finally:
+        theirs.close()  # so that reading raises EOFError when the process ends
+    return process, pipe
 
 
 def end_process(process: BaseProcess, patience: float) -> str:

@@ -1,4 +1,4 @@
-"""Prompts with variables for each item, the beginning of the answer, the caption made of it; prompt files."""
+"""Prompts with variables for each item, and the caption made of the answer; prompt files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from mmspec.app.media.items import Item
 
-VARIABLES = ("name", "dir", "tags", "existing")
+VARIABLES = ("name", "dir", "existing")
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,7 @@ class PromptChoice:
 
     text: str
     system: str = ""
-    start: str = ""  # the model's answer is forced to begin with this
-    prepend: str = ""  # this and `append` are put around the answer afterwards; the model does not see them
+    prepend: str = ""  # this and `append` are put around the answer; the model does not see them
     append: str = ""
     further: tuple[str, ...] = ()  # further prompts about the same item
 
@@ -30,11 +29,8 @@ class PromptChoice:
         return self.text, *self.further
 
     def caption(self, answer: str) -> str:
-        """The caption for a model's answer; `start` is put before it unless it is there already."""
-        answer, start = answer.strip(), self.start.strip()
-        if not answer.startswith(start):  # no space before punctuation that continues the last word
-            answer = start + " " * (answer != "" and answer[0] not in ",.;:!?'’)") + answer
-        return f"{self.prepend}{answer}{self.append}"
+        """The caption for a model's answer."""
+        return f"{self.prepend}{answer.strip()}{self.append}"
 
 
 class PromptError(Exception):
@@ -50,12 +46,12 @@ class Prompts(PromptChoice):
             raise PromptError("the prompt is empty; write what to ask")
         for what, text in vars(self).items():
             for one in (text,) if isinstance(text, str) else text:
-                _check(one, what if what in ("system", "start", "prepend", "append") else "prompt")
+                _check(one, what if what in ("system", "prepend", "append") else "prompt")
 
     def of(self, item: Item) -> PromptChoice:
         place = PurePosixPath(item.name)
         folder = "" if place.parent == PurePosixPath() else place.parent.as_posix()
-        values = {"name": place.stem, "dir": folder, "tags": ", ".join(item.tags), "existing": item.existing or ""}
+        values = {"name": place.stem, "dir": folder, "existing": item.existing or ""}
         filled: dict[str, Any] = {
             what: text.format_map(values) if isinstance(text, str) else tuple(one.format_map(values) for one in text)
             for what, text in vars(self).items()

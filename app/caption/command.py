@@ -79,11 +79,11 @@ def _terminable() -> Iterator[None]:
 def _caption(options: Options) -> int:
     inputs = open_inputs(
         options.inputs or [zoo.samples()], recursive=options.recursive, column_image=options.column_image,
-        column_text=options.column_text, column_tags=options.column_tags,
+        column_text=options.column_text,
     )  # fmt: skip
     options = options.fitted()
     first, *further = options.prompt
-    prompts = Prompts(first, options.system, options.start_with, options.prepend, options.append, tuple(further))
+    prompts = Prompts(first, options.system, options.prepend, options.append, tuple(further))
     options.enabled  # noqa: B018 - reports invalid options before anything is read or loaded
     shaping = options.shaping
     slots = f"shard-{options.shard.replace('/', '-of-')}-" if options.shard else ""
@@ -170,8 +170,7 @@ class Run:
         """Print the prompts of the first item."""
         for task in self.todo.pending[:1]:
             choice = task.choice
-            prompts = (("prompt", text) for text in choice.texts)
-            for what, text in (("system", choice.system), *prompts, ("answers begin", choice.start)):
+            for what, text in (("system", choice.system), *(("prompt", text) for text in choice.texts)):
                 if text:
                     print(f"{what}: {plain(text)}")
 

@@ -14,9 +14,8 @@ from mmspec.app.media.items import HEAD, Source, file_source, need, sniff
 from mmspec.media import MAX_BYTES, MediaError
 
 COLUMNS = {  # columns of the parquet file; other fields of a record are not published
-    **dict.fromkeys(
-        ("file_name", "text", "kind", "existing", "prompt", "system", "start", "model", "drafter", "finish"), "string"
-    ),
+    **dict.fromkeys(("file_name", "text", "kind", "existing", "prompt", "system", "model"), "string"),
+    **dict.fromkeys(("drafter", "finish"), "string"),
     **dict.fromkeys(("tokens", "seed"), "int64"),
     **dict.fromkeys(("prompts", "captions"), "list_string"),  # only with several prompts
     "scores": "list_float64",  # only with several prompts

@@ -100,12 +100,10 @@ class Options:
     recursive: bool = _switch(False, "look into subfolders too")
     column_image: str | None = _flag("NAME", None, "column of a table that holds paths or bytes; default: by name")
     column_text: str | None = _flag("NAME", None, "column of a table that holds existing captions")
-    column_tags: str | None = _flag("NAME", None, "column of a table that fills {tags}")
 
-    prompt: list[str] = _flag("TEXT", [], "prompt for every item; may contain {name} {dir} {tags} {existing}; give it "
+    prompt: list[str] = _flag("TEXT", [], "prompt for every item; may contain {name} {dir} {existing}; give it "
         "several times for several captions", section="prompts", action="append")
     system: str = _flag("TEXT", "", "system message")
-    start_with: str = _flag("TEXT", "", "text that every answer begins with")
     prepend: str = _flag("TEXT", "", "put before every caption")
     append: str = _flag("TEXT", "", "put after every caption")
     json_schema: Path | None = _flag("FILE", None, "make every caption JSON of this schema (extra: json)", type=Path)
@@ -230,10 +228,8 @@ class Options:
             raise SettingsError(f"--shard {self.shard!r} is not I/N with I from 0 to N-1, as 0/4 ... 3/4")
         if self.push_to_hub and self.out == BESIDE:
             raise SettingsError("--push-to-hub uploads a whole folder; give --out a folder that holds only captions")
-        around = {"--start-with": self.start_with, "--prepend": self.prepend, "--append": self.append}
-        if self.json_schema is not None and any(around.values()):
-            name = next(name for name, given in around.items() if given)
-            raise SettingsError(f"--json-schema and {name} cannot be combined; leave one of them out")
+        if self.json_schema is not None and (self.prepend or self.append):
+            raise SettingsError("--json-schema cannot be combined with --prepend or --append; leave one of them out")
 
 
 OPTIONS = {one.name: one for one in fields(Options)}

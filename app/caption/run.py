@@ -179,7 +179,7 @@ class Worker:
         texts = [choice.caption(text) for text in answers]
         facts = about(task, media.content, self.job) | self.job.shaping | {"tokens": answer.tokens}
         facts |= facts_of(
-            prompt=choice.text, system=choice.system, start=choice.start, existing=task.existing, length=media.seconds,
+            prompt=choice.text, system=choice.system, existing=task.existing, length=media.seconds,
             seconds=round(answer.seconds, 4), finish=answer.finish,
             answer=answers[0] if answers[0] != texts[0] else None, score=scores[0] if scores else None,
         )  # fmt: skip

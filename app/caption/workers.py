@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -22,7 +21,7 @@ from mmspec.app.caption.outputs import Writer
 from mmspec.app.caption.plan import Task
 from mmspec.app.caption.run import FatalError, Job, Worker, about
 from mmspec.app.cli import quiet
-from mmspec.app.extras import cores, end_process
+from mmspec.app.extras import cores, end_process, start_process
 
 STOP_SECONDS = 30.0  # seconds that a process has for its last round after it was told to stop
 STARTS = 2  # starts of a worker in a row without a finished item, after which its device is given up
@@ -67,7 +66,7 @@ class SingleWorker:
         self.worker.close()
 
 
-def serve(job: Job, place: str, slot: str, pipe: Connection) -> None:
+def serve(pipe: Connection, job: Job, place: str, slot: str) -> None:
     """The main function of a worker process: works on the tasks it is sent until the parent stops it or is gone.
 
     It sends a message with `records` and `window`, and the parent answers with more tasks (None: stop) once it has
@@ -207,10 +206,7 @@ class WorkerPool:
                 worker.pipe.send(tasks)
 
     def _start(self, slot: str, place: str, starts: int = 1) -> None:
-        pipe, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=serve, args=(self.job, place, slot, theirs))
-        process.start()
-        theirs.close()  # so that `recv` raises EOFError when the process ends
+        process, pipe = start_process(serve, self.job, place, slot)
         self.workers.append(WorkerProcess(process, pipe, slot, place, starts))
 
     def _replace(self, worker: WorkerProcess, report: Report) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import multiprocessing
 import os
 import pickle
 import signal
@@ -21,7 +20,7 @@ from typing import Any, Self
 from PIL import Image
 
 from mmspec import media
-from mmspec.app.extras import end_process
+from mmspec.app.extras import end_process, start_process
 from mmspec.app.media import video
 from mmspec.app.media.items import VIDEO, Item, bytes_source
 from mmspec.app.media.video import FramePolicy
@@ -147,7 +146,7 @@ class DecodeWorker:
     def kill(self) -> None:
         """Kill the process, whatever its thread is doing; no other one is started."""
         self.closed = True
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # not started, or just being started
+        with contextlib.suppress(AttributeError):  # not started
             self.process.kill()
 
     def end(self, patience: float = 0) -> str:
@@ -162,15 +161,7 @@ class DecodeWorker:
         if self.closed:
             raise DecoderError("the Decoder has been closed")
         self.end()
-        self.pipe, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("spawn").Process(
-            target=serve, args=(theirs, self.order), name="mmspec-decoder", daemon=True
-        )
-        try:
-            process.start()
-            self.process = process
-        finally:
-            theirs.close()  # so that reading raises EOFError when the process ends
+        self.process, self.pipe = start_process(serve, self.order, daemon=True)
         with contextlib.suppress(OSError, EOFError):
             if self._answers(START_SECONDS):
                 self.pipe.recv()

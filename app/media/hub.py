@@ -38,11 +38,11 @@ class Dataset:
         for split, part in parts.items():
             name, (column, kind) = f"{whole}/{split}", self._column(part)
             pickled = pickle.dumps(part.select_columns([column]))
-            notes = part.select_columns(self.columns.notes) if self.columns.notes else itertools.repeat({}, len(part))
-            for row, cells in enumerate(notes):
+            texts = part.select_columns([self.columns.text]) if self.columns.text else itertools.repeat({}, len(part))
+            for row, cells in enumerate(texts):
                 label = f"{name}: row {row + 1}, column {column!r}"
                 source = cell_source(partial(_cell, pickled, row, column), label, folders)
-                yield Item(f"{name}/{row}", kind, source, *self.columns.notes_of(cells))
+                yield Item(f"{name}/{row}", kind, source, self.columns.text_in(cells))
 
     @property
     def _address(self) -> tuple[str, str | None]:

@@ -52,7 +52,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Folder:
-    """All files with an image or video extension in a folder, sorted by path; hidden files and folders are skipped.
+    """The images and videos of a folder by their extensions, subfolders last; hidden files and folders are skipped.
 
     Attributes:
         others: counts, by extension, of what is left out; filled while the items are listed.
@@ -64,38 +64,20 @@ class Folder:
 
     def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
         self.others.clear()
-        stack = [self._entries(self.root)]
-        while stack:
-            entry = next(stack[-1], None)
-            if entry is None:
-                stack.pop()
-                continue
-            path = Path(entry.path)
-            try:
-                if not entry.is_dir():
-                    if kind_of(entry.name):
-                        yield file_item(path, name_of)
-                    else:
-                        self.others[path.suffix.lower()] += 1
-                elif not self.recursive:
-                    self.others[SUBFOLDERS] += 1
-                elif not entry.is_symlink():  # a link could lead to a cycle
-                    stack.append(self._entries(path))
-            except OSError as error:  # a link to itself, or through a folder that may not be entered
-                if self.recursive or kind_of(entry.name):
-                    yield broken(name_of(path), media.explained(path, error))
-            except MediaError as error:
-                yield broken(name_of(path), error)
-
-    @staticmethod
-    def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-        try:
-            with os.scandir(folder) as entries:
-                shown = [entry for entry in entries if not entry.name.startswith(".")]
-        except OSError as error:
+        errors: list[OSError] = []
+        for folder, below, files in os.walk(self.root, onerror=errors.append):  # follows no links to folders
+            below[:] = sorted(name for name in below if not name.startswith("."))
+            if not self.recursive and below:
+                self.others[SUBFOLDERS] += len(below)
+                below.clear()
+            for name in sorted(name for name in files if not name.startswith(".")):
+                if kind_of(name):
+                    yield file_item(Path(folder, name), name_of)
+                else:
+                    self.others[os.path.splitext(name)[1].lower()] += 1
+        for error in errors:
             reason = f"cannot be listed ({error.strerror or error})"
-            raise MediaError(folder, reason, "check its permissions") from error
-        return iter(sorted(shown, key=lambda entry: entry.name))
+            yield broken(name_of(Path(error.filename)), MediaError(error.filename, reason, "check its permissions"))
 
 
 CONTAINERS: dict[str, Callable[[Path, Columns], Place]] = {  # by extension
@@ -155,10 +137,10 @@ def _digest(text: str) -> bytes:
 
 def open_inputs(
     where: Sequence[str | Path], *, recursive: bool = False, column_image: str | None = None,
-    column_text: str | None = None, column_tags: str | None = None,
+    column_text: str | None = None,
 ) -> Inputs:  # fmt: skip
     """Open the inputs with these names; MediaError if one of them has nothing to caption."""
-    columns = Columns(column_image, column_text, column_tags)
+    columns = Columns(column_image, column_text)
     several = sum(map(is_address, where)) > 1
     places: list[Place] = []
     for name in map(str, where):

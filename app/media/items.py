@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from mmspec import media
 from mmspec.app.extras import installing
@@ -74,7 +74,6 @@ class Item:
     kind: str  # IMAGE or VIDEO
     source: Source
     existing: str | None = None  # the caption it came with
-    tags: tuple[str, ...] = ()
 
 
 def file_source(path: Path, named: str = "") -> Source:
@@ -88,7 +87,7 @@ def bytes_source(data: bytes) -> Source:
 
 def broken(name: str, error: MediaError) -> Item:
     """An item that fails with this error when it is read."""
-    return Item(name, IMAGE, Source(str(error), partial(_fail, error)))
+    return Item(name, IMAGE, Source(str(error), partial(_given, error)))
 
 
 def _read_file(path: Path, named: str, max_bytes: int = media.MAX_BYTES) -> bytes:
@@ -100,12 +99,10 @@ def _read_file(path: Path, named: str, max_bytes: int = media.MAX_BYTES) -> byte
         raise MediaError(error.path, f"{error.reason} (named in {named})", error.what_to_do) from error
 
 
-def _given(data: bytes, max_bytes: int = media.MAX_BYTES) -> bytes:
+def _given(data: bytes | MediaError, max_bytes: int = media.MAX_BYTES) -> bytes:
+    if isinstance(data, MediaError):
+        raise data
     return data
-
-
-def _fail(error: MediaError, max_bytes: int = media.MAX_BYTES) -> NoReturn:
-    raise error
 
 
 def kind_of(name: str) -> str | None:
@@ -132,11 +129,9 @@ def sniff(head: bytes) -> tuple[str, str] | None:
     return next(((kind, extension) for *_, kind, extension in fitting), None)
 
 
-def file_item(
-    path: Path, name_of: Callable[[Path], str], existing: str | None = None, tags: tuple = (), named: str = ""
-) -> Item:
+def file_item(path: Path, name_of: Callable[[Path], str], existing: str | None = None, named: str = "") -> Item:
     """A file as an item; errors come when it is read."""
-    return Item(name_of(path), kind_of_file(path) or IMAGE, file_source(path, named), existing, tags)
+    return Item(name_of(path), kind_of_file(path) or IMAGE, file_source(path, named), existing)
 
 
 def need(module: str, what_for: str) -> Any:

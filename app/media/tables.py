@@ -34,27 +34,25 @@ Namer = Callable[[Path], str]
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a table with images or videos (None: try the usual names), captions, and tags."""
+    """The columns of a table with images or videos (None: try the usual names) and with captions."""
 
     image: str | None = None
     text: str | None = None
-    tags: str | None = None
 
     def choose(
-        self, names: Iterable[str], where: Path | str, typed: Mapping[str, str] | None = None, notes: bool = True
+        self, names: Iterable[str], where: Path | str, typed: Mapping[str, str] | None = None, whole: bool = True
     ) -> tuple[str, str]:
         """The column of media in a table whose columns have these names, and its kind: IMAGE or VIDEO.
 
         Args:
             typed: columns that the table declares as "Image" or "Video".
-            notes: whether the columns of captions and tags must be there; a single row may lack them.
+            whole: whether the column of captions must be there; a single row may lack it.
         """
-        names = list(names)
+        names, typed = list(names), typed or {}
         there = f"it has {', '.join(map(repr, names))}"
-        for wanted in filter(None, (self.image, *(self.notes if notes else ()))):
-            if wanted not in names:
+        for wanted in (self.image, self.text if whole else None):
+            if wanted and wanted not in names:
                 raise MediaError(where, f"has no column {wanted!r}; {there}", "name another")
-        typed = typed or {}
         usual = (self.image,) if self.image else (*typed, *(name for name in USUAL if name in names))
         if not usual:
             raise MediaError(where, f"has none of the usual columns; {there}", NAME_IT)
@@ -62,17 +60,14 @@ class Columns:
         film = "video" in low or "clip" in low or kind_of(f"x.{low}") == VIDEO
         return column, VIDEO if typed.get(column) == "Video" or film else IMAGE
 
-    @property
-    def notes(self) -> list[str]:
-        return list(dict.fromkeys(filter(None, (self.text, self.tags))))
-
-    def notes_of(self, row: Mapping[str, object]) -> tuple[str | None, tuple[str, ...]]:
-        return text_of(row.get(self.text) if self.text else None), tags_of(row.get(self.tags) if self.tags else None)
+    def text_in(self, row: Mapping[str, object]) -> str | None:
+        """The caption in a row."""
+        return text_of(row.get(self.text)) if self.text else None
 
 
 @dataclass(frozen=True)
-class TableRows:
-    """A text file whose lines name files: a list of paths, JSONL or CSV. Paths are relative to the file's folder."""
+class Container:
+    """A file that holds or names several items; names of files are relative to its folder."""
 
     path: Path
     columns: Columns
@@ -80,6 +75,10 @@ class TableRows:
     @property
     def root(self) -> Path:
         return self.path.parent
+
+
+class TableRows(Container):
+    """A text file whose lines name files: a list of paths, JSONL or CSV."""
 
     def items(self, name_of: Namer) -> Iterator[Item]:
         number = -1
@@ -100,11 +99,11 @@ class TableRows:
         """The file that a row names; a list may name any file, since the user wrote it. MediaError for a bad row."""
         if isinstance(row, str):
             raise MediaError(where, row, ONE_A_LINE)
-        cell = row[self.columns.choose(row, where, notes=False)[0]]
+        cell = row[self.columns.choose(row, where, whole=False)[0]]
         cell = cell.get("path") if isinstance(cell, dict) else cell
         if self.path.suffix.lower() in LISTS:
             return file_item(self.root / media.path_of(cell, where), name_of, named=where)
-        return file_item(media.below(self.root, cell, where), name_of, *self.columns.notes_of(row), named=where)
+        return file_item(media.below(self.root, cell, where), name_of, self.columns.text_in(row), where)
 
     def _rows(self) -> Iterator[dict | str]:
         """Each row as a dictionary, or a message that says what is wrong with it; a broken line affects no other.
@@ -124,16 +123,8 @@ class TableRows:
                     yield {"path": line} if suffix in LISTS else json_object(line)
 
 
-@dataclass(frozen=True)
-class Parquet:
+class Parquet(Container):
     """A parquet file with a column of paths, of bytes, or of {bytes, path}; only the workers read the bytes."""
-
-    path: Path
-    columns: Columns
-
-    @property
-    def root(self) -> Path:
-        return self.path.parent
 
     def items(self, name_of: Namer) -> Iterator[Item]:
         name, number = name_of(self.path), 0
@@ -141,19 +132,19 @@ class Parquet:
             file = self._open()
             column, paths, kind = self._column(file.schema_arrow)
             for group in range(file.num_row_groups):
-                small = self.columns.notes + [column] * paths
+                small = [name for name in (self.columns.text, column if paths else None) if name]
                 batches = file.iter_batches(batch_size=CHUNK, row_groups=[group], columns=small, use_threads=False)
                 for row, cells in enumerate(itertools.chain.from_iterable(batch.to_pylist() for batch in batches)):
                     own, where = f"{name}/{number}", f"{self.path}: row {number + 1}"
-                    notes = self.columns.notes_of(cells)
+                    existing = self.columns.text_in(cells)
                     number += 1
                     if not paths:
                         load = partial(_parquet_cell, self.path, group, row, column)
                         label = f"{self.path}: row {row + 1} of row group {group + 1}, column {column!r}"
-                        yield Item(own, kind, cell_source(load, label, (self.root,), within=self.path), *notes)
+                        yield Item(own, kind, cell_source(load, label, (self.root,), within=self.path), existing)
                         continue
                     try:
-                        yield file_item(media.below(self.root, cells[column], where), name_of, *notes, named=where)
+                        yield file_item(media.below(self.root, cells[column], where), name_of, existing, where)
                     except MediaError as error:
                         yield broken(own, error)
         except MediaError:
@@ -171,10 +162,10 @@ class Parquet:
     def _column(self, schema: Schema) -> tuple[str, bool, str]:
         """The column of media, whether it holds paths, and their kind (IMAGE or VIDEO)."""
         types = need("pyarrow", str(self.path)).types
-        notes: Any = json_object((schema.metadata or {}).get(b"huggingface", b"{}"))
+        features: Any = json_object((schema.metadata or {}).get(b"huggingface", b"{}"))
         for part in ("info", "features"):
-            notes = notes.get(part) if isinstance(notes, dict) else None
-        features = notes if isinstance(notes, dict) else {}
+            features = features.get(part) if isinstance(features, dict) else None
+        features = features if isinstance(features, dict) else {}
         kinds = {name: entry.get("_type") for name, entry in features.items() if isinstance(entry, dict)}
         typed = {n: kind for n, kind in kinds.items() if kind in ("Image", "Video") and n in schema.names}
         column, kind = self.columns.choose(schema.names, self.path, typed)
@@ -186,14 +177,10 @@ class Parquet:
         return column, paths, kind
 
 
-def tags_of(cell: object) -> tuple[str, ...]:
-    """The tags in a cell, which is a list or a text with commas."""
-    given = cell.split(",") if isinstance(cell, str) else cell if isinstance(cell, list | tuple) else ()
-    return tuple(filter(None, map(text_of, given)))
-
-
 def text_of(cell: object) -> str | None:
-    """The caption or tag in a cell; None if it is empty, or neither text nor a number."""
+    """The caption in a cell, where a list is joined by commas; None if it is empty, or neither text nor a number."""
+    if isinstance(cell, list):
+        return ", ".join(filter(None, map(text_of, cell))) or None
     if isinstance(cell, bool) or not isinstance(cell, str | int | float):
         return None
     return str(cell).encode("utf-8", "replace").decode().strip() or None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import tarfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from mmspec import media
 from mmspec.app.media.items import Item, Source, kind_of
-from mmspec.app.media.tables import Columns, json_object, tags_of, text_of
+from mmspec.app.media.tables import Container, json_object, text_of
 from mmspec.media import COPY_AGAIN, MediaError
 
 PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
@@ -22,16 +21,8 @@ Member = tuple[str, str, tarfile.TarInfo]  # key, extension and the tar's entry
 SAMPLE = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)")  # key and extension, split as webdataset does
 
 
-@dataclass(frozen=True)
-class Tar:
-    """The samples of one tar; the `.txt` of a sample is its caption, the `.json` may hold caption and tags."""
-
-    path: Path
-    columns: Columns
-
-    @property
-    def root(self) -> Path:
-        return self.path.parent
+class Tar(Container):
+    """The samples of one tar; the `.txt` of a sample is its caption, or the `.json` may hold it."""
 
     def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
         name, empty = name_of(self.path), True
@@ -56,11 +47,10 @@ class Tar:
         facts = parsed if isinstance(parsed, dict) else {}  # invalid JSON does not make its picture fail
         caption = facts.get(self.columns.text) if self.columns.text else facts.get("caption", facts.get("text"))
         existing = text_of(texts["txt"] if "txt" in texts and not self.columns.text else caption)
-        tags = tags_of(facts.get(self.columns.tags or "tags"))
         for extension, info in shown:
             own = name if len(shown) == 1 else f"{name}.{extension}"
             source = member_source(self.path, info.name, info.offset_data, info.size)
-            yield Item(own, kind_of(info.name) or "", source, existing, tags)
+            yield Item(own, kind_of(info.name) or "", source, existing)
 
 
 def member_source(tar: Path, member: str, offset: int, size: int) -> Source:

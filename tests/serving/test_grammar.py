@@ -197,7 +197,7 @@ def test_captions_are_json_and_a_cut_one_fails(tmp_path: Path, capsys: pytest.Ca
         ("[1]", [], "holds a list; give an object"),
         ("{", [], "cannot be read as JSON"),
         ('{"type": "thing"}', [], "is not supported"),
-        ("{}", ["--start-with", "A"], "--json-schema and --start-with cannot be combined"),
+        ("{}", ["--append", "A"], "--json-schema cannot be combined with --prepend or --append"),
     ],
 )
 def test_what_the_command_refuses(
