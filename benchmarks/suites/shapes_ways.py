@@ -16,6 +16,7 @@ from benchmarks.suites.shapes_models import Chat, Codes, Latents, Shape
 from mmspec.app.bench import vlm
 from mmspec.app.bench.answers import VlmBench
 from mmspec.app.compare import Method
+from mmspec.drafters.plain import Plain
 from mmspec.pipelines.host.tree_attention import NAME as TREE
 from mmspec.statistics import Stats
 
@@ -57,7 +58,8 @@ class ShapeMethod:
 
 
 class ChatWays:
-    """Stock `generate`, eager and compiled on a static cache, and mmspec with each drafter, by sdpa or as a tree."""
+    """Stock `generate`, eager and compiled on a static cache, and mmspec without and with each drafter, by sdpa or as a
+    tree."""
 
     def __init__(self, shape: Chat, sizes: str, parts: dict[str, Any], tokens: int, seed: int) -> None:
         model = parts.pop("target")
@@ -70,6 +72,7 @@ class ChatWays:
         plain, static = vlm.stock(self.bench.model.device)
         methods = [(plain, SDPA), *([(replace(static, name=COMPILED), SDPA)] if compile else [])]
         hows: dict[str, dict[str, Any]] = {"": {}, " compiled": {"compile": True}} if compile else {"": {}}
+        methods += [(Method(f"plain{how}", Plain(), more), SDPA) for how, more in hows.items()]
         if self.shape.text[self.sizes]["vocab_size"] > ROWS:  # a drafter may read part of such a head
             how, most = list(hows.items())[-1]
             hows[f"{how} {ROWS} rows"] = most | {"draft_vocab": ROWS}
