@@ -1,4 +1,4 @@
-"""Cores, processes and packages of this machine, the entry point of lmms-eval, and an error; none imports torch."""
+"""Cores, processes and packages of this machine, and an error; none imports torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 
 class EngineError(Exception):
@@ -33,13 +32,6 @@ def version(package: str) -> str | None:
 def installing(*extras: str) -> str:
     """The command that installs extras, as in the documentation; mmspec is installed from a clone."""
     return f'pip install -e ".[{",".join(extras)}]" in the clone of mmspec'
-
-
-def lmms_manifest() -> Any:
-    """The plugin `mmspec` of lmms-eval, for tasks with chat messages: the entry point `lmms_eval.models` names it."""
-    from lmms_eval.models.registry_v2 import ModelManifest
-
-    return ModelManifest("mmspec", chat_class_path="mmspec.app.bench.lmms.Mmspec")
 
 
 def start_process(target: Callable[..., None], *args: object, daemon: bool = False) -> tuple[BaseProcess, Connection]:

@@ -1,4 +1,4 @@
-"""`mmspec demo`: a local web page that shows stock generate and mmspec side by side, and the bench's records."""
+"""`mmspec demo`: a local web page that shows stock generate and mmspec side by side, and the bench's pages."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ NAME_EXAMPLES = (  # gives the buttons of example pictures and videos, which hav
 MAX_UPLOAD = "40mb"
 MAX_QUEUE = 16
 NONE = "none"
+NO_RESULTS = '<p class="mm-hint">There are no pages of <code>mmspec bench</code> in <code>{}</code>; see --results.</p>'
 KEEP = 3600  # seconds after which an upload is deleted
 FONTS = ["ui-sans-serif", "system-ui", "sans-serif"], ["ui-monospace", "Consolas", "monospace"]  # not downloaded
 
@@ -60,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--image-model", default=embedded.IMAGE_MODEL, help="for the Image tab, LlamaGen or MAR, or none (%(default)s)")
     add("--image-drafter", metavar="NAME", help="a trained drafter for it, folder or hub name")
     add("--examples", type=Path, default=zoo.samples(), metavar="FOLDER", help="example pictures (default: drawings)")
-    add("--results", type=Path, default=RESULTS, metavar="FOLDER", help="the bench's JSON records")
+    add("--results", type=Path, default=RESULTS, metavar="FOLDER", help="pages that `mmspec bench --markdown` wrote")
     add("--host", default="127.0.0.1", help="address to listen on; any but this machine's needs --auth (%(default)s)")
     add("--port", type=port, help="default: the first free port from 7860 on")
     add("--auth", metavar="USER:PASSWORD", help="require a password; or set MMSPEC_DEMO_AUTH, which `ps` does not show")
@@ -107,11 +108,8 @@ def credentials(host: str, auth: str | None) -> tuple[str, str] | None:
 
 def load(args: argparse.Namespace, decoder: Decoder) -> Blocks:
     """Load the models and build the page."""
-    from mmspec.app.demo import results_tab
-
     tabs = load_captions(args, decoder) | load_images(args)
-    runs = results_tab.read(args.results)
-    return build(tabs | {"Drafters": partial(results_tab.build, runs, args.results, args.model)})
+    return build(tabs | {"Results": partial(show_results, args.results)})
 
 
 def load_captions(args: argparse.Namespace, decoder: Decoder) -> Tabs:
@@ -181,6 +179,22 @@ def load_images(args: argparse.Namespace) -> Tabs:
         model = mar.load(mar.NAME if with_mar else args.image_model, args.device, args.dtype)
         tabs["Image, continuous" if tabs else "Image"] = partial(image_tab.build, MarRace(model, args.time_limit))
     return tabs
+
+
+def show_results(folder: Path) -> None:
+    """Build the Results tab in the current page: one of the bench's pages at a time."""
+    import gradio as gr
+
+    from mmspec.app.demo.race_tab import QUICK
+
+    pages = {path.stem: path for path in sorted(folder.glob("*.md"))}
+    if not pages:
+        gr.HTML(NO_RESULTS.format(folder))
+        return
+    first = "drafters" if "drafters" in pages else next(iter(pages))
+    chosen = gr.Dropdown([*pages], value=first, label="Measurements")
+    page = gr.Markdown(elem_id="mm-results")
+    gr.on(None, lambda name: pages[name].read_text(encoding="utf-8"), chosen, page, **QUICK)  # also as the page opens
 
 
 def build(tabs: Tabs) -> Blocks:

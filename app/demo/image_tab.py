@@ -162,7 +162,7 @@ def _cost(pair: Pair) -> str:
         kept = f"{result.stats['tested'] - result.stats['refused']:.0f} of {result.stats['tested']:.0f} drafted tokens"
         return (
             f"{kept} stayed as the smaller MAR drew them, by a rule that does not bound the "
-            "distortion. For some settings the Drafters tab has the measured Fréchet distances."
+            "distortion. The Results tab has measured Fréchet distances of some settings (mar-cspd)."
         )
     if drawing.method in OF_MAR:
         plain, fast = pair.plain.result.work, result.work

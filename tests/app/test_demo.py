@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import gc
 import inspect
-import json
 import re
 import socket
 import threading
@@ -33,7 +32,7 @@ import mmspec
 from benchmarks.suites.faithful import PictureReader
 from mmspec import zoo
 from mmspec.app import embedded, engine
-from mmspec.app.demo import caption_tab, captions, image_tab, race_tab, results_tab
+from mmspec.app.demo import caption_tab, captions, image_tab, race_tab
 from mmspec.app.demo import command as demo
 from mmspec.app.demo.captions import CORRECTED, DRAFTED, OWN, PLAIN, Answer, CaptionRace, CaptionRequest, Token, Turn
 from mmspec.app.demo.images import METHODS, SEED_EXACT, Drawing, ImageRace
@@ -524,65 +523,6 @@ def test_text_from_the_model_is_escaped() -> None:
     assert "<script>" not in html and "&lt;script&gt;" in html
 
 
-# ------------------------------------------------------------------------------------------------ the bench's records
-
-
-RECORD = {
-    "suite": "vlm", "batch": 1, "temperature": 0.0, "speedup_e2e": 2.0, "speedup_e2e_p25": 1.5, "speedup_e2e_p75": 2.5,
-    "tokens_per_target_call": 3.0, "acceptance_by_depth": [0.9, 0.5],
-}  # fmt: skip
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> dict[str, Any]:
-    made = [
-        {**RECORD, "method": "eagle"},
-        {**RECORD, "method": "<i>", "batch": 4, "speedup_e2e": None},
-        {**RECORD, "method": "stock", "speedup_e2e": 1.0},
-    ]
-    pictures = [
-        {"suite": "image", "method": "jacobi+scaled", "lossless": False, "spent": 3.5, "compression": 4.0},
-        {"suite": "image", "method": "ar", "lossless": True, "spent": 0.0, "compression": 1.0},
-    ]
-    told = {"provenance": {"commit": "c0ffee", "model": "scenes"}}
-    (tmp_path / "vlm.json").write_text(json.dumps(told | {"records": made}))
-    (tmp_path / "a-b.json").write_text(json.dumps(told | {"records": pictures}))
-    (tmp_path / "b.json").write_text("{broken")
-    (tmp_path / "expected.json").write_text(json.dumps({"provenance": {}, "expected": []}))  # the bench's, no records
-    (tmp_path / "reads.json").write_text(json.dumps({"provenance": {}, "records": [{"method": "ar", "reads": 261}]}))
-    return results_tab.read(tmp_path)
-
-
-def test_runs_are_shown_one_at_a_time(runs: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(runs) == ["a b, scenes", "vlm, scenes"]
-    assert results_tab.first(runs, "scenes") == "vlm, scenes" == results_tab.first(runs, "another model")
-    vlm, image = runs["vlm, scenes"], runs["a b, scenes"]
-    assert results_tab.measures(image["records"]) == ["compression", "spent"]
-    one, four = dict.fromkeys(map(results_tab.condition, vlm["records"]))
-    assert (one, four) == ("batch 1, temperature 0", "batch 4, temperature 0")
-    bars, rows, meaning, origin = results_tab.show(vlm, one, "speedup_e2e")
-    assert rows["method"].to_list() == ["eagle", "stock"] and rows["speed-up, end to end"].to_list() == [2, 1]
-    assert bars.title == f"Speed-up, end to end; {one}"
-    assert origin["commit"] == "c0ffee" and "wall time" in meaning
-    assert results_tab.show(vlm, four, "speedup_e2e")[1]["method"].to_list() == ["<i>"]  # not measured there
-    assert results_tab.show(image, "as it is", "spent")[1]["distribution"].to_list() == ["lossy", "without mmspec"]
-
-
-def test_the_results_of_the_repository_are_shown() -> None:
-    runs = results_tab.read(demo.RESULTS)
-    assert len(runs) > 20 and "scenes-video" in results_tab.first(runs, embedded.MODEL)
-    for run in runs.values():
-        for condition in {results_tab.condition(record) for record in run["records"]}:
-            assert len(results_tab.show(run, condition, results_tab.measures(run["records"])[0])[1])
-
-
-def test_of_many_bars_the_best_are_shown() -> None:
-    many = [{**RECORD, "method": f"eagle-{n}", "speedup_e2e": 1 + n / 10} for n in range(30)]
-    bars, *_ = results_tab.show({"records": many, "provenance": {}}, results_tab.condition(RECORD), "speedup_e2e")
-    best = [row[0] for row in bars.value["data"]]
-    assert len(best) == results_tab.BARS <= 12 and best[0] == "eagle-29" and "eagle-17" not in best
-
-
 # ------------------------------------------------------------------------------------------------ the door
 
 
@@ -602,11 +542,13 @@ def test_another_host_needs_a_password() -> None:
 def served(
     asks: CaptionRace, draws: ImageRace, picture: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
-    own = {"note": "knows drawn scenes only", "draw": scenes.drawn}
+    results, own = tmp_path_factory.mktemp("results"), {"note": "knows drawn scenes only", "draw": scenes.drawn}
+    (results / "image.md").write_text("# Pictures")
+    (results / "drafters.md").write_text("# Texts")
     page = demo.build({
         "Caption": partial(caption_tab.build, asks, Path(picture).parent, {PROMPT: PROMPT, "w9": "hard"}, **own),
         "Image": partial(image_tab.build, draws),
-        "Drafters": partial(results_tab.build, {}, tmp_path_factory.mktemp("none"), ""),
+        "Results": partial(demo.show_results, results),
     })  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:  # gradio gives up when its first page takes three seconds
         patch.setattr(networking, "url_ok", lambda url: httpx.head(url, trust_env=False, timeout=PATIENCE).is_success)
@@ -682,6 +624,12 @@ def test_the_embedded_model_is_asked_what_it_knows(monkeypatch: pytest.MonkeyPat
     assert [text for text, label in prompts.items() if label != text] == ["Describe this image in detail."]
     assert offer.keywords["draw"] is scenes.drawn and "its own generator" in offer.keywords["note"]
     assert offer.args[1] == zoo.samples()
+
+
+def test_a_page_of_results_is_shown(served: Any) -> None:
+    (show,) = (f for f in served.page.fns.values() if f.outputs and f.outputs[0] is parts(served.page)["mm-results"])
+    assert show.inputs[0].value == "drafters"
+    assert [show.fn(name) for name in ("drafters", "image")] == ["# Texts", "# Pictures"]
 
 
 HOSTILE = {"pdf": b"%PDF-1.4", "html": b"<html>", "heic": b"\0\0\0\x18ftypheic", "nothing": b""}

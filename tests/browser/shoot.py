@@ -201,7 +201,7 @@ def shoot(address: str, folder: Path, prompt: str | None = None) -> list[Path]:
         for name, size, dark in VIEWS:
             visitor = Visitor(running, address, size, dark)
             taken.append(visitor.take(folder / f"demo-opened-{name}.png"))
-            for tab, use in (("", _ask), ("image-", _draw), ("continuous-", _sketch), ("drafters-", _look)):
+            for tab, use in (("", _ask), ("image-", _draw), ("continuous-", _sketch), ("results-", _look)):
                 use(visitor, prompt, dark)
                 taken.append(visitor.take(folder / f"demo-{tab}race-{name}.png"))
                 visitor.wait_idle()
@@ -246,8 +246,8 @@ def _sketch(visitor: Visitor, prompt: str | None, dark: bool) -> None:
 
 
 def _look(visitor: Visitor, prompt: str | None, dark: bool) -> None:
-    visitor.open("Drafters")
-    visitor.page.wait_for_selector("#mm-bars :is(svg, canvas)")
+    visitor.open("Results")
+    visitor.page.wait_for_selector("#mm-results td:visible")
     visitor.page.wait_for_timeout(500)
 
 

@@ -1,8 +1,7 @@
-"""The demo's page in a real Chromium, used as a person would: ask, draw, stop, mistakes, keyboard, phone, records."""
+"""The demo's page in a real Chromium, used as a person would: ask, draw, stop, mistakes, keyboard, phone, results."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,12 +18,6 @@ from tests.browser import shoot
 _WHY = shoot.missing()
 pytestmark = [pytest.mark.skipif(_WHY is not None, reason=str(_WHY)), pytest.mark.timeout(1800)]
 
-RECORD = {
-    "suite": "vlm", "method": "eagle", "batch": 1, "temperature": 0.0, "prompt": "long", "speedup_e2e": 2.1,
-    "speedup_decode": 2.6, "tokens_per_target_call": 3.4, "accepted_per_call": 2.4, "identical_rate": 1.0, "n": 64,
-    "acceptance_by_depth": [0.9, 0.7, 0.4],
-}  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
@@ -33,11 +26,12 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     (folder / "results").mkdir()
     for i in range(3):
         scenes.render(scenes.draw(np.random.default_rng(i))).save(folder / "examples" / f"{i}.png")
-    records = [RECORD, {**RECORD, "method": "ngram", "speedup_e2e": 1.2}]
-    bent = {"suite": "image", "method": "jacobi+scaled", "lossless": False, "spent": 3.5, "compression": 4.0}
-    for name, rows in (("vlm", records), ("image", [bent])):
-        content = {"provenance": {"commit": "abc", "device": "cpu"}, "records": rows}
-        (folder / "results" / f"{name}.json").write_text(json.dumps(content))
+    table = (
+        "| method | distribution | speedup | decode only | vs best | forwards | tokens/forward | same image |\n"
+    )
+    table += "|---" * 8 + "|\n| jacobi+scaled | bent" + " | 1.00x (1.00-1.00)" * 6 + " |\n"
+    (folder / "results" / "image.md").write_text(table)
+    (folder / "results" / "drafters.md").write_text(table.replace("jacobi+scaled", "ngram"))
     model = tiny_llava.save(folder / "model")
     tiny_llamagen.pipeline(grid=8).save_pretrained(folder / "painter")
     options = [
@@ -232,12 +226,11 @@ def test_a_lossy_picture_is_named_so(visitor: shoot.Visitor) -> None:
         visitor.wait_idle()
 
 
-def test_the_drafters_tab_shows_a_run_at_a_time(visitor: shoot.Visitor) -> None:
-    visitor.open("Drafters")
-    visitor.page.wait_for_selector("#mm-bars :is(svg, canvas)")
-    visitor.page.wait_for_selector("#mm-table :text('ngram'):visible")
+def test_the_results_tab_shows_a_page_at_a_time(visitor: shoot.Visitor) -> None:
+    visitor.open("Results")
+    visitor.page.wait_for_selector("#mm-results td:text('ngram'):visible")
     visitor.pick("Measurements", "image")
-    visitor.page.wait_for_selector("#mm-table :text('jacobi+scaled'):visible")
+    visitor.page.wait_for_selector("#mm-results td:text('jacobi+scaled'):visible")
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -255,8 +248,8 @@ def test_a_phone_needs_no_scrolling_sideways(chromium: object, address: str, dar
     visiting.press("image-run")
     visiting.wait_for("#mm-image-summary .mm-same")
     assert not visiting.too_wide
-    visiting.open("Drafters")
-    visiting.page.wait_for_selector("#mm-bars :is(svg, canvas)")
+    visiting.open("Results")
+    visiting.page.wait_for_selector("#mm-results td:visible")
     assert not visiting.too_wide
     assert visiting.outside == [] and visiting.errors == []
     visiting.close()

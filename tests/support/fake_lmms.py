@@ -1,6 +1,6 @@
 """Modules that keep the interface of lmms-eval 0.7 that `--model mmspec` uses; for tests where it is not installed.
 
-`tests/app/test_lmms.py` compares these signatures with lmms-eval's own where it is.
+`tests/benchmarks/test_lmms.py` compares these signatures with lmms-eval's own where it is.
 """
 
 from __future__ import annotations
@@ -89,18 +89,9 @@ def log_metrics(total_elapsed_time, total_gen_tokens, avg_speed, additional_metr
     )
 
 
-@dataclass(frozen=True)
-class ModelManifest:
-    model_id: str
-    simple_class_path: str | None = None
-    chat_class_path: str | None = None
-    aliases: tuple[str, ...] = ()
-
-
 HELD = {
     "lmms_eval.api.model": (lmms, CacheHook),
     "lmms_eval.api.instance": (Instance, GenerationResult, TokenCounts),
-    "lmms_eval.models.registry_v2": (ModelManifest,),
     "lmms_eval.models.model_utils.gen_metrics": (log_metrics,),
 }
 

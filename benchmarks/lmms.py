@@ -1,4 +1,7 @@
-"""The lmms-eval model `mmspec`: answers any of its tasks with a model that mmspec is enabled on."""
+"""`python -m benchmarks.lmms`: lmms-eval with the model `mmspec`, which answers its tasks with mmspec enabled.
+
+It takes the arguments of `python -m lmms_eval`.
+"""
 
 from __future__ import annotations
 
@@ -187,3 +190,16 @@ def _own(device: str) -> str:
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     kind = find_device(device).type if device == "auto" else device
     return f"{kind}:{os.environ.get('LOCAL_RANK', '0')}" if several and kind == "cuda" else device
+
+
+def main() -> None:
+    from lmms_eval.__main__ import cli_evaluate
+    from lmms_eval.models import MODEL_REGISTRY_V2
+    from lmms_eval.models.registry_v2 import ModelManifest
+
+    MODEL_REGISTRY_V2.register_manifest(ModelManifest("mmspec", chat_class_path="benchmarks.lmms.Mmspec"))
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

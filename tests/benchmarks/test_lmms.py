@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from mmspec.app.media.video import FramePolicy
 from mmspec.statistics import Stats
 
 THERE = importlib.util.find_spec("lmms_eval") is not None
-ENTRY = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
+MODULE = "benchmarks.lmms"
 PICTURES = [Image.open(path) for path in sorted(zoo.samples().glob("*.png"))[:4]]
 SHORT = zoo.PROMPTS["short"]
 DOCS = [{"asked": SHORT, "seen": PICTURES[:1]}, {"asked": f"<image>{SHORT}", "seen": PICTURES[1:3]},
@@ -35,18 +34,11 @@ def adapter() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         for name, module in {} if THERE else fake_lmms.modules().items():
             patch.setitem(sys.modules, name, module)
-        made = model_class()(device="cpu", batch_size="2", max_new_tokens=16, depth=4)
+        made = importlib.import_module(MODULE).Mmspec(device="cpu", batch_size="2", max_new_tokens=16, depth=4)
         made.task_dict = {"task": {"test": DOCS}}
         yield made
         made.clean()
-        sys.modules.pop("mmspec.app.bench.lmms", None)  # its base class may be a stand-in
-
-
-def model_class() -> Any:
-    """What the entry point of pyproject.toml leads to."""
-    module, _, name = ENTRY["lmms_eval.models"]["mmspec"].partition(":")
-    module, _, name = getattr(importlib.import_module(module), name)().chat_class_path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+        sys.modules.pop(MODULE, None)  # its base class may be a stand-in
 
 
 def messages(doc: dict[str, Any]) -> list[dict[str, Any]]:
@@ -94,7 +86,7 @@ def test_settings_of_a_task(adapter: Any) -> None:
 
 def test_statistics(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     logged = list[tuple[Any, ...]]()
-    monkeypatch.setattr(sys.modules["mmspec.app.bench.lmms"], "log_metrics", lambda *told: logged.append(told))
+    monkeypatch.setattr(sys.modules[MODULE], "log_metrics", lambda *told: logged.append(told))
     adapter.stats = Stats()
     for _ in range(2):
         adapter.generate_until(requests(GREEDY, GREEDY))
@@ -128,9 +120,12 @@ def test_what_model_args_may_say(adapter: Any) -> None:
 
 @pytest.mark.skipif(not THERE, reason="lmms-eval is not installed: pip install -e '.[lmms]'")
 def test_lmms_eval_finds_it_and_has_the_interface_that_is_assumed(adapter: Any) -> None:
-    from lmms_eval.models import get_model
+    from lmms_eval import __main__, models
 
-    assert get_model("mmspec") is type(adapter)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(__main__, "cli_evaluate", lambda: None)
+        sys.modules[MODULE].main()
+    assert models.get_model("mmspec") is type(adapter)
     for name, held in fake_lmms.HELD.items():
         for ours in held:
             real = getattr(importlib.import_module(name), ours.__name__)
@@ -142,7 +137,7 @@ def test_lmms_eval_finds_it_and_has_the_interface_that_is_assumed(adapter: Any) 
 
 def test_each_of_several_processes_takes_its_own_device(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
-    own = vars(sys.modules["mmspec.app.bench.lmms"])["_own"]
+    own = vars(sys.modules[MODULE])["_own"]
     assert own("cuda") == "cuda"
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert (own("cuda"), own("cuda:1"), own("cpu")) == ("cuda:3", "cuda:1", "cpu")
