@@ -18,21 +18,11 @@ from mmspec.app.options import count, from_zero, where
 
 if TYPE_CHECKING:
     from mmspec.app.compare import Method
-    from mmspec.app.mar import MarSubject
     from mmspec.app.painter import ImageSubject
 
 EXACT = ("exact", "gaussian_path")  # the lossless rules, of tokens and of a MAR
 OWN = "mmspec"
 SELF = "self"  # drafter: a MAR drafts for itself
-MAR_TAKES = ("window", "rule", "prefill", "width")
-SHORT: dict[str, dict[str, Any]] = {  # options of `--enable` that have their own flag
-    "window": {"metavar": "N", "help": "tokens that jacobi verifies in one forward of the model"},
-    "rule": {"metavar": "SPEC", "help": "change the distribution for speed, such as 'typical(epsilon=0.3, "
-             "delta=0.05)'"},
-    "budget": {"help": "limit of a rule's cost per picture, in total variation"},
-    "reproducible": {"action": "store_const", "const": "true", "help": "draw exactly the picture of plain decoding, in "
-                     "float32"},
-}  # fmt: skip
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
 
 
@@ -68,8 +58,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--temperature", type=float, help="0 is greedy decoding (the model's own)")
     fast = parser.add_argument_group("speculation")
     fast.add_argument("--drafter", default="jacobi", help="jacobi (a MAR: self), a folder, or none (%(default)s)")
-    for name, takes in SHORT.items():
-        fast.add_argument(f"--{name}", **takes)
     enabling.add(fast)
 
 
@@ -78,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
     from mmspec.app.devices import EngineError
     from mmspec.app.prompt import PromptError, read_prompts
 
-    args.enable = [*args.enable, *(f"{name}={value}" for name in SHORT if (value := getattr(args, name)) is not None)]
     try:
         prompts = [*args.prompt, *(read_prompts(args.prompts) if args.prompts is not None else ())]
         if not prompts or not all(prompt.strip() for prompt in prompts):
@@ -104,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _draw(
-    subject: ImageSubject | MarSubject, method: Method, orders: Sequence[DrawingOrder], args: argparse.Namespace
+    subject: ImageSubject, method: Method, orders: Sequence[DrawingOrder], args: argparse.Namespace
 ) -> tuple[list[Any], list[Any]]:
     """Draw in batches and write each at once; returns the results of the calls, and those of plain decoding."""
     from mmspec.app.compare import PLAIN, Comparison
@@ -134,40 +121,29 @@ def say(line: str) -> None:
 
 
 def _options(args: argparse.Namespace, continuous: bool) -> dict[str, Any]:
-    """The options of `mmspec.enable`, or of a MAR's speculation, checked as far as possible without a model."""
-    options = enabling.unchecked(args.enable)
-    wrong = [*(["--top-k"] if args.top_k is not None else []), *(name for name in options if name not in MAR_TAKES)]
-    if continuous and wrong:
-        raise GenerateError(
-            f"{wrong[0]} is for models that draw token ids; this one is a MAR, which takes {', '.join(MAR_TAKES)}"
-        )
-    if args.drafter != STOCK:
-        return options if continuous else enabling.given(args.enable, args.drafter)
-    if unused := [name for name in options if name != "reproducible"]:
-        raise GenerateError(f"{unused[0]} needs a drafter; {STOCK!r} decodes one token after the other")
-    return {}
+    """The options of `mmspec.enable`, checked as far as possible without a model, or of a MAR's speculation."""
+    if continuous and args.top_k is not None:
+        raise GenerateError("--top-k is for models that draw token ids; this one is a MAR")
+    options = enabling.unchecked(args.enable) if continuous else enabling.given(args.enable, args.drafter)
+    if args.drafter == STOCK and options:
+        raise GenerateError(f"{next(iter(options))} needs a drafter; {STOCK!r} decodes one token after the other")
+    return options
 
 
-def _method(args: argparse.Namespace, subject: ImageSubject | MarSubject, options: dict[str, Any]) -> Method:
+def _method(args: argparse.Namespace, subject: ImageSubject, options: dict[str, Any]) -> Method:
     """How to draw; with a MAR, `jacobi`, the default drafter, means that the MAR drafts for itself."""
     from mmspec.app.compare import Method
     from mmspec.app.mar import MarSubject
 
     plain = args.drafter == STOCK
     if not isinstance(subject, MarSubject):
-        if (options.get("window") or 0) > subject.tokens:
-            raise GenerateError(
-                f"window={options['window']} exceeds the {subject.tokens} tokens of a picture; 8 to 64 is usual"
-            )
         return Method(OWN, None if plain else embedded.fitting(args.drafter, args.model), options)
-    given = {**options, "ahead": options.get("window"), "window": None}
-    how = {name: value for name, value in given.items() if value not in (None, EXACT[0])}
     if args.drafter not in ("jacobi", SELF, STOCK):
-        how["draft"] = subject.small(args.drafter)
+        options = {**options, "draft": subject.small(args.drafter)}
     # cspd works with any schedule and sampler
     if (args.compare or not plain) and options.get("rule") != "cspd" and (note := subject.singly()):
         print(f"note: {note}", file=sys.stderr)
-    return Method(OWN, None if plain else args.drafter, how)
+    return Method(OWN, None if plain else args.drafter, options)
 
 
 def _orders(args: argparse.Namespace, prompts: list[str]) -> list[DrawingOrder]:
@@ -213,7 +189,7 @@ def _summary(results: Sequence[Any], base: Sequence[Any], options: dict[str, Any
 
 def _work(results: Sequence[Any]) -> str:
     """What the pictures took: forwards of the model, and of a MAR, evaluations of its head."""
-    if hasattr(results[0], "work"):  # of a MAR
+    if results[0].work:  # of a MAR
         count = sum(len(each.images) for each in results)
         rows, evaluations = (sum(each.work[name] for each in results) / count for name in ("rows", "evaluations"))
         passes = sum(each.work["passes"] for each in results) / len(results)

@@ -6,11 +6,11 @@ import hashlib
 import importlib.util
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from mmspec.app import painter
@@ -146,10 +146,4 @@ def of_file(path: Path, device: torch.device, dtype: torch.dtype) -> ImageModel:
         raise EngineError(f"cannot load {str(path)!r} ({first_line(error)}); {OWN_FILE}") from error
     about = f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()[:10]}"
 
-    def drawn(prompts: Sequence[str], **settings: object) -> Sequence[Image.Image]:
-        try:
-            return draw(target, prompts, **settings)  # type: ignore[no-any-return]
-        except Exception as error:  # in the user's code
-            raise EngineError(f"{str(path)!r} cannot draw: {first_line(error)}") from error
-
-    return ImageModel(target, drawn, image_models.codes_of(unwrap(target)), about)
+    return ImageModel(target, partial(draw, target), image_models.codes_of(unwrap(target)), about)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,18 +30,17 @@ NOTE = (
     "name a LlamaGen model of your own: --model FOLDER"
 )
 
-PUBLISHED_CODES = 16384  # size of the codebook for which LANTERN's k was published
-
 
 @dataclass(frozen=True)
 class ImageResult:
     """The result of one call of the pipeline for a batch of B pictures."""
 
     images: list[Image.Image]
-    tokens: Tensor  # [B, grid, grid]
+    tokens: Tensor  # [B, grid, grid]; of a MAR [B, grid², channels]
     seconds: float  # the whole call: text encoder, prefill, rounds, picture decoder
-    stats: Stats
-    spent: list[float]  # total-variation cost of a relaxed rule for each picture; see LlamaGenOutput
+    stats: Any  # Stats; of a MAR the summary of its MarStats, empty for plain decoding
+    spent: Sequence[float] = ()  # total-variation cost of a relaxed rule for each picture; see LlamaGenOutput
+    work: dict[str, int] = field(default_factory=dict)  # of a MAR; see MAROutput
 
     @property
     def forwards(self) -> float:
@@ -159,7 +158,11 @@ class ImageSubject:
                 out = self.pipe(**condition, generator=generators, **{**self.settings, **settings})
         except (ValueError, TypeError) as error:
             raise EngineError(_message(error)) from error
-        return ImageResult(out.images, out.tokens.cpu(), time.perf_counter() - began, out.stats, out.spent)
+        tokens = out.tokens.cpu()  # waits for the device
+        return ImageResult(out.images, tokens, time.perf_counter() - began, **self._facts(out))
+
+    def _facts(self, out: Any) -> dict[str, Any]:
+        return {"stats": out.stats, "spent": out.spent}
 
     def draw(
         self, conditions: Sequence[str | int], seeds: Sequence[int], method: Method, **settings: object
@@ -171,18 +174,28 @@ class ImageSubject:
         self.go(method)
         return self.paint(conditions, seeds, **settings)
 
-    def label(self, prompt: str) -> Any:
-        """The condition for a prompt: the prompt itself, or the number of a class.
+    @property
+    def names(self) -> list[str]:
+        """Names of the classes by number; the number itself if a class has no name."""
+        known = {int(number): name for number, name in self.pipe.config.get("id2label", {}).items()}
+        return [known.get(number, str(number)) for number in range(self.classes)]
 
-        Raises EngineError: the model draws classes, and the prompt is not the number of one.
+    def label(self, prompt: str) -> Any:
+        """The condition for a prompt: the prompt itself, or the number of a class by its name or number.
+
+        Raises EngineError: the model draws classes, and there is no such class.
         """
         if not self.classes:
             return prompt
-        if not prompt.strip().isdecimal() or int(prompt) >= self.classes:
-            raise EngineError(
-                f"this model draws classes, by their numbers from 0 to {self.classes - 1}; {prompt!r} is none"
-            )
-        return int(prompt)
+        names, prompt = self.names, prompt.strip()
+        if prompt in names:
+            return names.index(prompt)
+        if prompt.isdecimal() and int(prompt) < len(names):
+            return int(prompt)
+        raise EngineError(
+            f"this model draws classes, by name or by number from 0 to {len(names) - 1}; {prompt!r} is none. Choose "
+            f"from {', '.join(names[:8])}{' …' if len(names) > 8 else ''}"
+        )
 
 
 def load(model: str, device: str, dtype: str, **settings: object) -> ImageSubject:
@@ -220,27 +233,6 @@ def unknown_words(prompts: Sequence[str]) -> list[str]:
     known = set(pictures.vocabulary())
     words = (word.strip(".,;:!?\"'()").lower() for prompt in prompts for word in prompt.split())
     return [word for word in dict.fromkeys(words) if word and word not in known]
-
-
-def sweeps(codes: int) -> dict[str, list[tuple[float, str]]]:
-    """For each family of rules, values of its parameter from mild to aggressive, each with the rule."""
-    k = min(10, codes - 1)
-    shares = [cells for share in (0.75, 0.5, 0.25, 0.125, 0.0625) if (cells := int(codes * share)) > 0]
-    groups = [g for g in (3, 5, 10, 25, 50) if g <= codes]
-    return {
-        "typical": [(d, f"typical(epsilon=0.3, delta={d})") for d in (0.5, 0.2, 0.05, 0.01, 0.002)],
-        "scaled": [(w, f"scaled(omega={w})") for w in (1.25, 1.5, 2.0, 3.0, 6.0)],
-        "lantern": [(d, f"lantern(k={published_k(codes)}, delta={d})") for d in (0.02, 0.05, 0.1, 0.2, 0.4)],
-        "lantern++": [(lam, f"lantern(k={k}, lam={lam})") for lam in (1.5, 2.0, 5.0, 10.0, 20.0)],
-        "gsd": [(float(g), f"gsd(group={g})") for g in groups],
-        "grouped": [(float(c), f"grouped(cells={c})") for c in shares],
-        "pooled": [(float(c), f"pooled(cells={c})") for c in shares],
-    }
-
-
-def published_k(codes: int) -> int:
-    """LANTERN's k, 1000 of 16384 codes, scaled to another codebook."""
-    return max(1, min(codes - 1, round(1000 * codes / PUBLISHED_CODES)))
 
 
 def _message(error: Exception) -> str:

@@ -12,8 +12,8 @@ from gradio.components import Component
 
 from mmspec.app.demo import race_tab
 from mmspec.app.demo.captions import MAX_PROMPT
-from mmspec.app.demo.images import CSPD, EXACT, OF_MAR, RELAXED, RULES, Drawing, ImageRace, MarRace, Pair, TokenGrid
-from mmspec.app.demo.race_tab import QUICK, control, headline, hint, moment
+from mmspec.app.demo.images import CSPD, EXACT, OF_MAR, RELAXED, Drawing, ImageRace, MarRace, Pair, TokenGrid
+from mmspec.app.demo.race_tab import control, headline, hint, moment
 from mmspec.app.files import inline
 from mmspec.app.painter import unknown_words
 
@@ -43,7 +43,7 @@ def run(race: ImageRace, own: bool, *values: Any) -> Iterator[race_tab.Shown]:
 
 def fields(race: ImageRace) -> list[str]:
     """The fields of a Drawing on the page, in order."""
-    rule = ["prefill"] if isinstance(race, MarRace) else ["rule", "boldness"]
+    rule = ["prefill"] if isinstance(race, MarRace) else ["rule"]
     return ["prompt", "method", "window", *rule, "seed", *race.sampling]
 
 
@@ -64,7 +64,7 @@ def build(race: ImageRace, prompts: Sequence[str] = (), own: bool = False) -> No
             label = "Rule and drafts" if mar else "Method"
             method = gr.Dropdown(race.methods, value=race.usual, label=label, elem_id=f"mm-{name}-method")
             window = control(Drawing, "window", 4 if mar else None)
-            rule = [control(Drawing, "prefill")] if mar else _rule()
+            rule = [control(Drawing, "prefill")] if mar else _rule(race.rules)
             with gr.Accordion("Sampling", open=False):
                 sampling = [control(Drawing, field, value) for field, value in race.sampling.items()]
                 inputs = [prompt, method, window, *rule, control(Drawing, "seed"), *sampling]
@@ -91,16 +91,12 @@ def _prompt(race: ImageRace, prompts: Sequence[str]) -> Component:
     )  # fmt: skip
 
 
-def _rule() -> list[Component]:
-    """The settings of a relaxed rule: rule, boldness."""
-    rule = gr.Dropdown(
-        [("exact: the distribution is kept", EXACT), *((f"{name}, lossy", name) for name in RULES)], value=EXACT,
-        label="Rule", info="a relaxed rule accepts more drafts and changes the distribution; its cost is shown",
-        elem_id="mm-rule",
-    )  # fmt: skip
-    boldness = control(Drawing, "boldness", visible=False)
-    rule.change(lambda name: gr.update(visible=name != EXACT), rule, boldness, **QUICK)
-    return [rule, boldness]
+def _rule(specs: Sequence[str]) -> list[Component]:
+    choices = [("exact: the distribution is kept", EXACT), *((spec, spec) for spec in specs)]
+    return [gr.Dropdown(
+        choices, value=EXACT, label="Rule", allow_custom_value=True, elem_id="mm-rule",
+        info="a relaxed rule accepts more drafts and changes the distribution; its cost is shown",
+    )]  # fmt: skip
 
 
 # --- HTML
@@ -174,7 +170,8 @@ def _cost(pair: Pair) -> str:
     if drawing.rule == EXACT:
         return ""
     far = "; above 1 it is no bound for the picture as a whole" if result.spent[0] > 1 else ""
-    return f"{pair.rule} changes the distribution; in expectation at most by this cost, in total variation{far}."
+    cost = f"in expectation at most by this cost, in total variation{far}"
+    return f"{escape(drawing.rule)} changes the distribution; {cost}."
 
 
 def _evaluations(work: Mapping[str, int]) -> int:

@@ -17,11 +17,10 @@ from mmspec.app.compare import PLAIN, Method
 from mmspec.app.demo.captions import MAX_PROMPT, MAX_SEED, WARM_UP
 from mmspec.app.demo.race import DONE, RUNNING, TIME_LIMIT, TIMED_OUT, Limits, Race, RaceSide, RaceView, RefusedError
 from mmspec.app.mar import MarSubject
-from mmspec.app.painter import ImageSubject, sweeps
+from mmspec.app.painter import ImageSubject
 from mmspec.pipelines.llamagen.pipeline import CLASS, TEXT
 
 EXACT = "exact"
-RULES = tuple(sweeps(1024))  # families of relaxed rules, each with settings from mild to bold
 SEED_EXACT, COUPLED = "jacobi, seed-exact", "jacobi, maximal coupling"
 METHODS: dict[str, dict[str, object]] = {  # options of the Jacobi drafter; the page adds the window
     SEED_EXACT: {"reproducible": True},
@@ -32,7 +31,17 @@ METHODS: dict[str, dict[str, object]] = {  # options of the Jacobi drafter; the 
 }
 TRAINED: dict[str, dict[str, object]] = {"trained drafter": {}, "trained drafter, seed-exact": {"reproducible": True}}
 RELAXED = {SEED_EXACT: COUPLED, "trained drafter, seed-exact": "trained drafter"}  # seed-exact → that of relaxed rules
+SAMPLING = {"guidance": "guidance_scale", "temperature": "temperature"}  # fields of a Drawing → the pipeline's names
 OF_MAR = OWN_DRAFTS, SMALL_DRAFTS, CSPD = "exact, own drafts", "exact, drafts of a smaller MAR", "CSpD, approximate"
+
+
+def relaxed(codes: int) -> list[str]:
+    """A rule of each family, for a codebook of this size; LANTERN's k is its authors' share of their codebook."""
+    k, quarter = min(10, codes - 1), max(1, codes // 4)
+    return [
+        "typical(epsilon=0.3, delta=0.05)", "scaled(omega=2.0)", f"lantern(k={max(1, codes // 16)}, delta=0.1)",
+        f"lantern(k={k}, lam=5.0)", f"gsd(group={k})", f"grouped(cells={quarter})", f"pooled(cells={quarter})",
+    ]  # fmt: skip
 
 
 class Drawing(BaseModel, frozen=True):
@@ -41,8 +50,7 @@ class Drawing(BaseModel, frozen=True):
     prompt: str = Field(max_length=MAX_PROMPT)  # or a class
     method: str = SEED_EXACT
     window: int = Field(default=16, ge=1, le=64, title="Window", description="tokens verified in one forward")
-    rule: str = EXACT
-    boldness: int = Field(default=2, ge=1, le=5, title="Boldness", description="of the rule, from mild to bold")
+    rule: str = Field(default=EXACT, max_length=MAX_PROMPT)
     prefill: float = Field(default=0.0, ge=0, le=1, title="Prefill", description="share of tokens drawn without drafts")
     seed: int = Field(default=0, ge=0, le=MAX_SEED, title="Seed", description="of both pictures")
     guidance: float = Field(default=3.0, ge=1, le=20, title="Guidance", description="how closely to follow the prompt")
@@ -85,7 +93,6 @@ class TokenGrid(RaceSide):
 @dataclass
 class Pair(RaceView):
     drawing: Drawing
-    rule: str = EXACT  # in the format of `enable`
 
     @property
     def speed_up(self) -> float | None:
@@ -110,25 +117,25 @@ class ImageRace(Race):
     def __init__(self, subject: ImageSubject, drafter: object = None, time_limit: float = TIME_LIMIT) -> None:
         self.subject: Any = subject
         self.drafter, self.time_limit = drafter, time_limit
-        config = subject.pipe.transformer.config
-        self.grid, self.codes = config.grid, config.vocab
+        self.rules = relaxed(subject.codes)
         given = {**(CLASS if subject.classes else TEXT), **subject.pipe.config.defaults}
         self.sampling = {"guidance": given["guidance_scale"], "temperature": given["temperature"]}  # usual values
         self.methods = [*METHODS, *(TRAINED if drafter is not None else ())]
 
     def pair(self, drawing: Drawing) -> Pair:
         """Two empty pictures."""
-        plain, fast = (TokenGrid(at=[0.0] * self.grid**2) for _ in range(2))
+        plain, fast = (TokenGrid(at=[0.0] * self.subject.tokens) for _ in range(2))
         return Pair(plain, fast, drawing)
 
     def measure(self, view: Pair, limits: Limits) -> None:
         drawing = view.drawing
         if not drawing.prompt.strip():
             raise RefusedError("The prompt is empty. Write what to draw.")
-        label, view.rule = self.subject.label(drawing.prompt.strip()), self.rule(drawing)
+        label = self.subject.label(drawing.prompt.strip())
         for pair, forwards in ((self.pair(drawing), WARM_UP), (view, math.inf)):  # one-time costs are not timed
             for picture, method in ((pair.plain, PLAIN), (pair.fast, self.method(drawing))):
-                call = partial(self.draw_by(method), [label], [drawing.seed], **self.arguments(drawing))
+                self.subject.go(method)
+                call = partial(self.subject.paint, [label], [drawing.seed], **self.arguments(drawing))
                 self._draw(picture, call, forwards, limits)
 
     def _draw(self, picture: TokenGrid, call: Callable[..., Any], forwards: float, limits: Limits) -> None:
@@ -149,28 +156,16 @@ class ImageRace(Race):
             picture.result, picture.image, picture.seconds = result, result.images[0], result.seconds
             picture.state = DONE
 
-    def rule(self, drawing: Drawing) -> str:
-        """The rule in the format of `enable`."""
-        if drawing.rule == EXACT:
-            return EXACT
-        points = sweeps(self.codes)[drawing.rule]
-        return points[min(drawing.boldness, len(points)) - 1][1]
-
     def method(self, drawing: Drawing) -> Method:
         """How the accelerated picture is drawn."""
-        rule = {} if drawing.rule == EXACT else {"rule": self.rule(drawing)}
+        rule = {} if drawing.rule == EXACT else {"rule": drawing.rule}
         if drawing.used in TRAINED:
             return Method(drawing.used, self.drafter, TRAINED[drawing.used] | rule)
         return Method(drawing.used, "jacobi", METHODS[drawing.used] | {"window": drawing.window} | rule)
 
-    def draw_by(self, method: Method) -> Callable[..., Any]:
-        """Enable a method; returns the function that draws by it."""
-        self.subject.go(method)
-        return self.subject.paint
-
     def arguments(self, drawing: Drawing) -> dict[str, float]:
         """The pipeline's arguments for sampling."""
-        return {"guidance_scale": drawing.guidance, "temperature": drawing.temperature}
+        return {SAMPLING[name]: getattr(drawing, name) for name in self.sampling}
 
     def drawn(self, tokens: Tensor) -> list[bool]:
         """Which positions are drawn, given the tokens of one picture so far, which come row by row."""
@@ -184,25 +179,15 @@ class MarRace(ImageRace):
 
     def __init__(self, subject: MarSubject, time_limit: float = TIME_LIMIT) -> None:
         self.subject, self.time_limit, self.note = subject, time_limit, subject.singly()
-        self.grid = subject.pipe.transformer.config.grid
         guidance = subject.settings.get("guidance_scale", subject.pipe.config.defaults.get("guidance_scale", 3.0))
         self.sampling = {"guidance": guidance}
         self.methods = [OWN_DRAFTS, *((SMALL_DRAFTS, CSPD) if subject.draft is not None else ())]
-
-    def rule(self, drawing: Drawing) -> str:
-        return "cspd" if drawing.method == CSPD else EXACT
 
     def method(self, drawing: Drawing) -> Method:
         options: dict[str, object] = {"ahead": drawing.window, "prefill": drawing.prefill}
         options |= {} if drawing.method == OWN_DRAFTS else {"draft": self.subject.draft}
         options |= {"rule": "cspd"} if drawing.method == CSPD else {}
         return Method(drawing.method, drawing.method, options)
-
-    def draw_by(self, method: Method) -> Callable[..., Any]:
-        return partial(self.subject.draw, method=method)
-
-    def arguments(self, drawing: Drawing) -> dict[str, float]:
-        return {"guidance_scale": drawing.guidance}
 
     def drawn(self, tokens: Tensor) -> list[bool]:
         return tokens.any(1).tolist()

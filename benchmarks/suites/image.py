@@ -29,7 +29,7 @@ from mmspec.app.devices import EngineError
 from mmspec.app.mar import draws
 from mmspec.app.media.inputs import images
 from mmspec.app.options import count
-from mmspec.app.painter import ImageSubject, sweeps
+from mmspec.app.painter import ImageSubject
 from mmspec.drafters.jacobi import JacobiDrafter
 from mmspec.media import load_image
 from mmspec.protocols import SessionView, Target
@@ -215,7 +215,7 @@ def swept(codes: int, budget: float | None, families: Sequence[str] = ()) -> lis
     Raises:
         BenchError: an unknown family.
     """
-    curves = sweeps(codes)
+    curves = image_methods.sweeps(codes)
     unknown = [family for family in families if family not in curves]
     if unknown:
         raise BenchError(f"there is no family of rules {unknown[0]!r} to sweep; choose from {', '.join(curves)}")

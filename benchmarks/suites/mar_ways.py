@@ -14,7 +14,8 @@ from mmspec.app.bench.command import BenchError, Outcome, batches, matching, say
 from mmspec.app.bench.report import Record, spread
 from mmspec.app.compare import Comparison, Method, over
 from mmspec.app.devices import EngineError
-from mmspec.app.mar import MarImages, MarSubject, load
+from mmspec.app.mar import MarSubject, load
+from mmspec.app.painter import ImageResult
 from mmspec.app.provenance import provenance
 from mmspec.config import Options
 
@@ -71,7 +72,7 @@ def _draft(bench: MarSubject, name: str) -> object:
         raise BenchError(str(error)) from error
 
 
-def call(model: MarSubject, way: Method, labels: Sequence[int], seeds: Sequence[int]) -> MarImages:
+def call(model: MarSubject, way: Method, labels: Sequence[int], seeds: Sequence[int]) -> ImageResult:
     return model.draw(labels, seeds, way, **way.arguments)
 
 
@@ -114,7 +115,7 @@ def measure(
 def timed(bench: MarSubject, chosen: list[Method], labels: list[int], batch: int, seed: int) -> list[Record]:
     """Warm up each method, then run all in turn on each batch of classes and seeds."""
     groups = batches(list(zip(labels, seeds_of(1, len(labels), seed), strict=True)), batch)
-    comparison: Comparison[Method, list[tuple[int, int]], MarImages] = Comparison(
+    comparison: Comparison[Method, list[tuple[int, int]], ImageResult] = Comparison(
         chosen, lambda way, group: call(bench, way, *zip(*group, strict=True))
     )
     comparison.warm_up(groups[0], [chosen[0].name])
@@ -123,7 +124,7 @@ def timed(bench: MarSubject, chosen: list[Method], labels: list[int], batch: int
     return [_speed(way, made, batch) | {"note": comparison.notes.get(way.name, "")} for way in chosen]
 
 
-def _speed(way: Method, made: dict[str, list[MarImages]], batch: int) -> Record:
+def _speed(way: Method, made: dict[str, list[ImageResult]], batch: int) -> Record:
     mine = made.get(way.name, [])
     pictures = sum(len(call.images) for call in mine)
     work = {name: sum(call.work.get(name, 0) for call in mine) / pictures if pictures else None for name in

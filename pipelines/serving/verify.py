@@ -84,7 +84,7 @@ def verify(model_or_pipe: object, inputs: Any, max_new_tokens: int = 64) -> Repo
     if not hasattr(model, "generate"):
         raise TypeError(
             f"verify compares text, but {name} generates pictures; `mmspec generate PROMPT --model FOLDER "
-            "--compare --reproducible` compares the pictures of a LlamaGen"
+            "--compare --enable reproducible=true` compares the pictures of a LlamaGen"
         )
     handle = Patch.of(model)
     if handle is None:

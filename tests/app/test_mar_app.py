@@ -45,7 +45,7 @@ def test_classes_by_name_and_number(folder, tmp_path, capsys):
     assert "4 pictures in" in told and "head evaluations" in told
     assert run(folder, "1", "--drafter", "none", "--compare", "-o", tmp_path / "one.png") == 0
     assert capsys.readouterr().out.count("16.0 passes per batch") == 2
-    draft = ["--drafter", folder / "draft", "--window", 3, "-o", tmp_path / "drafted"]
+    draft = ["--drafter", folder / "draft", "--enable", "ahead=3", "-o", tmp_path / "drafted"]
     assert run(folder, "red circle", "4", *draft) == 0 and len(list((tmp_path / "drafted").iterdir())) == 2
 
 
@@ -54,14 +54,14 @@ def test_what_is_drawn_instead_of_the_published_sampler_is_told(tmp_path, capsys
     pipe.register_to_config(defaults={"num_inference_steps": 4, "num_diffusion_steps": 9})
     pipe.save_pretrained(tmp_path / "model")
     tiny.transformer(2).save_pretrained(tmp_path / "draft")
-    bent = ["--rule", "cspd", "--drafter", tmp_path / "draft"]
+    bent = ["--drafter", tmp_path / "draft", "--enable", "rule=cspd"]
     singly, noise = "one token per iteration, not 16 in 4", "noise at the last denoising step"
     for words, notes, out in (
         (["--drafter", "none"], [], "4.0 passes per batch"),
         ([], [singly, noise], "head evaluations"),
         (bent, [], "not lossless: cspd(width=42) changes the distribution"),
         (bent, [], "; 1.0 passes per batch"),
-        ([*bent, "--enable", "prefill=0.5"], [], "; 4.0 passes per batch"),  # ⌊0.5 · 4⌋ + 1 of 4, then a block
+        ([*bent, "prefill=0.5"], [], "; 4.0 passes per batch"),  # ⌊0.5 · 4⌋ + 1 of 4, then a block
     ):
         assert run(tmp_path / "model", "1", *words, "-o", tmp_path / "one.png") == 0
         said = capsys.readouterr()
@@ -74,11 +74,10 @@ def test_what_is_drawn_instead_of_the_published_sampler_is_told(tmp_path, capsys
     (["teapot"], "by name or by number from 0 to 4; 'teapot' is none. Choose from red circle, blue star"),
     (["5"], "'5' is none"),
     (["1", "--top-k", 0], "--top-k is for models that draw token ids"),
-    (["1", "--reproducible"], "reproducible is for models that draw token ids; this one is a MAR, which takes window"),
-    (["1", "--enable", "depth=3"], "depth is for models"),
-    (["1", "--window", 0], "ahead must be a whole number ≥ 1"),
-    (["1", "--drafter", "none", "--window", 4], "needs a drafter"),
-    (["1", "--rule", "lantern"], "rule must be one of gaussian_path, cspd"),
+    (["1", "--enable", "depth=3"], "unexpected keyword argument 'depth'"),
+    (["1", "--enable", "ahead=0"], "ahead must be a whole number ≥ 1"),
+    (["1", "--drafter", "none", "--enable", "ahead=4"], "needs a drafter"),
+    (["1", "--enable", "rule=lantern"], "rule must be one of gaussian_path, cspd"),
     (["1", "--drafter", "nowhere"], "nowhere"),
 ])  # fmt: skip
 def test_bad_input_says_why(folder, words, why, tmp_path, capsys):

@@ -86,7 +86,7 @@ def test_where_two_batches_differ(fast: list[list[int]], other: list[list[int]],
 
 
 def test_a_pipeline_that_draws_is_told_what_to_call() -> None:
-    with pytest.raises(TypeError, match="mmspec generate PROMPT --model FOLDER --compare --reproducible"):
+    with pytest.raises(TypeError, match="mmspec generate PROMPT --model FOLDER --compare --enable reproducible=true"):
         mmspec.verify(tiny_llamagen.pipeline(), {})
 
 

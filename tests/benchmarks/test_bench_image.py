@@ -20,7 +20,7 @@ from mmspec.app.bench import image as bench_image
 from mmspec.app.bench import report
 from mmspec.app.bench.command import BenchError, matching
 from mmspec.app.compare import Method
-from mmspec.app.painter import ImageResult, ImageSubject, published_k, sweeps
+from mmspec.app.painter import ImageResult, ImageSubject
 from mmspec.registry import resolve_rule
 from mmspec.statistics import Stats
 
@@ -95,13 +95,13 @@ def test_a_gallery_sums_up_its_calls() -> None:
 @pytest.mark.parametrize("codes", [64, 1024, 16384])
 def test_every_rule_of_the_table_is_one(codes: int) -> None:
     specs = [*image_methods.published(codes).values(), *image_methods.ours(codes).values()]
-    specs += [spec for points in sweeps(codes).values() for _, spec in points]
+    specs += [spec for points in image_methods.sweeps(codes).values() for _, spec in points]
     if codes < 1000:
         codebook = torch.randn(codes, 4)
         assert not any(resolve_rule(spec, codebook).lossless for spec in specs)
     k = [int(spec.split("k=")[1].split(",")[0]) for spec in specs if "k=" in spec]
-    assert max(k) == max(10, published_k(codes)) < codes
-    assert published_k(16384) == 1000
+    assert max(k) == max(10, image_methods.published_k(codes)) < codes
+    assert image_methods.published_k(16384) == 1000
 
 
 def test_methods_are_chosen_by_pattern() -> None:
@@ -251,7 +251,7 @@ def test_judges_pictures(text: Path, tmp_path: Path) -> None:
 
 def test_a_sweep_makes_curves(classes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     points = {"scaled": [(w, f"scaled(omega={w})") for w in (1.1, 3.0)]}
-    monkeypatch.setattr(judged_image, "sweeps", lambda codes: points)
+    monkeypatch.setattr(image_methods, "sweeps", lambda codes: points)
     words = ["--model", classes, "--device", "cpu", "--images", 0, "--quality-images", 6, "--quality-methods", "ar"]
     assert run(*words, "--sweep", "--noise-runs", 1, "--json", tmp_path / "out.json") == 0
     records = json.loads((tmp_path / "out.json").read_text())["records"]

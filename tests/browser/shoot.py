@@ -233,7 +233,7 @@ def _draw(visitor: Visitor, prompt: str | None, dark: bool) -> None:
     """By light the seed-exact method, by dark a lossy rule."""
     visitor.open("Image")
     if dark:
-        visitor.pick("Rule", "lantern, lossy")
+        visitor.pick("Rule", "scaled(omega=2.0)")
     _finish(visitor, "image")
 
 

@@ -26,9 +26,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     (folder / "results").mkdir()
     for i in range(3):
         scenes.render(scenes.draw(np.random.default_rng(i))).save(folder / "examples" / f"{i}.png")
-    table = (
-        "| method | distribution | speedup | decode only | vs best | forwards | tokens/forward | same image |\n"
-    )
+    table = "| method | distribution | speedup | decode only | vs best | forwards | tokens/forward | same image |\n"
     table += "|---" * 8 + "|\n| jacobi+scaled | bent" + " | 1.00x (1.00-1.00)" * 6 + " |\n"
     (folder / "results" / "image.md").write_text(table)
     (folder / "results" / "drafters.md").write_text(table.replace("jacobi+scaled", "ngram"))
@@ -215,10 +213,10 @@ def test_a_picture_is_drawn_twice_and_its_grid_fills(visitor: shoot.Visitor) -> 
 def test_a_lossy_picture_is_named_so(visitor: shoot.Visitor) -> None:
     visitor.open("Image")
     visitor.page.fill("#mm-wish textarea", "a small circle")
-    for rule in ("lantern", "gsd"):
-        visitor.pick("Rule", f"{rule}, lossy")
+    for rule in ("typical(epsilon=0.3, delta=0.05)", "scaled(omega=2.0)"):
+        visitor.pick("Rule", rule)
         visitor.press("image-run")
-        visitor.wait_for(f"#mm-image-summary:has(:text('{rule}(')) .mm-lossy[role=status]")
+        visitor.wait_for(f"#mm-image-summary:has(:text('{rule}')) .mm-lossy[role=status]")
         assert "in total variation" in visitor.page.locator("#mm-image-summary .mm-lossy").inner_text()
         assert (
             "jacobi, maximal coupling" in visitor.page.locator("#mm-image-race").inner_text()
