@@ -66,24 +66,17 @@ def find_model(name: str) -> str:
         raise EngineError(f"cannot load the model {name!r}. {error}") from error
     if not Path(where).exists():
         if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-            near = _near(name) or "."
+            near = did_you_mean(name, embedded.DRAFTERS) or "."
             raise EngineError(f"there is no folder {name!r}{near} A name on the Hub has the form owner/name")
         _look_for_hub()
     return where
 
 
 def unloadable(name: str, error: Exception) -> EngineError:
-    """The error for a model that cannot be loaded; if the folder is missing, it suggests a similar name."""
+    """The error for a model that cannot be loaded."""
     missing = isinstance(error, OSError) and not Path(embedded.resolve(name)).exists()
-    here = f"There is no folder {name!r} here{_near(name) or '.'} " if missing else ""
+    here = f"There is no folder {name!r} here. " * missing
     return EngineError(f"cannot load the model {name!r}. {here}{first_line(error)}")
-
-
-def _near(name: str) -> str:
-    """A "did you mean" for a misspelled embedded model or neighbouring folder; empty if none is similar."""
-    beside = Path(name).parent
-    folders = [str(beside / one.name) for one in beside.iterdir() if one.is_dir()] if beside.is_dir() else []
-    return did_you_mean(name, [*embedded.DRAFTERS, *folders])
 
 
 def _look_for_hub() -> None:

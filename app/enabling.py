@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-import re
 from collections.abc import Iterable
-from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,6 @@ WORDS = {"true": True, "false": False, "none": None, "on": True, "off": False, "
 PLAIN = "plain"  # the registry's name for decoding without a drafter
 OF_MODEL = ("model", "assistant")  # drafters that are a separate model
 DRAFT = "draft"  # the option that names that model
-_DRAFT = "the smaller model that drafts: its folder, or its name in the Hub's cache"
-LIST = "help"  # given in place of NAME=VALUE: print the options
 DRAWN = ("rule", "budget", "reproducible")  # options that change the output; all others change only the speed
 
 
@@ -27,20 +23,9 @@ class EnableError(ValueError):
     """A value of --enable is invalid; the message says what is allowed."""
 
 
-class _Enable(argparse._ExtendAction):
-    """Collects NAME=VALUE; for LIST it prints all options and exits."""
-
-    def __call__(self, parser: argparse.ArgumentParser, args: argparse.Namespace, values: Any, *_: Any) -> None:
-        if values == [LIST]:
-            print(help_text(getattr(args, "drafter", None)))
-            parser.exit()
-        super().__call__(parser, args, values, *_)
-
-
 FLAG: dict[str, Any] = {
-    "nargs": "+", "action": _Enable, "metavar": "NAME=VALUE",
-    "help": f"options of mmspec.enable, such as compile=true depth=6; '--enable {LIST}' explains those of the "
-    "--drafter given before it, or of all drafters",
+    "nargs": "+", "action": "extend", "metavar": "NAME=VALUE",
+    "help": "options of mmspec.enable, such as compile=true depth=6",
 }  # fmt: skip
 
 
@@ -60,7 +45,7 @@ def given(words: Iterable[str], drafter: object = None) -> dict[str, Any]:
     options = unchecked(words)
     if drafter in OF_MODEL:
         if DRAFT not in options:
-            raise EnableError(f"--drafter {drafter} needs --enable {DRAFT}=FOLDER, {_DRAFT}")
+            raise EnableError(f"--drafter {drafter} needs --enable {DRAFT}=FOLDER, the smaller model that drafts")
         options[DRAFT] = resolve(str(options[DRAFT]))
     if not options:  # do not import torch in this case
         return {}
@@ -145,25 +130,3 @@ def kinds_of(drafter: object) -> dict[str, object]:
         else:
             kinds[name] = getattr(drafter_class(name), "options", None)
     return kinds
-
-
-def help_text(drafter: object = None) -> str:
-    """One line for each option with its meaning: first the shared options, then those of the drafter."""
-    from mmspec.config import SpecConfig
-
-    lines = ["of every drafter:", *_described(SpecConfig())]
-    lines += [] if drafter not in (None, *OF_MODEL) else [f"of {', '.join(OF_MODEL)}:", f"  {DRAFT}=  {_DRAFT}"]
-    kinds = kinds_of(drafter)
-    for kind in {type(options): options for options in kinds.values() if is_dataclass(options)}.values():
-        users = [name for name, options in kinds.items() if type(options) is type(kind)]
-        lines += [f"of {', '.join(users)}:", *_described(kind)]
-    return "\n".join(lines)
-
-
-def _described(options: Any) -> list[str]:
-    """A line for each option: its name, its default, and its text in the Attributes of the class and its parents."""
-    sections = [(parent.__doc__ or "").partition("Attributes:\n")[2] for parent in reversed(type(options).__mro__)]
-    found = re.findall(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", "\n".join(sections), re.MULTILINE)
-    about = {name: " ".join(text.split()) for name, text in found}
-    usual = {one.name: "" if one.default is MISSING else one.default for one in fields(options) if one.init}
-    return [f"  {name}={value}  {about.get(name, '')}".rstrip() for name, value in usual.items()]

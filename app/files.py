@@ -7,7 +7,7 @@ import contextlib
 import errno
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -16,13 +16,10 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def replacing(
-    path: Path, note: Callable[[Path], None] | None = None, partial: Path | None = None, durable: bool = True
-) -> Iterator[BinaryIO]:
+def replacing(path: Path, partial: Path | None = None, durable: bool = True) -> Iterator[BinaryIO]:
     """A file to write that replaces `path` at the end: readers see the old file or the complete new one.
 
     Args:
-        note: called with `path` before the file is put there.
         partial: the temporary file: one name per writer, on the same disk, so that a kill leaves only this file behind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,8 +31,6 @@ def replacing(
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        if note is not None:
-            note(path)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -44,7 +39,7 @@ def replacing(
 def write_whole(path: Path, data: bytes, partial: Path | None = None, durable: bool = True) -> None:
     """Replace a file in one step; if `partial` is on another disk, use a temporary file in the same folder."""
     try:
-        with replacing(path, None, partial or path.parent / ".mmspec.partial", durable) as file:
+        with replacing(path, partial or path.parent / ".mmspec.partial", durable) as file:
             file.write(data)
     except OSError as error:
         if error.errno != errno.EXDEV or partial is None or partial.parent == path.parent:

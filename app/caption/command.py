@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import signal
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +91,7 @@ def _caption(options: Options) -> int:
     mirror = Mirror(options.out) if is_address(options.out) else None
     if mirror is not None:
         mirror.pull(options.extension)
-        folder, how = mirror.folder, how | {"fetch": mirror.fetch_logs, "elsewhere": mirror.tars}
+        folder, how = mirror.folder, how | {"fetch": mirror.fetch_logs}
     with contextlib.closing(Outputs(folder, origin, slots, **how)) as outputs:
         listed = [getattr(place, "path", None) for place in inputs.places]  # of lists, tables and tars
         outputs.finals.claim(options.kinds, filter(None, [options.config, *listed]), options.report)
@@ -178,10 +177,7 @@ class Run:
         """Print how much there is to do, and what is left out."""
         options, inputs, todo = self.options, self.inputs, self.todo
         print(f"{todo.items} item{'s' * (todo.items != 1)}: {todo}")
-        others = inputs.left_out()
-        if options.out == BESIDE:  # what earlier runs wrote
-            others -= Counter({name: others[name] for name in (options.extension, ".jsonl", ".parquet")})
-        if others:
+        if others := inputs.left_out():
             kinds = ", ".join(f"{count} {plain(kind) or 'without extension'}" for kind, count in others.most_common())
             print(f"skipped what is no image or video by its name: {kinds}")
         if damaged := self.outputs.ledger.damaged:

@@ -9,7 +9,6 @@ from typing import Any
 from PIL import Image
 
 from mmspec.app.captioner import Captioner
-from mmspec.app.compare import Comparison, Method
 from mmspec.app.devices import first_line
 from mmspec.app.engine import Engine
 from mmspec.app.prompt import PromptChoice
@@ -20,11 +19,8 @@ WARM_UP = 8  # new tokens
 Shown = tuple[Sequence[Image.Image], PromptChoice]
 
 
-OWN, STOCK = Method("mmspec"), Method("stock")
-
-
 class Sampled:
-    """Keeps some requests of a run, and times both paths on them in alternating order, after a warm-up.
+    """Keeps some requests of a run, and times both paths on them, each after a warm-up.
 
     Attributes:
         facts: the results of `measure`; only `trouble` if it failed.
@@ -42,31 +38,18 @@ class Sampled:
         self._seen += 1
 
     def measure(self, engine: Engine, rows: int) -> None:
-        """Caption the kept requests on both paths, `rows` at once; a batch of stock runs until its longest row ends."""
-
-        def run(method: Method, request: tuple[list[Shown], dict[str, int]]) -> tuple[list[str], float]:
-            shown, more = request
-            if method is OWN:
-                return _timed(engine.flow(rows), shown)
-            with engine.stock():
-                batches = StaticBatcher(engine.model, engine.processor, rows, **(engine.settings | more))
-                return _timed(Captioner(batches, engine.threads), shown)
-
-        both = Comparison([OWN, STOCK], run)
-        groups = [self.kept[first : first + rows] for first in range(0, len(self.kept), rows)]
-        own = stock = 0.0
-        identical = 0
+        """Caption the kept requests on both paths, `rows` at once."""
         try:
-            both.warm_up((self.kept[:1], {"max_new_tokens": WARM_UP}), [OWN.name, STOCK.name])
-            for outputs in both.turns((group, {}) for group in groups):
-                (texts, seconds), (others, of_stock) = outputs[OWN.name], outputs[STOCK.name]
-                own, stock = own + seconds, stock + of_stock
-                identical += sum(one == other for one, other in zip(texts, others, strict=True))
+            own, seconds = _timed(engine, rows, self.kept)
+            with engine.stock():
+                stock, of_stock = _timed(engine, rows, self.kept, stock=True)
         except Exception as error:  # the captions are saved; only the measurement fails
             self.facts = {"trouble": first_line(error)}
         else:
-            times = {"stock_seconds": round(stock, 4), "own_seconds": round(own, 4), "speedup": round(stock / own, 4)}
-            self.facts = {"items": len(self.kept), **times, "identical": identical, "sampled": engine.sampling}
+            identical = sum(one == other for one, other in zip(own, stock, strict=True))
+            times = {"stock_seconds": of_stock, "own_seconds": seconds, "speedup": of_stock / seconds}
+            self.facts = {name: round(value, 4) for name, value in times.items()}
+            self.facts |= {"items": len(self.kept), "identical": identical, "sampled": engine.sampling}
 
     def __str__(self) -> str:
         facts = self.facts
@@ -82,15 +65,19 @@ class Sampled:
         )
 
 
-def _timed(captioner: Captioner, shown: list[Shown]) -> tuple[list[str], float]:
-    """The texts in order, and the wall time."""
-    begun = time.perf_counter()
+def _timed(engine: Engine, rows: int, shown: list[Shown], stock: bool = False) -> tuple[list[str], float]:
+    """The texts in order, and the wall time, after a warm-up."""
     texts: dict[Any, str] = {}
-    for number, (frames, choice) in enumerate(shown):
-        captioner.add(number, frames, choice)
-    while captioner.busy:
-        for answer in captioner.step():
-            if answer.error is not None:
-                raise answer.error
-            texts[answer.ticket] = answer.text
+    for requests, most in ((shown[:1], WARM_UP), (shown, engine.settings["max_new_tokens"])):
+        settings = engine.settings | {"max_new_tokens": most}
+        batcher = StaticBatcher(engine.model, engine.processor, rows, **settings) if stock else None
+        captioner = Captioner(batcher or engine.batcher(rows, max_new_tokens=most), engine.threads)
+        begun = time.perf_counter()
+        for number, (frames, choice) in enumerate(requests):
+            captioner.add(number, frames, choice)
+        while captioner.busy:
+            for answer in captioner.step():
+                if answer.error is not None:
+                    raise answer.error
+                texts[answer.ticket] = answer.text
     return [texts[number] for number in range(len(shown))], time.perf_counter() - begun

@@ -1,11 +1,14 @@
-"""Writes the final files of a run from its records: atomically, in the order given, with reproducible bytes."""
+"""Writes the final files of a run from its records: atomically, in the order given, with reproducible bytes.
+
+Each function yields the path of a file before the file is put there.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from mmspec.app.caption.journal import Record, line_of
@@ -27,57 +30,56 @@ CHUNK = 4096  # records per write
 SHARD_SIZE = 1000  # samples per tar
 NAMES = {"metadata": "metadata.jsonl", "parquet": "captions.parquet"}  # by kind; tars are numbered
 LIBRARIES = {"parquet": "pyarrow", "webdataset": "webdataset"}  # by kind
-Note = Callable[[Path], None]  # called with a file's path before it is put there
 
 
-def metadata(records: Iterable[Record], folder: Path, note: Note | None = None) -> list[Path]:
+def metadata(records: Iterable[Record], folder: Path) -> Iterator[Path]:
     """Write `metadata.jsonl`, which `load_dataset("imagefolder")` reads if it is in the folder of the images."""
     path = folder / NAMES["metadata"]
-    with replacing(path, note) as file:
+    with replacing(path) as file:
         for record in records:
             file.write(line_of({name: record[name] for name in SHOWN if name in record}))
-    return [path]
+        yield path
 
 
-def parquet(records: Iterable[Record], folder: Path, note: Note | None = None) -> list[Path]:
+def parquet(records: Iterable[Record], folder: Path) -> Iterator[Path]:
     """Write `captions.parquet`; not metadata.parquet, since `imagefolder` refuses a folder with two metadata files."""
     path, rest = folder / NAMES["parquet"], iter(records)
     arrow, writers = need("pyarrow", str(path)), need("pyarrow.parquet", str(path))
     types = {"list_string": arrow.list_(arrow.string()), "list_float64": arrow.list_(arrow.float64())}
     schema = arrow.schema([(name, types.get(kind) or getattr(arrow, kind)()) for name, kind in COLUMNS.items()])
-    with replacing(path, note) as file, writers.ParquetWriter(file, schema) as writer:
-        while part := list(itertools.islice(rest, CHUNK)):
-            rows = [{name: _unicode(record.get(name)) for name in COLUMNS} for record in part]
-            writer.write_table(arrow.Table.from_pylist(rows, schema))
-    return [path]
+    with replacing(path) as file:
+        with writers.ParquetWriter(file, schema) as writer:
+            while part := list(itertools.islice(rest, CHUNK)):
+                rows = [{name: _unicode(record.get(name)) for name in COLUMNS} for record in part]
+                writer.write_table(arrow.Table.from_pylist(rows, schema))
+        yield path
 
 
 def webdataset(
     records: Iterable[Record], folder: Path, sources: Mapping[str, Source] | None = None, shard_size: int = SHARD_SIZE,
-    max_bytes: int = MAX_BYTES, note: Note | None = None,
-) -> list[Path]:  # fmt: skip
+    max_bytes: int = MAX_BYTES,
+) -> Iterator[Path]:  # fmt: skip
     """Write `webdataset/00000.tar` and so on, with .jpg (.mp4 ...), .txt and .json of each record.
 
     A record is left out, with a warning, if its item cannot be read, or if it is not in `sources` (by `file_name`) and
     the record has no `path`.
     """
-    written: list[Path] = []
-    rest, writers = iter(records), need("webdataset", str(folder))
-    while shard := list(itertools.islice(rest, shard_size)):
-        path = folder / "webdataset" / f"{len(written):05}.tar"
-        with replacing(path, note) as file, writers.TarWriter(file, encoder=False, mtime=0) as tar:
-            for number, record in enumerate(shard, len(written) * shard_size):
-                try:
-                    data = _source(record, sources or {}).read(max_bytes)
-                except MediaError as error:
-                    warnings.warn(f"left out of {path}: {error}", stacklevel=2)
-                else:
-                    tar.write({"__key__": f"{number:09}", **_sample(record, data)})
-        written.append(path)
-    return written
+    writers = need("webdataset", str(folder))
+    for shard, part in itertools.groupby(enumerate(records), lambda pair: pair[0] // shard_size):
+        path = folder / "webdataset" / f"{shard:05}.tar"
+        with replacing(path) as file:
+            with writers.TarWriter(file, encoder=False, mtime=0) as tar:
+                for number, record in part:
+                    try:
+                        data = _source(record, sources or {}).read(max_bytes)
+                    except MediaError as error:
+                        warnings.warn(f"left out of {path}: {error}", stacklevel=2)
+                    else:
+                        tar.write({"__key__": f"{number:09}", **_sample(record, data)})
+            yield path
 
 
-FORMATS: dict[str, Callable[..., list[Path]]] = {"metadata": metadata, "parquet": parquet, "webdataset": webdataset}
+FORMATS: dict[str, Callable[..., Iterator[Path]]] = {"metadata": metadata, "parquet": parquet, "webdataset": webdataset}
 
 
 def _sample(record: Record, data: bytes) -> dict[str, bytes]:

@@ -27,8 +27,8 @@ class Mirror:
     begins. Only one run at a time may write to a folder, or several that have a --shard each.
 
     Attributes:
-        folder: the local copy, the same for every run with this address.
-        tars: names of the remote tars; they are not downloaded, since a run that writes tars writes all of them.
+        folder: the local copy, the same for every run with this address. Tars of other machines are empty files in it,
+            since a run that writes tars writes all of them.
     """
 
     def __init__(self, address: str) -> None:
@@ -36,7 +36,6 @@ class Mirror:
         self.fs, self.root = filesystem(self.address)
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.folder = home / "mmspec" / "captions" / digest(self.address.encode())[:16]
-        self.tars: list[str] = []
         self._synced: dict[str, str | None] = {}  # name → local stamp of files that are the same on both sides
 
     def pull(self, extension: str = ".txt") -> None:
@@ -48,18 +47,14 @@ class Mirror:
         Raises MediaError: it cannot be reached.
         """
         sizes = self.fetch_logs()
-        self.tars = [name for name in sizes if SHARD.fullmatch(name)]
         for path in self.folder.glob("webdataset/*.tar"):
-            name = path.relative_to(self.folder).as_posix()
-            if path.stat().st_size == sizes.get(name):
-                self._synced[name] = stamp(path)
-            else:  # another machine has written all tars since
+            if path.relative_to(self.folder).as_posix() not in sizes:  # another machine has written all tars since
                 path.unlink()
         for name, size in sizes.items():
-            path = self.folder / name
-            if _looked_at(name, extension):
+            path, tar = self.folder / name, SHARD.fullmatch(name)
+            if tar or _looked_at(name, extension):
                 if not path.is_file() or path.stat().st_size != size:
-                    write_whole(path, self._read(name))
+                    write_whole(path, b"" if tar else self._read(name))
                 self._synced[name] = stamp(path)
 
     def fetch_logs(self) -> dict[str, int]:
@@ -97,9 +92,6 @@ class Mirror:
                     place = f"{self.root}/{name}"
                     self.fs.makedirs(place.rpartition("/")[0], exist_ok=True)
                     self.fs.put_file(str(here[name]), place)
-                    if SHARD.fullmatch(name):  # all tars are written together, so that the other ones are outdated
-                        self._synced |= dict.fromkeys(self.tars)
-                        self.tars = []
                     self._synced[name] = now
             for name in [name for name in self._synced if name not in here and not _log(name)]:
                 self.fs.rm_file(f"{self.root}/{name}")

@@ -18,6 +18,7 @@ from mmspec.app import embedded, enabling
 from mmspec.app.caption.journal import key
 from mmspec.app.media import video
 from mmspec.app.media.items import kind_of
+from mmspec.app.media.remote import is_address
 from mmspec.app.options import DTYPES, above_zero, count, from_zero
 from mmspec.config import size_in_bytes
 
@@ -226,8 +227,8 @@ class Options:
         """SettingsError for options that cannot be combined."""
         if self.shard and not int(self.shard.partition("/")[0]) < int(self.shard.partition("/")[2]):
             raise SettingsError(f"--shard {self.shard!r} is not I/N with I from 0 to N-1, as 0/4 ... 3/4")
-        if self.push_to_hub and self.out == BESIDE:
-            raise SettingsError("--push-to-hub uploads a whole folder; give --out a folder that holds only captions")
+        if self.push_to_hub and (self.out == BESIDE or is_address(self.out)):
+            raise SettingsError("--push-to-hub uploads a whole folder; give --out a local folder of captions only")
         if self.json_schema is not None and (self.prepend or self.append):
             raise SettingsError("--json-schema cannot be combined with --prepend or --append; leave one of them out")
 

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from mmspec.app.caption import formats
 from mmspec.app.caption.journal import FAILED, STATE, Journal, Ledger, Record, digest, hold, line_of, parse
-from mmspec.app.files import replacing, write_whole
+from mmspec.app.files import write_whole
 from mmspec.app.media.items import Item, need
 
 FAILURES = "failed.jsonl"  # written by every run in which something failed
@@ -99,13 +99,10 @@ class Finals:
     """The files that runs wrote besides caption files: a run replaces no other ones, unless `overwrite` is set.
 
     Each is recorded in the log before it is put in its place.
-
-    Args:
-        elsewhere: names of tars that exist only in the remote copy of the folder.
     """
 
-    def __init__(self, folder: Path, overwrite: bool = False, elsewhere: Collection[str] = ()):
-        self.folder, self._overwrite, self._elsewhere = folder, overwrite, elsewhere
+    def __init__(self, folder: Path, overwrite: bool = False):
+        self.folder, self._overwrite = folder, overwrite
         self.log = folder / STATE / LOG
 
     def claim(self, kinds: Collection[str], read: Iterable[Path] = (), report: Path | None = None) -> None:
@@ -119,8 +116,8 @@ class Finals:
         names = [FAILURES, *(formats.NAMES[kind] for kind in kinds if kind in formats.NAMES)]
         written = [*(self.folder / name for name in names), *([report] if report else [])]
         if "webdataset" in kinds:
-            here = {f"webdataset/{path.name}" for path in (self.folder / "webdataset").glob("*")}
-            written += [self.folder / name for name in sorted({*here, *self._elsewhere}) if SHARD.fullmatch(name)]
+            tars = sorted((self.folder / "webdataset").glob("*"))
+            written += [path for path in tars if SHARD.fullmatch(f"webdataset/{path.name}")]
         inputs = {path.resolve() for path in read}
         if foreign := [str(path) for path in written if not self.free(path)]:
             raise OutputError(
@@ -132,9 +129,7 @@ class Finals:
 
     def free(self, path: Path) -> bool:
         """Whether a file may be put there: nothing is there, or a run wrote it, or all files may be replaced."""
-        name = self._name(path)
-        there = os.path.lexists(path) or name in self._elsewhere
-        return not there or self._overwrite or name in self.noted()
+        return not os.path.lexists(path) or self._overwrite or self._name(path) in self.noted()
 
     def noted(self) -> set[str]:
         lines = [line for log in self.log.parent.glob("*.log") for line in log.read_bytes().splitlines()]
@@ -164,16 +159,15 @@ class Outputs:
     Args:
         slots: prefix of this run's journal names; the run of a shard leaves the journals of other shards alone.
         fetch: downloads the journals of other shards into this folder, if it is the copy of a remote one.
-        elsewhere: names of tars that exist only in the remote folder.
     """
 
     def __init__(
         self, folder: Path, origin: str, slots: str = "", look_only: bool = False, overwrite: bool = False,
-        fetch: Callable[[], object] = lambda: None, elsewhere: Collection[str] = (),
+        fetch: Callable[[], object] = lambda: None,
     ):  # fmt: skip
         self.folder, self.origin, self.slots = folder, digest(os.fsencode(origin))[:16], slots
         self.state, self._fetch = folder / STATE, fetch
-        self.finals = Finals(folder, overwrite, elsewhere)
+        self.finals = Finals(folder, overwrite)
         self._locks: list[int] = []
         try:
             if not look_only:
@@ -232,14 +226,15 @@ class Outputs:
             more: Record = {}
             if kind == "webdataset":
                 more = {"sources": {item.name: item.source for item in items()}, "max_bytes": most}
-            written += formats.FORMATS[kind](self.ledger.all_captions(), self.folder, note=self.finals.note, **more)
+            for path in formats.FORMATS[kind](self.ledger.all_captions(), self.folder, **more):
+                self.finals.note(path)
+                written.append(path)
             if kind == "webdataset":
                 self.finals.drop_shards(written)
         failures = self.folder / FAILURES
-        lines = [line_of(record) for record in self._standing_failures(items)]
-        if lines:
-            with replacing(failures, self.finals.note) as file:
-                file.writelines(lines)
+        if lines := b"".join(map(line_of, self._standing_failures(items))):
+            self.finals.note(failures)
+            write_whole(failures, lines)
         else:
             failures.unlink(missing_ok=True)
         return written

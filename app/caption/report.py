@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import sys
 import time
@@ -29,7 +28,7 @@ from mmspec.media import MediaError
 if TYPE_CHECKING:  # torch is imported only once it is clear that there is something to caption
     from mmspec.app.caption.compare import Sampled
 
-EVERY = 30.0  # seconds between lines of progress in a log
+EVERY = 30.0  # seconds between two states of the progress bar in a log
 SHOWN, SIDE = 48, 320  # number of pictures in the HTML page, and pixels of their longer side
 FAILED = 20  # number of failures that it lists
 STYLE = """
@@ -61,10 +60,9 @@ class RunTally:
 
     def __post_init__(self) -> None:
         self._begun = 0.0
-        self._due = EVERY  # when the next line of progress is due
         self.seconds = 0.0  # wall time, without loading the model
-        disable = None if self.shown else True  # None: disabled if the output is not a terminal
-        self._bar = tqdm(total=self.total, unit="item", disable=disable, dynamic_ncols=True)
+        pause = 0.1 if sys.stderr.isatty() else EVERY
+        self._bar = tqdm(total=self.total, unit="item", disable=not self.shown, dynamic_ncols=True, mininterval=pause)
 
     def add(self, record: Record) -> None:
         """Count an item, which is on the disk already; the clock starts when the first answer was begun."""
@@ -85,21 +83,9 @@ class RunTally:
             tqdm.write(f"failed: {plain(record['message'])}", file=sys.stderr)
         self._bar.set_postfix_str(f"{self.tokens / max(self.seconds, 1e-9):.0f} tokens/s", refresh=False)
         self._bar.update()
-        self._say()
 
     def close(self) -> None:
         self._bar.close()
-
-    def _say(self) -> None:
-        """Print a line of progress now and then if the bar is not shown, as in the log of a batch job."""
-        if not self.shown or sys.stderr.isatty() or self.seconds < self._due:
-            return
-        self._due = self.seconds + EVERY
-        left = (self.total - self.items) * self.seconds / self.items
-        failed = f", {self.failed} failed" if self.failed else ""
-        done = f"{self.items} of {self.total} items{failed}"
-        pace = f"{self.items / max(self.seconds, 1e-9):.2f} items/s"
-        print(f"{done}, {pace}, about {_duration(left)} left", file=sys.stderr, flush=True)
 
     @property
     def counted(self) -> str:
@@ -168,17 +154,11 @@ def plain(text: str) -> str:
 
 
 def _acceptance(workers: Sequence[Record]) -> dict[str, float] | None:
-    rounds = sum(worker.get("row_rounds", 0) for worker in workers)
+    rounds, gained, accepted = (sum(w.get(name, 0) for w in workers) for name in ("row_rounds", "gained", "accepted"))
     if not rounds:
         return None
-    return {
-        name: round(sum(worker.get(part, 0) for worker in workers) / rounds, 4)
-        for name, part in (("tokens_per_target_call", "gained"), ("accepted_draft_tokens_per_call", "accepted"))
-    }
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else str(datetime.timedelta(seconds=round(seconds)))
+    means = {"tokens_per_target_call": gained / rounds, "accepted_draft_tokens_per_call": accepted / rounds}
+    return {name: round(mean, 4) for name, mean in means.items()}
 
 
 def _page(facts: Mapping[str, Any], ledger: Ledger, items: Iterable[Item], options: Options) -> bytes:
@@ -217,9 +197,8 @@ def _numbers(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _figure(record: Record, picture: Image.Image | None) -> str:
-    shown, scores = "", record.get("scores") or [record.get("score")]
-    if picture is not None:
-        shown = f'<img alt="" src="{inline(picture, "JPEG", quality=80)}">'
+    shown = "" if picture is None else f'<img alt="" src="{inline(picture, "JPEG", quality=80)}">'
+    scores = record.get("scores") or [record.get("score")]
     texts = record.get("captions") or [record.get("text", "")]
     paragraphs = [f"<p>{escape(str(text))}</p>" for text in texts]
     likely = ", ".join(f"{score:.2f}" for score in scores if isinstance(score, int | float))

@@ -107,23 +107,18 @@ class Worker:
         return results
 
     def summary(self) -> dict[str, Any]:
-        facts = facts_of(worker=self.slot, peak_memory=peak_memory(self.engine), dtype=dtype_of(self.engine))
+        """Facts about this worker for the report."""
+        dtype = str(getattr(self.engine.model, "dtype", "")).removeprefix("torch.")
         if self.flow is None:
-            return facts
+            return facts_of(worker=self.slot, dtype=dtype)
         stats = self.flow.stats
-        facts |= {"rows": self.flow.rows} | facts_of(prefix=stats.prefix or None)
-        if stats.rounds:
-            names = ("target_calls", "row_rounds", "gained", "accepted", "lossless")
-            facts |= {name: getattr(stats, name) for name in names}
-            means = ("tokens_per_target_call", "accepted_draft_tokens_per_call")
-            facts |= {name: round(getattr(stats, name), 4) for name in means}
-        return facts
+        facts = facts_of(worker=self.slot, dtype=dtype, rows=self.flow.rows, prefix=stats.prefix or None)
+        names = ("target_calls", "row_rounds", "gained", "accepted", "lossless") if stats.rounds else ()
+        return facts | {name: getattr(stats, name) for name in names}
 
     def _decode(self) -> None:
-        if (
-            not self._decoder.pending or len(self._waiting) > self.rows
-        ):  # leave the rest in the decoder, which limits bytes
-            return
+        if not self._decoder.pending or len(self._waiting) > self.rows:
+            return  # the rest stays in the decoder, which limits bytes
         idle = self.flow is None or not (self._waiting or self.flow.busy)
         try:
             decoded = self._decoder.ready(0.2 if idle else 0)
@@ -175,18 +170,15 @@ class Worker:
 
     def _record(self, task: Task, media: Media, answer: Any) -> None:
         choice, scores = task.choice, answer.scores
-        answers = [answer.text, *answer.further]
-        texts = [choice.caption(text) for text in answers]
+        texts = [choice.caption(text) for text in (answer.text, *answer.further)]
         facts = about(task, media.content, self.job) | self.job.shaping | {"tokens": answer.tokens}
         facts |= facts_of(
             prompt=choice.text, system=choice.system, existing=task.existing, length=media.seconds,
-            seconds=round(answer.seconds, 4), finish=answer.finish,
-            answer=answers[0] if answers[0] != texts[0] else None, score=scores[0] if scores else None,
+            seconds=round(answer.seconds, 4), finish=answer.finish, score=scores[0] if scores else None,
         )  # fmt: skip
         if choice.further:
             facts |= {"prompts": [choice.text, *choice.further], "captions": texts}
-            facts |= {"answers": answers} if answers != texts else {}
-            facts |= {"scores": list(scores)} if scores else {}
+            facts |= facts_of(scores=list(scores) or None)
         self._results.append(self._writer.write(task.item.name, texts[0], task.sidecar, facts))
 
     def _record_failures(self) -> None:
@@ -266,18 +258,3 @@ def area_for(wanted: int | str, engine: Any) -> tuple[int | None, str]:
         f"pictures of more than {area / 1e6:.1f} million pixels ({TOKENS} visual tokens) are scaled down; "
         "--max-pixels-per-image N sets another limit, or 'none'"
     )
-
-
-def peak_memory(engine: Any) -> int | None:
-    """Peak memory of a CUDA device, in bytes; None for other devices."""
-    device = getattr(engine.model, "device", None)
-    if device is None or device.type != "cuda":
-        return None
-    import torch
-
-    return torch.cuda.max_memory_allocated(device)
-
-
-def dtype_of(engine: Any) -> str | None:
-    kind = getattr(engine.model, "dtype", None)
-    return None if kind is None else str(kind).removeprefix("torch.")

@@ -39,9 +39,8 @@ class SingleWorker:
         self.worker = Worker(job, place, f"{slots}worker-0")
         print_notes(self.worker.notes)
         self.summaries: list[dict[str, Any]] = []
-        self.comparison = None
-        engine = self.worker.engine
-        if job.options.compare and engine.drafter is not None and hasattr(engine, "stock"):
+        self.comparison: Any = None
+        if job.options.compare and self.worker.engine.drafter is not None:
             from mmspec.app.caption.compare import Sampled
 
             self.comparison = Sampled(job.items)
@@ -56,9 +55,7 @@ class SingleWorker:
             for record in worker.step():
                 report(record)
         if self.comparison is not None and self.comparison.kept:
-            tqdm.write(
-                f"comparing with stock generate on {len(self.comparison.kept)} of them (--no-compare skips this)"
-            )
+            tqdm.write("comparing with stock generate on a few of them (--no-compare skips this)")
             self.comparison.measure(worker.engine, worker.flow.rows)
 
     def close(self) -> None:

@@ -32,7 +32,8 @@ class Dataset:
     root: ClassVar[None] = None
 
     def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
-        address, parts = self._address[0], self.parts
+        parts = self.parts
+        address = self.where.removeprefix("hf:").partition(":")[0] if self.where.startswith("hf:") else self.where
         folders = tuple(media.dataset_folders(address))
         whole = Path(address).resolve().name if Path(address).is_dir() else address
         for split, part in parts.items():
@@ -44,22 +45,15 @@ class Dataset:
                 source = cell_source(partial(_cell, pickled, row, column), label, folders)
                 yield Item(f"{name}/{row}", kind, source, self.columns.text_in(cells))
 
-    @property
-    def _address(self) -> tuple[str, str | None]:
-        """Name and split, or the path of a folder."""
-        if not self.where.startswith("hf:"):
-            return self.where, None
-        name, _, split = self.where.removeprefix("hf:").partition(":")
-        return name, split or self.split
-
     @cached_property
     def parts(self) -> dict[str, Any]:
         """The chosen splits, with decoding turned off."""
-        datasets = need("datasets", self.where)
-        name, split = self._address
+        datasets, split = need("datasets", self.where), None
         try:
             if self.where.startswith("hf:"):
-                loaded = datasets.load_dataset(*_name_and_config(name), split=split)
+                address, _, named = self.where.removeprefix("hf:").partition(":")
+                split = named or self.split
+                loaded = datasets.load_dataset(*_name_and_config(address), split=split)
             else:
                 loaded = datasets.load_from_disk(self.where)
         except Exception as error:  # no network, no such data set or split, a damaged cache; the message says which

@@ -47,7 +47,7 @@ def records(folder: Path) -> list[formats.Record]:
 
 
 def make(kind: str, rows: list[formats.Record], folder: Path, **options) -> list[Path]:
-    return FORMATS[kind](iter(rows), folder, **options)
+    return list(FORMATS[kind](iter(rows), folder, **options))
 
 
 def captions_in(path: Path) -> int:
@@ -153,7 +153,7 @@ def test_trouble_on_the_way_leaves_the_old_file(pictures: Path, kind: str):
         raise StoppedError
 
     with pytest.raises(StoppedError):
-        FORMATS[kind](broken(), pictures)
+        list(FORMATS[kind](broken(), pictures))
     assert path.read_bytes() == before and not list(pictures.rglob("*.partial"))
 
 
