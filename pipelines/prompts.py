@@ -16,29 +16,25 @@ Chat = Sequence[dict[str, Any]]  # messages in the form that chat templates take
 
 def chat_inputs(
     processor: Processor, prompts: Sequence[str], images: Sequence[Sequence[Image.Image]], system: str = "",
-    start: str = "", clips: bool = False, before: Turns = (),
+    clips: bool = False, before: Turns = (),
 ) -> BatchFeature:  # fmt: skip
     """Left-padded inputs, one row per prompt: a user turn with the row's images first, then its prompt.
 
-    For a processor without a chat template, the text is the system prompt, its image token once per image, the prompt
-    and `start`.
+    For a processor without a chat template, the text is the system prompt, its image token once per image, and the
+    prompt.
 
     Args:
         system: the system prompt.
-        start: the text that every answer begins with.
         clips: several images of a row are the frames of a clip; a processor that supports videos gets them as a video.
         before: earlier questions and answers of every row; its images are in the first of these turns.
     """
     clips = clips and knows_clips(processor)
-    chats = [chat(prompt, row, system, start, clips, before) for prompt, row in zip(prompts, images, strict=True)]
-    return inputs_of(processor, chats, bool(start))
+    chats = [chat(prompt, row, system, clips, before) for prompt, row in zip(prompts, images, strict=True)]
+    return inputs_of(processor, chats)
 
 
-def inputs_of(processor: Processor, chats: Sequence[Chat], start: bool = False) -> BatchFeature:
+def inputs_of(processor: Processor, chats: Sequence[Chat]) -> BatchFeature:
     """Left-padded inputs, one row per chat: turns {role, content: parts of type text, image or video}.
-
-    Args:
-        start: whether the last turn is the beginning of the answer.
 
     Raises:
         ValueError: an image for a text-only model.
@@ -57,8 +53,7 @@ def inputs_of(processor: Processor, chats: Sequence[Chat], start: bool = False) 
         kwargs = {"padding": True} if text_only else {"processor_kwargs": padding}
         inputs: Any = processor.apply_chat_template(
             [_joined_text(chat) for chat in chats] if text_only else chats,
-            add_generation_prompt=not start, continue_final_message=start,
-            tokenize=True, return_dict=True, return_tensors="pt", **kwargs,
+            add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", **kwargs,
         )  # fmt: skip
     else:
         texts = [_untemplated(processor, chat) for chat in chats]
@@ -117,27 +112,13 @@ def text_alone(processor: Processor) -> TypeGuard[PreTrainedTokenizerBase]:
     return not any(hasattr(processor, part) for part in ("tokenizer", "image_processor"))
 
 
-def chat_text(processor: Processor, prompt: str, pictures: int, system: str = "", start: str = "") -> str:
-    """The turns of `chat` as text, with an image token for each of the `pictures` images."""
-    turns = chat(prompt, [None] * pictures, system, start)
-    if not template(processor):
-        return _untemplated(processor, turns)
-    for turn in turns:
-        turn["content"] = [{k: v for k, v in part.items() if k != "image"} for part in turn["content"]]
-    text = processor.apply_chat_template(
-        turns, add_generation_prompt=not start, continue_final_message=bool(start), tokenize=False
-    )
-    return str(text)
-
-
 def chat(
-    prompt: str, pictures: Sequence[Image.Image | None], system: str = "", start: str = "", clips: bool = False,
-    before: Turns = (),
+    prompt: str, pictures: Sequence[Image.Image | None], system: str = "", clips: bool = False, before: Turns = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The turns of one row in the form that `inputs_of` takes; for the arguments see `chat_inputs`."""
     first = shown(pictures, clips)
     turns = [("system", [_text(system)])] if system else []
-    for question, answer in (*before, (prompt, start)):
+    for question, answer in (*before, (prompt, "")):
         turns.append(("user", [*first, _text(question)]))
         turns += [("assistant", [_text(answer)])] if answer else []
         first = []
