@@ -21,7 +21,9 @@ from mmspec.prefix_store import PrefixStore
 from mmspec.protocols import Proposer, TargetInfo
 from mmspec.rules import Rule, exact
 from mmspec.statistics import Stats
+from mmspec.switch import Switch
 
+SURE, LITTLE = 256, 1.2  # rounds until drafts are judged, and tokens a round below which hardly any was accepted
 _switching = threading.RLock()  # enable and disable may be called from any thread
 
 
@@ -71,8 +73,17 @@ class Patch:
             return self.proposer
 
     def add_stats(self, stats: Stats) -> None:
+        """Add the statistics of a call; warns once if drafts have hardly been accepted so far."""
         with self._lock:
             self.stats.add(stats)
+        sure = self.stats.drafted and self.stats.row_rounds >= SURE
+        if sure and self.stats.tokens_per_target_call < LITTLE and not isinstance(self.proposer, Switch):
+            self.warn_once(
+                f"drafts are hardly accepted: {self.stats.row_rounds} rounds gained "
+                f"{self.stats.tokens_per_target_call:.2f} tokens each with {type(self.drafter).__name__}. Was it made "
+                "for this model, and for such prompts? With auto=True drafting is turned off while it does not pay",
+                "hardly accepted",
+            )
 
     def rule_of(self, call: Call, sample: bool) -> Rule:
         """The rule of a call; warns once if it is `exact` although `enable` named another."""
@@ -103,10 +114,10 @@ class Patch:
             )
         self.warn_once(f"mmspec runs the stock path: {why.reason}")
 
-    def warn_once(self, message: str) -> None:
-        """Warn, once for each enabled model and message."""
-        if message not in self._warned:
-            self._warned.add(message)
+    def warn_once(self, message: str, topic: str = "") -> None:
+        """Warn, once for each enabled model and message; with a topic, once for each topic."""
+        if (topic or message) not in self._warned:
+            self._warned.add(topic or message)
             warnings.warn(message, stacklevel=5)
 
 

@@ -472,3 +472,23 @@ def test_a_resized_model_is_drafted_for_with_its_new_tokens(drafter: Any):
         found = tiny_vlms.generate(model, inputs, max_new_tokens=12)
         assert handle.stats.tokens_per_target_call > 1
     assert (found >= rows).any() and torch.equal(found, tiny_vlms.generate(model, inputs, max_new_tokens=12))
+
+
+@pytest.mark.parametrize("drafter", ["hostile", "oracle", "hostile, auto"])
+def test_drafts_that_are_hardly_accepted_are_reported_once(drafter: str) -> None:
+    model, ids = fresh(), torch.randint(5, 100, (8, 6), generator=torch.Generator().manual_seed(3))
+    call = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
+    stock = model.generate(ids, **call)
+    known = Oracle.of(ids, stock) if drafter == "oracle" else Oracle({})
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        mmspec.enable(
+            model, Scripted(lambda row, _: (known.after(row, 2), [0, 1]), chained=True), auto="auto" in drafter
+        ) as handle,
+    ):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert torch.equal(model.generate(ids, **call), stock)
+    said = [str(each.message) for each in caught if "hardly accepted" in str(each.message)]
+    assert len(said) == (drafter == "hostile"), said
+    assert handle.stats.row_rounds >= (512 if drafter == "hostile" else 64)
