@@ -16,21 +16,19 @@ from mmspec.app.bench.command import BenchError
 from mmspec.app.media.decoder import HELP, USUAL, VideoReader
 from mmspec.app.media.hub import Dataset
 from mmspec.app.media.inputs import images
-from mmspec.app.media.items import need
 from mmspec.app.media.tables import Columns
 from mmspec.app.media.video import FramePolicy
 from mmspec.app.options import count
-from mmspec.media import MediaError, dataset_folders, decode, load_image
+from mmspec.media import MediaError, cell, dataset_folders, decode, load_image
 from mmspec.train.data import VIDEOS, Clips, VideoError, video_of
 from mmspec.zoo import PROMPTS, scenes
 
 Row = Mapping[str, Any]
-LISTS = (".jsonl", ".json", ".parquet")
 HELD_OUT, TUNING = 7001, 7002  # first number of seeds whose scenes are in no training, evaluation or other suite
-FIELDS = {  # possible names of a list's fields; the first one that is not empty counts
-    "images": ("image", "images", "image_path", "image_paths", "image_file", "file_name", "img"),
-    "prompt": ("prompt", "question", "turns", "instruction", "query", "text"),
-    "category": ("topic", "category", "task", "dataset", "source"),  # MMSpec's task is `topic`; its `category` is free
+FIELDS = {  # possible names of a row's fields; the first one that is not empty counts
+    "images": ("image", "images"),
+    "prompt": ("prompt", "question", "turns"),
+    "category": ("topic", "category", "task"),  # MMSpec's task is `topic`; its `category` is free
 }
 
 
@@ -75,8 +73,8 @@ NAMES: list[str] = []  # the names of data that these know
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--data", type=Path, nargs="+", metavar="PATH", help="questions: a folder of pictures, a .jsonl, .json or "
-        f".parquet list, a folder of MMSpec's, {', '.join(['hf:owner/name[:split]', *NAMES])}")  # fmt: skip
+    add("--data", type=Path, nargs="+", metavar="PATH", help="questions: a folder of pictures, a .jsonl list, a "
+        f"folder of MMSpec's, {', '.join(['hf:owner/name[:split]', *NAMES])}")  # fmt: skip
     add("--video-frames", type=FramePolicy.parse, metavar="POLICY", default=USUAL, help=HELP)
     add("--prompt", nargs="+", help="short, long, or your own texts, a cell for each; default: short and long")
     add("--images", type=_some, default=20, help="questions per cell at batch 1, or all (default: %(default)s)")
@@ -161,34 +159,22 @@ def source_of(path: Path) -> QuestionSource:
     if name.startswith("hf:"):
         return QuestionSource(split_of(name.removeprefix("hf:")), dataset_folders(name[3:].partition(":")[0]))
     if path.is_dir():
-        lists = sorted(p for p in path.iterdir() if p.suffix in LISTS)
+        lists = sorted(path.glob("*.jsonl"))
         if len(lists) > 1:
             raise BenchError(f"{path} holds {len(lists)} lists ({', '.join(p.name for p in lists)}); name one of them")
         if not lists:
-            return QuestionSource([{"image": str(picture.resolve())} for picture in images(path)])
+            return QuestionSource([{"image": picture} for picture in images(path)])
         path = lists[0]
-    if path.suffix not in LISTS or not path.is_file():
+    if path.suffix != ".jsonl" or not path.is_file():
         allowed = ", ".join(["hf:owner/name[:split]", *NAMES])
-        raise BenchError(f"no questions in {name!r}; give a folder, a file ending in {', '.join(LISTS)}, or {allowed}")
+        raise BenchError(f"no questions in {name!r}; give a folder, a .jsonl file, or {allowed}")
     try:
-        return QuestionSource(_listed(path), [path.parent / sub for sub in ("", "images", "videos")])
-    except (OSError, ValueError) as error:  # pyarrow's are among these
-        raise BenchError(f"{path} cannot be read as a list of questions: {error}") from error
-
-
-def _listed(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file. ValueError: it is no list of objects."""
-    if path.suffix == ".parquet":
-        rows: Any = need("pyarrow.parquet", str(path)).read_table(path).to_pylist()
-    elif path.suffix == ".jsonl":
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    else:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(rows, dict):
-            rows = next((value for value in rows.values() if isinstance(value, list)), None)
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError("it must have an object for each question")
-    return rows
+        if not all(isinstance(row, dict) for row in rows):
+            raise ValueError("it must have an object for each question")
+    except (OSError, ValueError) as error:
+        raise BenchError(f"{path} cannot be read as a list of questions: {error}") from error
+    return QuestionSource(rows, [path.parent / sub for sub in ("", "images", "videos")])
 
 
 def split_of(where: str) -> Any:
@@ -225,14 +211,13 @@ def _question(source: QuestionSource, number: int, with_pictures: bool, clips: C
         )
     pictures = pictures if isinstance(pictures, list) else [] if pictures is None else [pictures]
     prompt = prompt[0] if isinstance(prompt, list) else prompt or ""  # the first turn of a conversation
-    shown = frames if frames is not None else [_picture(one, source.folders) for one in pictures]
+    shown = frames if frames is not None else [_picture(one, source.folders, where) for one in pictures]
     return Question(tuple(shown), str(prompt), str(found["category"] or "all"), frames is not None)
 
 
-def _picture(one: str | Row, folders: Sequence[Path]) -> Image.Image:
-    """The picture at a path below one of the folders, or in a cell: {bytes, path}."""
-    if not isinstance(one, str) and one.get("bytes"):
-        return decode(one["bytes"], one.get("path") or "picture in the list")
-    name = one if isinstance(one, str) else one["path"]
-    places = [folder / name for folder in folders] or [Path(name)]
-    return load_image(next((place for place in places if place.is_file()), places[0]))
+def _picture(one: object, folders: Sequence[Path], where: str) -> Image.Image:
+    """The picture in a cell, or at a path below one of the folders; a Path is that of a picture itself."""
+    if isinstance(one, Path):
+        return load_image(one)
+    there = [folder for folder in folders if isinstance(one, str) and (folder / one).is_file()]
+    return decode(cell(one, there or folders, where), where)

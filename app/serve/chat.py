@@ -6,9 +6,8 @@ import contextlib
 import time
 from collections.abc import Sequence
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any, Literal
-from urllib.request import url2pathname, urlopen
+from urllib.request import urlopen
 
 from PIL import Image
 from pydantic import BaseModel, Field, ValidationError
@@ -16,7 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 from mmspec.app.media.decoder import Decoder
 from mmspec.app.media.items import IMAGE, Item, bytes_source
 from mmspec.app.media.video import FramePolicy
-from mmspec.media import MediaError, MediaLimits, read
+from mmspec.media import MediaError, MediaLimits
 
 DECODERS = 2  # processes
 SECONDS = 20.0  # time limit to fetch a picture, and to decode it
@@ -117,13 +116,12 @@ class Pictures(contextlib.ExitStack):
 
     Args:
         limits: limits for each picture; `max_pixels` also for all pictures of a request.
-        folder: `file://` URLs are read only below this folder; None: not at all.
         http: whether http(s) URLs are fetched, from any host that this machine can reach.
     """
 
-    def __init__(self, limits: MediaLimits, folder: Path | None, http: bool) -> None:
+    def __init__(self, limits: MediaLimits, http: bool) -> None:
         super().__init__()
-        self._limits, self._folder, self._http = limits, folder and folder.resolve(), http
+        self._limits, self._http = limits, http
         self._decoder = self.enter_context(Decoder(DECODERS, limits, FramePolicy("uniform", 1)))
 
     def chat(self, messages: Sequence[_Message]) -> list[dict[str, Any]]:
@@ -155,14 +153,9 @@ class Pictures(contextlib.ExitStack):
             raise ChatError(400, f"the picture {error.reason}; {advice}", "messages", "invalid_image") from error
 
     def _bytes(self, url: str) -> bytes:
-        kind, _, rest = url.partition(":")
-        if kind == "file" and self._folder is not None:
-            path = Path(url2pathname(rest.removeprefix("//"))).resolve()
-            if path.is_relative_to(self._folder):
-                return read(path, self._limits.max_bytes)
-        if kind != "data" and not (kind in ("http", "https") and self._http):
+        if not url.startswith(("data:", *(("http:", "https:") if self._http else ()))):
             reason = f"has a URL that this server does not open ({url[:60]!r})"
-            raise MediaError("picture", reason, "send it as a data URL, or see --allow-http and --allow-files")
+            raise MediaError("picture", reason, "send it as a data URL, or see --allow-http")
         data, end = bytearray(), time.monotonic() + SECONDS
         try:
             with urlopen(url, timeout=SECONDS) as answer:  # the decoder refuses what is over the limit by one byte

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from mmspec.app import embedded, enabling
@@ -27,7 +26,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=from_zero, default=0.0, metavar="T", help="default for requests (%(default)s)")
     add("--max-bytes", type=count, default=32 * 2**20, metavar="N", help="limit of a request or picture (%(default)s)")
     add("--max-pixels", type=count, default=MAX_PIXELS, metavar="N", help="limit of a request's pictures (%(default)s)")
-    add("--allow-files", type=Path, metavar="FOLDER", help="read pictures by file:// URLs below it")
     add("--allow-http", action="store_true", help="fetch pictures from any URL that this machine can reach")
     enabling.add(parser)
     where(parser)
@@ -40,8 +38,6 @@ def run(args: argparse.Namespace) -> int:
     try:
         if not (key or is_local(args.host)):
             raise OSError(f"--host {args.host} lets others on the network in: add --key KEY, or set MMSPEC_API_KEY")
-        if args.allow_files and not args.allow_files.is_dir():
-            raise OSError(f"--allow-files {args.allow_files} is not a folder")
         check_port(args.host, args.port, "choose another --port")  # check before the slow loading of the model
         drafter = args.drafter or embedded.drafter(args.model)
         options = enabling.given(args.enable, drafter)
@@ -65,7 +61,7 @@ def _serve(args: argparse.Namespace, key: str | None, drafter: str, options: dic
         print(f"mmspec serve: {note}", file=sys.stderr)
     limits = MediaLimits(args.max_pixels, args.max_bytes, chat.SECONDS, max_area=area_for(AUTO, engine)[0])
     batches = engine.batcher(args.batch_size or engine.suggest_rows())
-    with http.ModelThread(batches) as thread, chat.Pictures(limits, args.allow_files, args.allow_http) as pictures:
+    with http.ModelThread(batches) as thread, chat.Pictures(limits, args.allow_http) as pictures:
         shown = (args.model, args.max_new_tokens, args.temperature, args.queue, args.max_bytes, key)
         app = http.build(http.Service(engine, thread, pictures, *shown))
         print(f"{args.model} is at http://{args.host}:{args.port}/v1 (Ctrl-C ends it)", flush=True)
