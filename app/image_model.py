@@ -37,8 +37,6 @@ class ModelSubject(ImageSubject):
     removed again would invalidate the captures of the model.
     """
 
-    static = False
-
     def __init__(self, model: ImageModel, **settings: object) -> None:
         self._draw, self._codes, self._method = model.draw, model.codes, PLAIN
         self._calls: list[tuple[Tensor, dict[int, float]]] = []  # tokens [B, n], and the rule's cost by row

@@ -30,8 +30,6 @@ class MarSubject(ImageSubject):
     plain methods are drawn.
     """
 
-    static = False
-
     def __init__(self, pipe: Any, draft: Any = None, **settings: object) -> None:
         super().__init__(pipe, **settings)
         self.draft = draft

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -78,19 +79,13 @@ def together(results: Sequence[ImageResult]) -> ImageResult:
 
 
 class ImageSubject:
-    """A LlamaGenPipeline with the arguments for its calls.
-
-    Attributes:
-        static: whether it also has a plain decoding loop with fixed shapes.
-    """
-
-    static = True
+    """A LlamaGenPipeline with the arguments for its calls."""
 
     def __init__(self, pipe: Any, **settings: object) -> None:
         self.pipe = pipe
         self.settings = {name: value for name, value in settings.items() if value is not None}
         self._loaded: dict[str, Any] = {}  # trained drafters by name
-        self._rules: dict[tuple[str, float | None], Rule] = {}  # cached, since codebook neighbours are slow to compute
+        self._rule = lru_cache(16)(self._resolved)  # codebook neighbours are slow to compute
 
     @property
     def model(self) -> Any:
@@ -132,14 +127,12 @@ class ImageSubject:
             self._loaded[name] = handle.drafter
         return handle
 
-    def _rule(self, spec: str, budget: float | None) -> Rule:
-        if (spec, budget) not in self._rules:
-            model = families.unwrap(self.pipe)
-            family = families.of(model)
-            codebook = family.codebook(model)
-            codebook = codebook if codebook is None else codebook.detach().to(self.model.device)
-            self._rules[spec, budget] = resolve_rule(spec, codebook, budget, family.embeddings(model))
-        return self._rules[spec, budget]
+    def _resolved(self, spec: str, budget: float | None) -> Rule:
+        model = families.unwrap(self.pipe)
+        family = families.of(model)
+        codebook = family.codebook(model)
+        codebook = codebook if codebook is None else codebook.detach().to(self.model.device)
+        return resolve_rule(spec, codebook, budget, family.embeddings(model))
 
     def paint(self, conditions: Sequence[str | int], seeds: Sequence[int], **settings: object) -> ImageResult:
         """Draw one picture per prompt or class, in one batch; each depends only on its own seed.

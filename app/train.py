@@ -52,9 +52,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(sorted(RECIPES))}")  # fmt: skip
     sets: dict[str, Any] = {"nargs": "*", "default": [], "metavar": "NAME=VALUE", "action": "extend"}
     add("--set", help="change values of the recipe, such as steps=200 held_out=8", **sets)
-    add("--intermediate", type=count, help="width of the drafter's MLP; default: the target's")
     add("--shape", help="other values of the drafter's config, such as draft_vocab=8192 (its own output head for the "
-        "most frequent tokens of the answers), num_q=4 or depth=6", **sets)  # fmt: skip
+        "most frequent tokens of the answers), intermediate=1024 (width of its MLP, by default the target's) or "
+        "depth=6", **sets)  # fmt: skip
     add("--draw", help="how to call a model that draws while its drafter is trained, such as guidance_scale=3.0 "
         "or temperature=0.9 top_k=2000", **sets)  # fmt: skip
     add("--answers", type=Path, help="folder of the target's answers, to share between runs")
@@ -110,8 +110,8 @@ def draws(target: str, data: str) -> bool:
 
 def train(
     model: Any, processor: Processor | None, method: str, data: str, out: Path, recipe: Recipe, *, drafter: Any = None,
-    intermediate: int | None = None, shape: dict[str, Any] | None = None, limit: int | None = None,
-    text: str | None = None, answers: Path | None = None, keep: float = 0.0, frames: FramePolicy | None = None,
+    shape: dict[str, Any] | None = None, limit: int | None = None, text: str | None = None,
+    answers: Path | None = None, keep: float = 0.0, frames: FramePolicy | None = None,
     drawing: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
     """Train a drafter for a loaded model, write it to `out` and return it. Resumes a run that `out` holds.
@@ -119,7 +119,7 @@ def train(
     Without a processor the model must be one that draws: a LlamaGenPipeline or an ImageModel.
 
     Args:
-        drafter: a drafter to continue from; None: an untrained one with this `intermediate` and `shape` (see `build`).
+        drafter: a drafter to continue from; None: an untrained one with these values of its config.
         limit: maximum number of samples.
         text: a source of prompts without pictures.
         answers: a folder of the target's answers, to share between runs.
@@ -134,7 +134,7 @@ def train(
 
     torch.manual_seed(recipe.seed)
     shaped = build_for_pictures if processor is None else build
-    drafter = drafter or shaped(method, model, intermediate, **(shape or {}))
+    drafter = drafter or shaped(method, model, **(shape or {}))
     _check(drafter, model, processor, recipe, drawing or {})
     frames = frames or FramePolicy.parse(USUAL)
     clips = VideoReader(frames)
@@ -226,6 +226,7 @@ def _opened(target: str, pictures: bool, device: torch.device) -> tuple[Any, Any
 def run(args: argparse.Namespace) -> int:
     config = getattr(drafter_class("block" if args.method in BLOCKS else args.method), "Config", None)
     known = {name: one for name, one in config.usual().items() if one is not MISSING} if config else {}
+    known |= {"intermediate": 0} if config else {}  # by default the target's
     try:
         recipe = _recipe(args)
         shape = _values("--shape", args.shape, known)
@@ -234,8 +235,8 @@ def run(args: argparse.Namespace) -> int:
         drawing = {name: value_of(text) for name, _, text in words} if own else _values("--draw", args.draw, DRAW)
         model, processor = _opened(args.target, draws(args.target, args.data), find_device(args.device))
         train(
-            model, processor, args.method, args.data, args.out, recipe, intermediate=args.intermediate, shape=shape,
-            limit=args.limit, text=None if args.text == "none" else args.text, answers=args.answers, keep=args.keep,
+            model, processor, args.method, args.data, args.out, recipe, shape=shape, limit=args.limit,
+            text=None if args.text == "none" else args.text, answers=args.answers, keep=args.keep,
             frames=args.video_frames, drawing=drawing,
         )  # fmt: skip
     except (ValueError, EngineError, OSError) as error:  # OSError: no such target or data set, a full disk

@@ -42,7 +42,7 @@ def _on_final(method: str, info: TargetInfo, shape: dict[str, Any], **values: ob
     return kind(kind.Config.of({**values, **shape}))
 
 
-def build(method: str, model: GenerativeModel, intermediate: int | None, **shape: object) -> Any:
+def build(method: str, model: GenerativeModel, **shape: object) -> Any:
     """An untrained drafter in the shape of the target's own decoder layer; `mtp` is its own head, or a new one.
 
     `shape` has other values of the method's config; ValueError if it does not have or does not allow one of them.
@@ -50,18 +50,18 @@ def build(method: str, model: GenerativeModel, intermediate: int | None, **shape
     if method == "mtp":
         from mmspec.pipelines.drafters.mtp import MtpDrafter
 
-        if shape or intermediate is not None:
+        if shape:
             raise ValueError("'mtp' trains a layer of the target's own classes, in its shape; leave --shape out")
         return MtpDrafter.untrained(model)
     from mmspec.pipelines.families import table as families
 
     info = families.of(model).describe(model)
     if method in BLOCKS:
-        return _block(method, model, info, intermediate, **shape)
-    return _on_final(method, info, shape, **layer_of(model, info.hidden, intermediate))
+        return _block(method, model, info, **shape)
+    return _on_final(method, info, shape, **layer_of(model, info.hidden))
 
 
-def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape: object) -> Any:
+def build_for_pictures(method: str, pipe: Any, **shape: object) -> Any:
     """An untrained drafter in the shape of the image model's own layer; for a LlamaGen, with 2-D positions."""
     from mmspec.pipelines.families import table as families
     from mmspec.pipelines.host.image_models import ImageModel
@@ -71,15 +71,15 @@ def build_for_pictures(method: str, pipe: Any, intermediate: int | None, **shape
         if method == "heads":
             raise ValueError("'heads' draft for LlamaGen alone; for another model that draws use 'eagle'")
         model, info = _what_draws(pipe)
-        return _on_final(method, info, shape, **layer_of(model, info.hidden, intermediate))
+        return _on_final(method, info, shape, **layer_of(model, info.hidden))
     c, about = pipe.transformer.config, families.of(pipe).describe(pipe)
     if method == "heads":
         streams = 2 if pipe._settings({}, "latent", 1)["guidance_scale"] > 1 else 1
-        values = {"hidden": c.dim, "intermediate": intermediate or 192, "vocab": c.vocab, "grid": c.grid}
+        values = {"hidden": c.dim, "intermediate": 192, "vocab": c.vocab, "grid": c.grid}
         return HeadsDrafter(HeadsConfig.of({**values, "streams": streams, "target": about.name, **shape}))
     return _on_final(
         method, about, shape, heads=c.heads, rope="2d", grid=c.grid, rope_theta=c.rope_base,
-        norm_eps=c.norm_eps, intermediate=intermediate or pipe.transformer.layers[0].feed_forward.w2.in_features,
+        norm_eps=c.norm_eps, intermediate=pipe.transformer.layers[0].feed_forward.w2.in_features,
     )  # fmt: skip
 
 
@@ -107,12 +107,12 @@ def check_drawing(drafter: Any, painter: Any, recipe: Recipe, settings: Options)
         raise ValueError("'heads' train with the pipeline's own settings; leave --draw out, or change its defaults")
 
 
-def layer_of(model: GenerativeModel, hidden: int, intermediate: int | None) -> dict[str, Any]:
+def layer_of(model: GenerativeModel, hidden: int) -> dict[str, Any]:
     """The shape of a target's own decoder layer, as values of a drafter's config."""
     c = model.get_decoder().config
     theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
     return {
-        "intermediate": intermediate or c.intermediate_size, "heads": c.num_attention_heads,
+        "intermediate": c.intermediate_size, "heads": c.num_attention_heads,
         "head_dim": getattr(c, "head_dim", None) or hidden // c.num_attention_heads, "rope_theta": float(theta),
         "norm_eps": float(getattr(c, "rms_norm_eps", 1e-6)),
         "target_revision": getattr(model.config, "_commit_hash", None) or "",
@@ -138,14 +138,14 @@ def mask_token(model: GenerativeModel) -> int:
     return next(i for i in known if i == known[-1] or (i < len(table) and bool(table[i].any())))
 
 
-def _block(method: str, model: GenerativeModel, info: TargetInfo, intermediate: int | None, **shape: Any) -> Any:
+def _block(method: str, model: GenerativeModel, info: TargetInfo, **shape: Any) -> Any:
     """An untrained block drafter; by default it has five layers and reads features of five of the target's layers.
 
     Raises ValueError: a value that its config does not have or does not allow; or a mask without an embedding.
     """
     c, layers = model.get_decoder().config, shape.get("layers", 5)
     usual = {
-        "hidden": info.hidden, "vocab": info.vocab, "target": info.name, **layer_of(model, info.hidden, intermediate),
+        "hidden": info.hidden, "vocab": info.vocab, "target": info.name, **layer_of(model, info.hidden),
         "kv_heads": getattr(c, "num_key_value_heads", None) or c.num_attention_heads, "layers": layers,
         "features": layers_read(info.layers, max(layers, FEATURES)), "mask_token": mask_token(model),
     }  # fmt: skip

@@ -62,8 +62,8 @@ def main() -> None:
     if args.method == "block":
         shape = {**shape, "mask_token": tokenizer.convert_tokens_to_ids(MASK)}
     train(
-        model, tokenizer, args.method, str(data), args.out, recipe, intermediate=1024, shape=shape, limit=args.limit,
-        answers=args.answers, keep=4.0,
+        model, tokenizer, args.method, str(data), args.out, recipe, shape={"intermediate": 1024, **shape},
+        limit=args.limit, answers=args.answers, keep=4.0,
     )  # fmt: skip
 
 

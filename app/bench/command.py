@@ -105,13 +105,6 @@ def _save(path: Path | None, outcome: Outcome) -> None:
         write_whole(path, json.dumps(short, indent=0).encode())
 
 
-def refuse(args: argparse.Namespace, why: str, **usual: object) -> None:
-    """BenchError if one of these flags, which have no effect here, does not have its `usual` value."""
-    given = [f"--{name.replace('_', '-')}" for name, value in usual.items() if getattr(args, name, value) != value]
-    if given:
-        raise BenchError(f"{' and '.join(given)}: {why}; leave {'it' if len(given) == 1 else 'them'} out")
-
-
 def matching(methods: Sequence[N], patterns: Sequence[str] | None, without: Sequence[str] = ()) -> list[N]:
     """The methods whose names match a pattern (all if None); the first, plain decoding, is always included.
 

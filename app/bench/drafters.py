@@ -35,11 +35,10 @@ def configure(parser: argparse.ArgumentParser, beside: str = "") -> None:
     enabling.add(parser)
 
 
-def read(args: argparse.Namespace, trained: bool = False, model: GenerativeModel | None = None) -> dict[str, Drafter]:
+def read(args: argparse.Namespace, model: GenerativeModel | None = None) -> dict[str, Drafter]:
     """The requested drafters by method name; by default the model's embedded one, if it is available.
 
     Args:
-        trained: refuse drafters without weights, since the suite has its own methods with them.
         model: the loaded model, for drafters that are built from it.
 
     Raises BenchError: there is no such drafter, or no embedded one for `all`.
@@ -48,8 +47,6 @@ def read(args: argparse.Namespace, trained: bool = False, model: GenerativeModel
     usual = embedded.DRAFTERS.get(args.model)
     names: list[str] = []
     for name in args.drafters or (["mtp" if usual == embedded.SHIPPED else usual] if usual else []):
-        if trained and name in WEIGHTLESS:
-            raise BenchError(f"--drafters {name}: it has no weights; --methods '{name}*' selects its methods")
         if name == ALL and not here:
             raise BenchError(f"--drafters {ALL}: no drafter comes with {args.model!r}; name the drafters to measure")
         names += list(here) if name == ALL else [embedded.fitting(name, args.model)]

@@ -103,7 +103,7 @@ def methods(painter: ImageSubject, args: argparse.Namespace) -> list[Method]:
     drafted = [Method(f"jacobi-{kind}-16", "jacobi", {**BASE, "coupling": kind}) for kind in ("none", "maximal")]
     seeded = [Method(f"jacobi-exact-seed-{window}", "jacobi", {"window": window, **exact}) for window in (16, 32)]
     seeded.append(Method("jacobi-exact-seed-16-compiled", "jacobi", {"window": 16, **exact, "compile": True}))
-    for name, drafter in drafters.read(args, trained=True, model=painter.model).items():
+    for name, drafter in drafters.read(args, painter.model).items():
         if not fills_windows(name):
             drafted.append(Method(name, drafter, given))
         seeded.append(Method(f"{name}-exact-seed", drafter, {**exact, **given}))
@@ -172,14 +172,9 @@ def timed(bench: ImageBench, chosen: list[Method], prompts: Sequence[str | int],
     comparison.warm_up(groups[0], ["ar"])
     results = comparison.measure(groups)
     best = report.fastest(results, PLAIN, "seconds")
-    slower = {name: f"slower than {best} here" for name in PLAIN if name in results and name != best}
-    return [
-        {"suite": SPEED, "batch": batch}
-        | facts(m)
-        | figures(m.name, results, best)
-        | {"note": comparison.notes.get(m.name, slower.get(m.name, ""))}
-        for m in chosen
-    ]
+    about = {"suite": SPEED, "batch": batch}
+    notes = comparison.notes
+    return [about | facts(m) | figures(m.name, results, best) | {"note": notes.get(m.name, "")} for m in chosen]
 
 
 def figures(name: str, calls: dict[str, list[ImageResult]], best: str) -> Record:

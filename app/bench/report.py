@@ -88,12 +88,6 @@ def sections(records: Sequence[Record]) -> dict[str, list[Record]]:
     return cells
 
 
-def meaning(records: Sequence[Record]) -> dict[str, str]:
-    """The meaning of the columns of the records' suites, by name."""
-    layouts = [LAYOUTS[suite] for suite in dict.fromkeys(one.get("suite") for one in records) if suite in LAYOUTS]
-    return {name: text for layout in layouts for name, text in layout["meaning"].items()}
-
-
 def tables(records: Sequence[Record], wide: bool) -> Iterator[tuple[str, list[list[str]], list[str]]]:
     """Yield each table's title, rows (the head first) and notes.
 
@@ -126,6 +120,8 @@ def markdown(records: Sequence[Record], provenance: Record, tuned: Record) -> st
     for title, cells, notes in tables(records, wide=True):
         head, *rows = ("| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in cells)
         lines += [f"## {title}", "", head, "|---" + "|--:" * (len(cells[0]) - 1) + "|", *rows, "", *notes, ""]
-    lines += ["## What the columns mean", "", *(f"- `{name}`: {text}" for name, text in meaning(records).items())]
+    suites = dict.fromkeys(record["suite"] for record in records)
+    meanings = {name: text for suite in suites for name, text in LAYOUTS[suite]["meaning"].items()}
+    lines += ["## What the columns mean", "", *(f"- `{name}`: {text}" for name, text in meanings.items())]
     chosen = [f"- {cell}: {m} {tried['chosen']}" for cell, methods in tuned.items() for m, tried in methods.items()]
     return "\n".join([*lines, *(["", "## Tuned on other images", "", *chosen] if chosen else [])]) + "\n"

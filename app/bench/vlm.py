@@ -83,7 +83,7 @@ def methods(
     flags, target = enabling.given(args.enable), families.of(model).describe(model)
     ways = [*stock(model.device), Method("hf-prompt-lookup", arguments={"prompt_lookup_num_tokens": 10})]
     ngram = Method("ngram", registry.drafter_class("ngram")())
-    named = drafters.read(args, model=model)
+    named = drafters.read(args, model)
     ways.append(replace(ngram, options=flags) if "ngram" in named else ngram)  # naming it applies the options to it
     for title, drafter in named.items():
         try:
@@ -163,7 +163,6 @@ def _records(
     for category, places in turns.items():
         calls = {name: [runs[place] for place in places] for name, runs in comparison.results.items()}
         best = report.fastest(calls, STOCK_PATHS, "per_token")
-        slower = {name: f"slower than {best} here" for name in STOCK_PATHS if name in calls and name != best}
         for method in chosen:
             if method.name in calls or category == "all":
                 records.append({
@@ -171,7 +170,7 @@ def _records(
                     **method.facts, "refused": single(method) and cell.batch > 1,
                     **figures(method.name, calls, best, greedy=cell.temperature == 0, assisted=single(method)),
                     "peak_mb": comparison.peaks.get(method.name),
-                    "note": comparison.notes.get(method.name, slower.get(method.name, "")),
+                    "note": comparison.notes.get(method.name, ""),
                 })  # fmt: skip
     return records
 

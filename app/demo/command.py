@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default=embedded.MODEL, help="name on the Hugging Face Hub, or a folder (%(default)s)")
     add("--drafter", help="name, folder or hub name; default: what the model ships with")
-    add("--drafters", nargs="+", default=[], metavar="NAME", help="more drafters to choose from, besides all that fit")
     add("--image-model", default=embedded.IMAGE_MODEL, help="for the Image tab, LlamaGen or MAR, or none (%(default)s)")
     add("--image-drafter", metavar="NAME", help="a trained drafter for it, folder or hub name")
     add("--examples", type=Path, default=zoo.samples(), metavar="FOLDER", help="example pictures (default: drawings)")
@@ -124,38 +124,30 @@ def load_captions(args: argparse.Namespace, decoder: Decoder) -> Tabs:
     engine = engines.load(args.model, drafter, args.device, args.dtype, 128, 0.0, **options)
     if engine.drafter is None:
         raise EngineError(f"{args.model} cannot be accelerated: {'; '.join(engine.notes) or 'no drafter was given'}")
-    race = CaptionRace(engine, decoder, args.time_limit, fitting(engine, args.model, args.drafters))
+    race = CaptionRace(engine, decoder, args.time_limit, fitting(engine, args.model))
     if not embedded.speaks(args.model):
         return {"Caption": partial(caption_tab.build, race, args.examples, PROMPTS)}
     note = embedded.NOTE.format(args.model).removeprefix("note: ")
     return {"Caption": partial(caption_tab.build, race, args.examples, OWN_PROMPTS, note=note, draw=scenes.drawn)}
 
 
-def fitting(engine: Engine, model: str, named: Sequence[str] = ()) -> dict[str, object]:
+def fitting(engine: Engine, model: str) -> dict[str, object]:
     """All drafters that fit a loaded model, by method; the engine's own is first.
 
-    These are the named ones, those of an embedded model, one that is published for the model, if it is in the Hub's
-    cache, the MTP heads in the model's own files, and those without weights. Only named drafters are downloaded.
-
-    Raises EngineError: a named drafter does not fit.
+    These are those of an embedded model, one that is published for the model, if it is in the Hub's cache, the MTP
+    heads in the model's own files, and those without weights. None is downloaded.
     """
     from huggingface_hub import try_to_load_from_cache
 
-    from mmspec.app.devices import EngineError, first_line
     from mmspec.registry import OF_TEXT, PUBLISHED, name_of
 
     titled = {name_of(engine.drafter): engine.drafter}
     published = PUBLISHED.get(model.rpartition("/")[2].lower(), "")
     cached = [published] if published and isinstance(try_to_load_from_cache(published, "config.json"), str) else []
-    for name in (*named, *embedded.drafters(model), *cached, "mtp", *OF_TEXT):
-        try:
-            drafter = mmspec.enable(engine.model, drafter=embedded.resolve(embedded.fitting(name, model))).drafter
-        except (ValueError, TypeError, OSError) as error:
-            if name in named:
-                raise EngineError(f"cannot use the drafter {name!r}: {first_line(error)}") from error
-            continue
-        title = name_of(drafter)
-        titled.setdefault(f"{title} of {name}" if name in named and title in titled else title, drafter)
+    for name in (*embedded.drafters(model), *cached, "mtp", *OF_TEXT):
+        with contextlib.suppress(ValueError, TypeError, OSError):  # it does not fit
+            drafter = mmspec.enable(engine.model, drafter=embedded.resolve(name)).drafter
+            titled.setdefault(name_of(drafter), drafter)
     mmspec.disable(engine.model)
     return titled
 

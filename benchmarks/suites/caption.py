@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.suites.subject import refuse
 from mmspec import registry, zoo
 from mmspec.app import embedded, enabling
 from mmspec.app.bench import drafters, report
 from mmspec.app.bench.answers import enabled
-from mmspec.app.bench.command import Outcome, matching, refuse, say
+from mmspec.app.bench.command import Outcome, matching, say
 from mmspec.app.bench.questions import Question, pictures_of, read_questions
 from mmspec.app.compare import Comparison, Method, over
 from mmspec.app.devices import wait

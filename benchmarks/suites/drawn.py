@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from benchmarks.suites.subject import refuse
 from benchmarks.zoo import clips, language
 from benchmarks.zoo.recipes.vlm import Mix
 from mmspec.app.bench import questions
-from mmspec.app.bench.command import refuse
 from mmspec.app.bench.questions import HELD_OUT, TUNING, Question, Questions, Shown
 from mmspec.app.options import count
 from mmspec.zoo import scenes

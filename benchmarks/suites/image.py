@@ -19,13 +19,15 @@ from benchmarks.suites.gallery import Gallery, gallery_of
 from benchmarks.suites.judge import ImagePrompts, Judge
 from benchmarks.suites.plots import CURVES
 from benchmarks.suites.static_loop import StaticBench
+from benchmarks.suites.subject import refuse
 from mmspec.app import enabling
 from mmspec.app.bench import drafters, image
-from mmspec.app.bench.command import BenchError, Outcome, matching, refuse, say, seeds_of
+from mmspec.app.bench.command import BenchError, Outcome, matching, say, seeds_of
 from mmspec.app.bench.image import BASE, SPEED, ImageBench, charges, facts, with_rule
 from mmspec.app.bench.report import Record
 from mmspec.app.compare import Method
 from mmspec.app.devices import EngineError
+from mmspec.app.image_model import ModelSubject
 from mmspec.app.mar import draws
 from mmspec.app.media.inputs import images
 from mmspec.app.options import count
@@ -179,12 +181,13 @@ def methods(painter: ImageSubject, args: argparse.Namespace) -> list[Method]:
     """Plain paths, every drafter, every rule, and drafts that are almost always wrong."""
     hostile = {"window": 16, "reproducible": True}
     more = [Method("hostile-16", Hostile(), hostile), Method("hostile-16-auto", Hostile(), hostile | {"auto": True})]
-    trained, given = drafters.read(args, trained=True, model=painter.model), enabling.given(args.enable)
+    trained, given = drafters.read(args, painter.model), enabling.given(args.enable)
     named = list(trained.items())
     known = [*image_methods.lossless(named), *image_methods.relaxed(painter.codes, named, args.rule, args.budget)]
+    own = not isinstance(painter, ModelSubject)  # LlamaGen, which also has plain loops of fixed shapes
     return [
         replace(m, options={**m.options, **given}) if m.drafter in trained.values() else m
-        for m in [*known, *more] if painter.static or not (m.arguments or m in more)
+        for m in [*known, *more] if own or not (m.arguments or m in more)
     ]  # fmt: skip
 
 

@@ -15,8 +15,9 @@ from benchmarks.suites.round import PARTS
 from benchmarks.suites.shapes_models import REAL, TOY, Chat, on_paper
 from benchmarks.suites.shapes_published import MODELS
 from benchmarks.suites.shapes_ways import STOCK, Cost, ShapeMethod
+from benchmarks.suites.subject import refuse
 from mmspec.app.bench import report
-from mmspec.app.bench.command import BenchError, Outcome, matching, refuse, say
+from mmspec.app.bench.command import BenchError, Outcome, matching, say
 from mmspec.app.compare import OWN, Comparison, free, over
 from mmspec.app.devices import free_memory
 from mmspec.app.options import DTYPES, count

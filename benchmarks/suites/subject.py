@@ -56,3 +56,10 @@ def device(name: str) -> torch.device:
         return find_device(name)
     except EngineError as error:
         raise BenchError(str(error)) from error
+
+
+def refuse(args: argparse.Namespace, why: str, **usual: object) -> None:
+    """BenchError if one of these flags, which have no effect here, does not have its `usual` value."""
+    given = [f"--{name.replace('_', '-')}" for name, value in usual.items() if getattr(args, name, value) != value]
+    if given:
+        raise BenchError(f"{' and '.join(given)}: {why}; leave {'it' if len(given) == 1 else 'them'} out")

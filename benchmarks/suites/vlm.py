@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.suites import ablations, curves, drawn, plots, published, tuning
+from benchmarks.suites.subject import refuse
 from mmspec.app.bench import questions, report, vlm
 from mmspec.app.bench.answers import VlmBench
-from mmspec.app.bench.command import Outcome, refuse
+from mmspec.app.bench.command import Outcome
 from mmspec.app.bench.vlm import VlmCell
 from mmspec.app.compare import Method
 from mmspec.app.options import count

@@ -135,7 +135,7 @@ def train_drafter(recipe: DrafterRecipe, out_dir: Path, work: Path) -> None:
         processor, model = evaluate.load(target)
         model.config._name_or_path = recipe.target
     drafter = train(
-        model, processor, recipe.method, recipe.data, work, how, intermediate=recipe.intermediate, shape=recipe.shape,
+        model, processor, recipe.method, recipe.data, work, how, shape=recipe.whole_shape,
         answers=work.parent / f"{recipe.target}-answers", keep=0.0 if draws else TRACES,
     )  # fmt: skip
     drafter.config = replace(

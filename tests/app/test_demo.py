@@ -37,7 +37,6 @@ from mmspec.app.demo import command as demo
 from mmspec.app.demo.captions import CORRECTED, DRAFTED, OWN, PLAIN, Answer, CaptionRace, CaptionRequest, Token, Turn
 from mmspec.app.demo.images import METHODS, SEED_EXACT, Drawing, ImageRace
 from mmspec.app.demo.race import DONE, MODELS, TIMED_OUT, RefusedError
-from mmspec.app.devices import EngineError
 from mmspec.app.embedded import SHIPPED
 from mmspec.app.engine import Engine
 from mmspec.app.media.decoder import Decoder
@@ -342,8 +341,6 @@ def test_all_drafters_that_fit_can_be_chosen(named: str, name: str, eyes: Decode
         assert caption_tab.acceptance(answered(both, about(picture, drafter=drafter, max_new_tokens=8)))[0] == "same"
     with pytest.raises(RefusedError, match="width must be at most 8"):
         answered(both, about(picture, drafter="recycle", width=12))
-    with pytest.raises(EngineError, match="needs weights"):
-        demo.fitting(made, "somebody/tiny", ["eagle"])
 
 
 @pytest.mark.full

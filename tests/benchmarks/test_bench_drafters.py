@@ -50,7 +50,9 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for method in METHODS:
         torch.manual_seed(1)
         places[method] = tmp_path_factory.mktemp(method)
-        mmspec.save_drafter(build(method, target, 64, **{**CHAIN, **SHAPES.get(method, {})}), places[method])
+        mmspec.save_drafter(
+            build(method, target, **{"intermediate": 64, **CHAIN, **SHAPES.get(method, {})}), places[method]
+        )
     return places
 
 

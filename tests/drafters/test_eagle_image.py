@@ -495,7 +495,7 @@ def distilling(out: Path, recipe: Recipe = RECIPE, prompts: int = 12) -> Distill
     pipe = tiny_llamagen.pipeline("text")
     pipe.transformer.output.weight.data.mul_(0.2)  # distributions as broad as those of pictures
     torch.manual_seed(1)
-    made = build_for_pictures("eagle", pipe, 24)
+    made = build_for_pictures("eagle", pipe, intermediate=24)
     teacher = ImageTeacher(pipe, made.features)
     teacher.__enter__()
     return Distillation(made, teacher, tiny_llamagen.samples(prompts), recipe, out, accelerator=Accelerator())
@@ -591,7 +591,7 @@ def test_the_command_trains_for_a_pipelines_folder(tmp_path: Path) -> None:
     )
     settings = ["steps=3", "batch=2", "held_out=2", "unroll=2"]
     paths = ["--target", str(tmp_path / "target"), "--data", f"prompts:{tmp_path / 'prompts.txt'}"]
-    arguments = ["train", *paths, "--out", str(tmp_path / "run"), "--intermediate", "24", "--device", "cpu"]
+    arguments = ["train", *paths, "--out", str(tmp_path / "run"), "--shape", "intermediate=24", "--device", "cpu"]
     assert cli.main([*arguments, "--set", *settings]) == 0
     made = mmspec.load_drafter(tmp_path / "run" / "drafter")
     assert (made.config.rope, made.config.grid, made.config.hidden) == ("2d", GRID, 32)

@@ -106,7 +106,7 @@ def trained(painter: ImageModel, folder: Path, steps: int = 2, **more: Any) -> A
     data.write_text("0\n1\n2\n" * 6)
     recipe = RECIPE.with_(steps=steps, **more.pop("recipe", {}))
     return train(model=painter, processor=None, method="eagle", data=f"prompts:{data}", out=folder / "run",
-                 recipe=recipe, intermediate=64, **more)  # fmt: skip
+                 recipe=recipe, shape={"intermediate": 64, **more.pop("shape", {})}, **more)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -195,7 +195,7 @@ def small_janus() -> Any:
 
 def test_a_drafter_for_pictures_leaves_text_alone() -> None:
     model = small_janus()
-    made = build_for_pictures("eagle", ImageModel(model, lambda prompts: []), 32).eval()
+    made = build_for_pictures("eagle", ImageModel(model, lambda prompts: []), intermediate=32).eval()
     assert made.config.vocab == 6
     picture = {**tiny_image_models.ragged([[*PROMPTS[0], tiny_image_models.BEGIN]]), "generation_mode": "image",
                "guidance_scale": 2.0}  # fmt: skip
@@ -235,7 +235,7 @@ def test_the_command_trains_for_a_folder(name: str, tmp_path: Path) -> None:
         target.write_text(OWN.format(folder=str(folder)))
     (tmp_path / "prompts.txt").write_text("red circle\nblue circle\nred circle blue\nblue circle red\n" * 2)
     words = ["train", "--target", target, "--data", f"prompts:{tmp_path / 'prompts.txt'}", "--out", tmp_path / "run"]
-    words += ["--intermediate", 32, "--device", "cpu", "--draw", "temperature=1.5"]
+    words += ["--shape", "intermediate=32", "--device", "cpu", "--draw", "temperature=1.5"]
     words += [f"image_area={16 * 64}"] if name == "emu3" else []
     words += [] if name == "chameleon" else ["guidance_scale=2.0"]
     settings = ["--set", "steps=2", "batch=2", "held_out=2", "unroll=2", "writing=4"]
@@ -273,4 +273,4 @@ def test_settings_that_a_call_does_not_take(draw: str, tmp_path: Path) -> None:
 
 def test_heads_are_for_llamagen(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'heads' draft for LlamaGen alone"):
-        build_for_pictures("heads", painted("janus"), 32)
+        build_for_pictures("heads", painted("janus"))

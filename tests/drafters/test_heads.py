@@ -164,7 +164,7 @@ def test_another_grid_is_refused() -> None:
 def training(out: Path, recipe: Any = RECIPE, prompts: int = 13) -> HeadsTraining:
     pipe = pipeline()
     torch.manual_seed(1)
-    made = build_for_pictures("heads", pipe, 24, columns=7, window=8)
+    made = build_for_pictures("heads", pipe, intermediate=24, columns=7, window=8)
     assert isinstance(made, HeadsDrafter) and made.config.streams == 2
     teacher = ImageTeacher(pipe, made.features)
     teacher.__enter__()
@@ -206,7 +206,7 @@ def test_the_command_trains_for_a_pipelines_folder(tmp_path: Path, capsys: pytes
         "a red circle\nblue square on the left\na large striped square\na circle\n" * 3
     )
     paths = ["--target", str(tmp_path / "target"), "--data", f"prompts:{tmp_path / 'prompts.txt'}", "--method", "heads"]
-    given = ["--intermediate", "24", "--device", "cpu", "--shape", "columns=7", "window=6"]
+    given = ["--device", "cpu", "--shape", "intermediate=24", "columns=7", "window=6"]
     settings = ["--set", "steps=5", "batch=4", "held_out=2", "writing=4"]
     assert cli.main(["train", *paths, "--out", str(tmp_path / "run"), *given, *settings]) == 0
     made: Any = mmspec.load_drafter(tmp_path / "run" / "drafter")

@@ -65,13 +65,13 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _drafter() -> EagleDrafter:
     torch.manual_seed(1)
-    return build("eagle", tiny_llava.model(), None)
+    return build("eagle", tiny_llava.model())
 
 
 def _made(method: str, **shape: Any) -> FeatureDrafter:
     """An untrained drafter of a method whose zeros are filled, so that every part of it matters."""
     torch.manual_seed(1)
-    made = build(method, tiny_llava.model(), None, **{**SHAPES.get(method, {}), **shape})
+    made = build(method, tiny_llava.model(), **{**SHAPES.get(method, {}), **shape})
     with torch.no_grad():
         for weight in made.parameters():
             weight.add_(0.05 * torch.randn_like(weight))
@@ -418,7 +418,7 @@ def test_rows_that_are_not_asked_for_change_nothing(method: str, questions: Path
 
 def test_a_shape_that_a_method_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match="num_q"):
-        build("msd", tiny_llava.model(), None, num_q=3)
+        build("msd", tiny_llava.model(), num_q=3)
 
 
 def test_heads_and_unrolled_steps_must_agree(questions: Path, tmp_path: Path) -> None:
@@ -632,7 +632,7 @@ def test_a_branch_is_charged_for_the_rows_that_it_leaves(questions: Path) -> Non
     trace = run.teacher.trace(run.samples[:1], [[5, 6, 7, 8, 9, 10]])
     costs = {}
     for branch in ("prune", "text"):
-        fixed = build("specvlm", tiny_llava.model(), None, gate=branch, prune_ratio=1).eval()
+        fixed = build("specvlm", tiny_llava.model(), gate=branch, prune_ratio=1).eval()
         free, dear = (gate._cost(fixed, run.teacher, trace, RECIPE.with_(gate_cost=c)).item() for c in (0.0, 2.0))
         costs[branch] = dear - free
     assert costs == pytest.approx({"prune": 2.0, "text": 0.0}, abs=1e-4)
@@ -691,7 +691,7 @@ def test_the_embedded_drafters_are_within_their_size(method: str) -> None:
     recipe = ZOO[f"scenes-video-{method}"]
     assert recipe.recipe in RECIPES and recipe.method == method
     model = tiny_llava.model()
-    config = replace(build(method, model, recipe.intermediate, **recipe.shape).config, hidden=192, heads=3, kv_heads=3,
+    config = replace(build(method, model, **recipe.whole_shape).config, hidden=192, heads=3, kv_heads=3,
                      head_dim=64, vocab=2048)  # fmt: skip
     from mmspec.registry import drafter_class
 
@@ -706,7 +706,7 @@ def test_a_target_in_bfloat16_is_learnt_from(method: str, questions: Path, tmp_p
     unroll = recipe.unroll if method == "flash" else 2
     recipe = recipe.with_(steps=2, batch=2, held_out=2, max_new_tokens=8, unroll=unroll)
     shape = {"block": 4, "features": (0, 1), "layers": 1} if method == "block" else {}
-    made = train(model, processor, method, str(questions), tmp_path, recipe, intermediate=32, shape=shape)
+    made = train(model, processor, method, str(questions), tmp_path, recipe, shape={"intermediate": 32, **shape})
     assert {weight.dtype for weight in made.parameters()} == {torch.float32}
     sample = data.read(str(questions))[0]
     inputs = chat_inputs(processor, [sample.prompt], [sample.load()]).to(dtype=torch.bfloat16)

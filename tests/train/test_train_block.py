@@ -70,12 +70,12 @@ def test_a_drafter_of_one_layer_reads_as_many_of_the_targets():
     deep = tiny_llava.model()
     decoder = deep.get_decoder()
     decoder.layers = torch.nn.ModuleList(decoder.layers[0] for _ in range(24))
-    assert build("dflash", deep, 32, layers=1).features == layers_read(24, 5) == (2, 7, 12, 17, 22)
+    assert build("dflash", deep, layers=1).features == layers_read(24, 5) == (2, 7, 12, 17, 22)
 
 
 def test_the_recipe_of_the_zoo_fits_its_drafter_and_its_size():
     recipe = DRAFTERS["scenes-video-block"]
-    made = build(recipe.method, tiny_llava.model(), recipe.intermediate, **recipe.shape)
+    made = build(recipe.method, tiny_llava.model(), **recipe.whole_shape)
     check_block(made, RECIPES[recipe.recipe])
     assert RECIPES[recipe.recipe].unroll == made.config.most == recipe.drafts.depth
     whole = {"hidden": 192, "heads": 3, "kv_heads": 3, "head_dim": 64, "vocab": 2048}
@@ -86,12 +86,12 @@ def test_the_mask_is_a_token_that_has_an_embedding():
     """A padding token's is often zero; then no row of a block could tell where it stands."""
     model = tiny_llava.model()
     table = model.get_input_embeddings().weight
-    assert not table[0].any() and build("dflash", model, 32).config.mask_token == tiny_llava.IMAGE_TOKEN
+    assert not table[0].any() and build("dflash", model).config.mask_token == tiny_llava.IMAGE_TOKEN
     with pytest.raises(ValueError, match="--shape mask_token=ID"):
-        build("dflash", model, 32, mask_token=0)
+        build("dflash", model, mask_token=0)
     with torch.no_grad():
         table[0] = 0.1
-    assert build("dflash", model, 32).config.mask_token == 0
+    assert build("dflash", model).config.mask_token == 0
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
@@ -101,8 +101,8 @@ def test_it_learns_and_drafts(tmp_path, questions, method):
     recipe = RECIPES[method].with_(
         steps=4, batch=4, unroll=3, held_out=3, max_new_tokens=12, muon=True, lr=3e-3, anchors=3
     )
-    shape = {"block": 4, "layers": 2} | ({"markov_rank": 8} if method == "dspark" else {})
-    made = train(model, processor, method, str(questions), tmp_path, recipe, shape=shape, intermediate=32)
+    shape = {"intermediate": 32, "block": 4, "layers": 2} | ({"markov_rank": 8} if method == "dspark" else {})
+    made = train(model, processor, method, str(questions), tmp_path, recipe, shape=shape)
     assert isinstance(made, BlockDrafter) and made.config.sequential is (method == "dspark")
     assert json.loads((tmp_path / "report.json").read_text())["method"] == method
     mmspec.save_drafter(mmspec.load_drafter(tmp_path / "drafter"), tmp_path / "theirs", layout="dflash")
@@ -117,8 +117,8 @@ def test_it_learns_texts_by_heart(tmp_path, questions, method):
     recipe = RECIPES[method].with_(
         steps=120, batch=7, unroll=4, held_out=3, max_new_tokens=12, muon=True, lr=1e-2, floor=0.1, sampled=0.0
     )
-    shape = {"layers": 1, "block": 5} | ({"markov_rank": 8} if method == "dspark" else {})
-    made = train(model, processor, method, str(questions), tmp_path, recipe, shape=shape, intermediate=64)
+    shape = {"intermediate": 64, "layers": 1, "block": 5} | ({"markov_rank": 8} if method == "dspark" else {})
+    made = train(model, processor, method, str(questions), tmp_path, recipe, shape=shape)
     with Teacher(model, processor, made.features) as teacher:
         samples = read(str(questions))[recipe.held_out :]
         trace = teacher.trace(samples, teacher.answers(samples, recipe.max_new_tokens, 0.0))

@@ -103,7 +103,7 @@ def test_it_learns_is_written_and_drafts(hybrid: Any, tmp_path: Path) -> None:
 def test_a_head_has_the_targets_shape(hybrid: Any, tmp_path: Path) -> None:
     model, processor = hybrid
     with pytest.raises(ValueError, match="in its shape; leave --shape out"):
-        train(model, processor, "mtp", "scenes:9", tmp_path, RECIPES["mtp"], intermediate=8)
+        train(model, processor, "mtp", "scenes:9", tmp_path, RECIPES["mtp"], shape={"intermediate": 8})
 
 
 def test_several_heads_are_not_trained(tmp_path: Path) -> None:

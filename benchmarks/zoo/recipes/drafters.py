@@ -24,6 +24,10 @@ class DrafterRecipe:
     drafts: Shape = _CHAIN
     recipe: str = "scenes-eagle"  # in mmspec.train.recipes
 
+    @property
+    def whole_shape(self) -> Values:
+        return {"intermediate": self.intermediate, **self.shape}
+
 
 SCENES_LLAMAGEN_HEADS = DrafterRecipe(
     "scenes-llamagen-heads", target="scenes-llamagen", data="pictures:1024", method="heads", intermediate=192,
