@@ -78,12 +78,6 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(strange)}{near}")
         return known, strange
 
-    def _check_value(self, action: argparse.Action, value: str) -> None:
-        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
-            near, names = did_you_mean(value, action.choices) or ".", ", ".join(action.choices)
-            self.error(f"there is no {action.metavar} {value!r}{near} Choose from {names}")
-        super()._check_value(action, value)
-
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` explains what it takes\n")
 

@@ -113,16 +113,14 @@ class Mirror:
 
         thread = threading.Thread(target=work, name="mmspec-mirror", daemon=True)
         thread.start()
+        last = self._try  # an error of the upload must not hide why the block ends
         try:
             yield
-        except BaseException:
+            last = self.push
+        finally:
             over.set()
             thread.join()
-            self._try()
-            raise
-        over.set()
-        thread.join()
-        self.push()
+            last()
         print(f"all files are in {self.address}")
 
     def _try(self) -> None:

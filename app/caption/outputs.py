@@ -28,10 +28,6 @@ class OutputError(Exception):
     """The output folder cannot be used."""
 
 
-class UnwritableTextError(Exception):
-    """A caption is in the journal, but its caption file cannot be written."""
-
-
 class Sidecars:
     """Names of caption files: `x.txt`, or `x.jpg.txt` if two items would share the first. Case is ignored.
 
@@ -80,7 +76,7 @@ class Writer:
         try:
             if sidecar is not None:
                 write_text(self.folder, sidecar, text, self._partial)
-        except UnwritableTextError as error:
+        except OSError as error:
             return record | {"error": type(error).__name__, "message": str(error)}
         return record
 
@@ -169,18 +165,17 @@ class Outputs:
         self.state, self._fetch = folder / STATE, fetch
         self.finals = Finals(folder, overwrite)
         self._locks: list[int] = []
+        self.ledger = Ledger([])
         try:
             if not look_only:
                 self.state.mkdir(parents=True, exist_ok=True)
                 self._lock()
             self.ledger = Ledger(sorted(self.state.glob("*.jsonl")))
-        except OSError as error:
+        except (OSError, OutputError) as error:
             self.close()
-            reason = error.strerror or error
-            raise OutputError(f"cannot write to {folder}: {reason}; choose another --out") from error
-        except OutputError:
-            self.close()
-            raise
+            if isinstance(error, OutputError):
+                raise
+            raise OutputError(f"cannot write to {folder}: {error.strerror or error}; choose another --out") from error
 
     def existing(self, name: str, sidecar: str | None) -> str | None:
         """The text of a caption file that mmspec did not write, or that was edited since."""
@@ -246,8 +241,7 @@ class Outputs:
         return (one for one in failures if one["file_name"] in names or one.get("folder") != self.origin)
 
     def close(self) -> None:
-        if hasattr(self, "ledger"):
-            self.ledger.close()
+        self.ledger.close()
         for handle in self._locks:
             os.close(handle)
         self._locks.clear()
@@ -272,13 +266,13 @@ class Outputs:
 
 
 def write_text(folder: Path, sidecar: str, text: str, partial: Path) -> None:
-    """Write a caption file in one step; the message of UnwritableTextError says where the caption is recorded."""
+    """Write a caption file in one step; the message of the OSError says where the caption is recorded."""
     path = folder / sidecar
     try:
         write_whole(path, f"{text}\n".encode(), partial, durable=False)  # can be restored from the journal
     except OSError as error:
         reason = f"cannot write {path}: {error.strerror or error}"
-        raise UnwritableTextError(f"{reason}; the caption itself is in {folder / STATE}") from error
+        raise OSError(f"{reason}; the caption itself is in {folder / STATE}") from error
 
 
 def _stem(name: str) -> str:

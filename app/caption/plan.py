@@ -8,7 +8,7 @@ from typing import Any
 
 from mmspec.app.caption.journal import Record, digest, key
 from mmspec.app.caption.options import AUTO, ENGINE, Options
-from mmspec.app.caption.outputs import OutputError, Outputs, Sidecars, UnwritableTextError
+from mmspec.app.caption.outputs import OutputError, Outputs, Sidecars
 from mmspec.app.media.inputs import Inputs
 from mmspec.app.media.items import VIDEO, Item
 from mmspec.app.media.video import MAX_FRAMES, FramePolicy
@@ -136,7 +136,7 @@ class Planner:
             return
         try:
             todo.restored += self.outputs.restore(record, sidecar, self.overwrite)
-        except UnwritableTextError as error:
+        except OSError as error:
             todo.unwritable.append(str(error))
 
     def _of_this_shard(self, name: str) -> bool:

@@ -38,9 +38,7 @@ main{display:grid;gap:1.25rem;grid-template-columns:repeat(auto-fill,minmax(15re
 figure{margin:0;overflow-wrap:anywhere}
 img{width:100%;border-radius:.4rem}
 figcaption p{margin:.3rem 0}
-small,dt{opacity:.65}
-dl{display:flex;flex-wrap:wrap;gap:.4rem 2rem}
-dd{margin:0;font-size:1.35rem}
+small{opacity:.65}
 pre{overflow:auto}
 """
 
@@ -142,7 +140,8 @@ def write(
     path = options.report
     assert path is not None, "no --report was given"
     if path.suffix == ".html":
-        data = _page(facts, ledger, items(), options)
+        summary = "; ".join(filter(None, [str(tally), str(comparison or "")]))
+        data = _page(summary, facts, ledger, items(), options)
     else:
         data = json.dumps(facts, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
     write_whole(path, data)
@@ -161,10 +160,13 @@ def _acceptance(workers: Sequence[Record]) -> dict[str, float] | None:
     return {name: round(mean, 4) for name, mean in means.items()}
 
 
-def _page(facts: Mapping[str, Any], ledger: Ledger, items: Iterable[Item], options: Options) -> bytes:
+def _page(
+    summary: str, facts: Mapping[str, Any], ledger: Ledger, items: Iterable[Item], options: Options
+) -> bytes:  # fmt: skip
     """The page, with all pictures inside, from a report's facts and the journal.
 
     Args:
+        summary: the last line of the run.
         items: items of the run; those that are shown are decoded again, in a separate process.
     """
     names = ledger.captioned()
@@ -174,26 +176,13 @@ def _page(facts: Mapping[str, Any], ledger: Ledger, items: Iterable[Item], optio
     failed = [f"<li>{escape(str(record.get('message')))}</li>" for record in ledger.all_failures()]
     parts = [
         f"<!doctype html><meta charset=utf-8><title>Captions by mmspec</title><style>{STYLE}</style><h1>Captions</h1>",
-        "<dl>" + "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in _numbers(facts)) + "</dl>",
-        *(f"<p>{escape(prompt)}</p>" for prompt in options.prompt),
+        *(f"<p>{escape(text)}</p>" for text in (summary, *options.prompt)),
         f"<p><small>{len(figures)} of {len(names)}</small></p><main>{''.join(figures)}</main>",
         f"<h2>Failed</h2><ul>{''.join(failed[:FAILED])}</ul>" * bool(failed),
         f"<p>and {len(failed) - FAILED} more in failed.jsonl</p>" * (len(failed) > FAILED),
         f"<h2>Report</h2><pre>{escape(json.dumps(facts, indent=1, ensure_ascii=False))}</pre>",
     ]  # fmt: skip
     return "\n".join(filter(None, parts)).encode("utf-8", "backslashreplace") + b"\n"
-
-
-def _numbers(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The key figures at the top of the page, as pairs of name and value."""
-    counts, measured = facts["counts"], facts["comparison"] or {}
-    shown = [("captions in this run", f"{counts['captioned']:,}"), ("items/s", f"{facts['items_per_second']:.2f}")]
-    if "speedup" in measured:
-        shown.append(("over stock generate", f"{measured['speedup']:.2f}×"))
-        shown.append(("identical to stock", f"{measured['identical']} of {measured['items']}"))
-    if facts["acceptance"]:
-        shown.append(("tokens per model call", f"{facts['acceptance']['tokens_per_target_call']:.2f}"))
-    return [*shown, ("failed", f"{counts['failed'] + counts['failed_before']:,}")]
 
 
 def _figure(record: Record, picture: Image.Image | None) -> str:

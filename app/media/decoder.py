@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent import futures
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -37,28 +37,19 @@ class DecoderError(Exception):
     """No item can be decoded at all."""
 
 
-@dataclass(frozen=True)
-class DecodeOrder:
-    """The settings of every worker process."""
-
-    limits: MediaLimits
-    frames: FramePolicy
-    max_side: int | None
-
-
-def serve(pipe: Connection, order: DecodeOrder) -> None:
+def serve(pipe: Connection, limits: MediaLimits, policy: FramePolicy, max_side: int | None) -> None:
     """The main function of a worker process: receive an item, answer with its frames, until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides when to stop
     for library in ("OMP", "OPENBLAS", "MKL"):  # numpy is loaded for few pictures only, and needs no threads
         os.environ[f"{library}_NUM_THREADS"] = "1"
-    Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, order.limits.max_pixels)  # Pillow's own limit
-    _limit_memory(order.limits.memory)
+    Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, limits.max_pixels)  # Pillow's own limit
+    _limit_memory(limits.memory)
     with contextlib.suppress(OSError, EOFError):  # the parent has gone
         pipe.send(None)  # it has started
         while True:
             packed = pipe.recv_bytes()
-            _set_alarm(order.limits.seconds + 5)
-            outcome = _outcome(packed, order)
+            _set_alarm(limits.seconds + 5)
+            outcome = _outcome(packed, limits, policy, max_side)
             frames = outcome.frames if isinstance(outcome, Media) else ()
             facts = replace(outcome, frames=()) if isinstance(outcome, Media) else outcome
             pipe.send((facts, [frame.size for frame in frames]))
@@ -67,12 +58,19 @@ def serve(pipe: Connection, order: DecodeOrder) -> None:
             _set_alarm(0)
 
 
-def _outcome(packed: bytes, order: DecodeOrder) -> Media | MediaError:
+def _outcome(packed: bytes, limits: MediaLimits, policy: FramePolicy, max_side: int | None) -> Media | MediaError:
     name = "item"
     try:
         item = pickle.loads(packed)
         name = _label(item)
-        return _decoded(item, name, order)
+        data = item.source.read(limits.max_bytes)
+        media.check_bytes(len(data), name, limits.max_bytes)
+        content = hashlib.sha256(data).hexdigest()
+        if item.kind == VIDEO:
+            frames, seconds = video.decode(data, name, policy, limits, max_side)
+            return Media(frames, content, seconds=seconds)
+        picture = media.decode(data, name, limits.max_pixels, max_side, limits.max_aspect, limits.max_area)
+        return Media((picture,), content)
     except MediaError as error:  # copied, since its traceback keeps the bytes of the file in memory
         return MediaError(error.path, error.reason, error.what_to_do)
     except MemoryError:
@@ -80,18 +78,6 @@ def _outcome(packed: bytes, order: DecodeOrder) -> Media | MediaError:
     except Exception as error:  # sources use other libraries, which may raise any error
         reason = f"cannot be read ({type(error).__name__}: {error})"
         return MediaError(name, reason, "check the file, the disk and the network")
-
-
-def _decoded(item: Item, name: str, order: DecodeOrder) -> Media:
-    limits = order.limits
-    data = item.source.read(limits.max_bytes)
-    media.check_bytes(len(data), name, limits.max_bytes)
-    content = hashlib.sha256(data).hexdigest()
-    if item.kind == VIDEO:
-        frames, seconds = video.decode(data, name, order.frames, limits, order.max_side)
-        return Media(frames, content, seconds=seconds)
-    picture = media.decode(data, name, limits.max_pixels, order.max_side, limits.max_aspect, limits.max_area)
-    return Media((picture,), content)
 
 
 def _label(item: Item) -> str:
@@ -119,14 +105,14 @@ def _set_alarm(seconds: float) -> None:
 class DecodeWorker:
     """A process that decodes one item at a time; it is started for the first item, and again after it has died."""
 
-    def __init__(self, order: DecodeOrder):
-        self.order, self.closed = order, False
+    def __init__(self, limits: MediaLimits, *more: object):
+        self.limits, self.more, self.closed = limits, more, False
         self.process: Any = None
         self.pipe: Any = None  # a Connection
 
     def decode(self, item: Item) -> Media | MediaError:
         """Decode one item, in a new process if the first one dies."""
-        name, seconds, how = _label(item), self.order.limits.seconds, ""
+        name, seconds, how = _label(item), self.limits.seconds, ""
         for _ in range(TRIES):
             if self.process is None or not self.process.is_alive():  # it may have died while it was idle
                 self._start()
@@ -161,7 +147,7 @@ class DecodeWorker:
         if self.closed:
             raise DecoderError("the Decoder has been closed")
         self.end()
-        self.process, self.pipe = start_process(serve, self.order, daemon=True)
+        self.process, self.pipe = start_process(serve, self.limits, *self.more, daemon=True)
         with contextlib.suppress(OSError, EOFError):
             if self._answers(START_SECONDS):
                 self.pipe.recv()
@@ -192,7 +178,7 @@ class Decoder:
     """
 
     def __init__(self, workers: int, limits: MediaLimits, frames: FramePolicy, max_side: int | None = None):
-        self._workers = [DecodeWorker(DecodeOrder(limits, frames, max_side)) for _ in range(max(1, workers))]
+        self._workers = [DecodeWorker(limits, frames, max_side) for _ in range(max(1, workers))]
         self._idle: SimpleQueue[DecodeWorker] = SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)

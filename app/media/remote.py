@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fsspec.core import url_to_fs
+from fsspec.utils import tokenize
 
 from mmspec import media
 from mmspec.app.media.items import IMAGE, Item, Source, kind_of
 from mmspec.media import MediaError
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+(::[a-z][a-z0-9+.-]+)*://")  # a single letter is a drive
-DATED = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modified", "updated", "mtime", "created")
 CHECK = "check the address, your credentials and the network"
 
 
@@ -63,8 +63,7 @@ class Remote:
         fixed = re.split(r"[*\[]", where)[0]
         above = f"{where.rstrip('/')}/" if fixed == where and where not in self._files else fixed.rpartition("/")[0]
         for path, facts in self._files.items():
-            address, size = fs.unstrip_protocol(path), facts.get("size")
-            dated = next((f"{size}-{facts[key]}" for key in DATED if facts.get(key)), None)
+            address, size, dated = fs.unstrip_protocol(path), facts.get("size"), tokenize(facts)
             parts = path.removeprefix("" if self.whole else above).split("/")
             name = "/".join(part for part in parts if part not in ("", ".", ".."))
             yield Item(name, kind_of(path) or IMAGE, Source(address, partial(_read, address, size), dated=dated))

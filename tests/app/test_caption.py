@@ -553,7 +553,7 @@ def test_the_report_as_a_page(truly, photos: Path, capsys: pytest.CaptureFixture
         text = Path("report.html").read_text()
         assert text.count("<figure>") == 5 and text.count("data:image/jpeg;base64,") == pictures
         assert "&lt;b&gt;.png" in text and "<b>.png" not in text and text.count("log-probability -") == 5
-        assert text.count("<li>") == 3 and ("over stock generate" in text) == (pictures == 5)
+        assert text.count("<li>") == 3 and ("stock generate took" in text) == (pictures == 5)
         (photos / "d.png").unlink(missing_ok=True)
     with Image.open(io.BytesIO(base64.b64decode(text.split("base64,")[1].split('"')[0]))) as picture:
         assert picture.size == (40, 30)
