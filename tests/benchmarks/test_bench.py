@@ -323,11 +323,6 @@ def test_refuses_unknown_methods(model: Path, capsys: pytest.CaptureFixture[str]
     assert "stock cannot be left out" in capsys.readouterr().err
 
 
-def test_the_kernels_suite_knows_no_such_device(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["kernels", "--device", "foo"], workshop) == 1
-    assert "no device 'foo' here" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("words", ["--images 0", "--batch 0", "--max-new-tokens x", "--temperature -1"])
 def test_values_that_cannot_be_meant_are_refused_before_the_work(words: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as stop:

@@ -1,14 +1,17 @@
-"""What is expected of a GPU: the counts it rests on, and that the page says what the result file says."""
+"""The pages say what the result files say; what is expected of a GPU, and the counts it rests on."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from benchmarks.bars import RESULTS, SHOWN, drawn
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,3 +64,11 @@ def test_what_is_expected_follows_from_bytes(expected: Any) -> None:
     assert shapes.hybrid_text().per_token < shapes.text("qwen2.5-vl-7b").per_token
     assert len(hybrid) == len(rows) and all(r["measured"] is None for r in hybrid.values())
     assert all(1 < r["c, 16384 rows"] < r["c, all rows"] for r in hybrid.values())
+
+
+def test_the_bars_in_the_documentation_are_those_of_the_result_files() -> None:
+    said = drawn([RESULTS / name for name in SHOWN])
+    picture = (ROOT / "docs" / "images" / "speed.svg").read_text(encoding="utf-8")
+    assert picture == said, "python benchmarks/bars.py docs/images/speed.svg"
+    records = [one for name in SHOWN for one in json.loads((RESULTS / name).read_text())["records"]]
+    assert sorted(re.findall(r">(\d+\.\d\d)×<", said)) == sorted(f"{one['speedup_e2e']:.2f}" for one in records)

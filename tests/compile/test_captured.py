@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import published_mtp
 import pytest
@@ -21,7 +20,7 @@ from torch import Tensor
 
 import mmspec
 from mmspec import rules
-from mmspec.compile import capture, capture_cache
+from mmspec.compile import capture
 from mmspec.compile import draft as captured
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.compile.draft import CapturedDraft
@@ -38,22 +37,10 @@ CHAIN, DRAWN = {"tree": "chain", "depth": 3}, STATIC | {"draws": True}
 Model = Any
 
 
-def as_it_is(piece: Any, examples: list[Tensor]) -> Any:
-    """In the place of a compiler, and as strict about how what comes in lies in memory."""
-
-    def run(*given: Any) -> Any:
-        for t, example in zip(given, examples, strict=True):
-            assert all(n == 1 or a == b for n, a, b in zip(t.shape, t.stride(), example.stride(), strict=True))
-        return piece(*given)
-
-    return run
-
-
 @pytest.fixture(autouse=True)
 def drafts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only drafts are captured, and their pieces run as they are; whatever falls back fails."""
-    uncompiled.pieces(monkeypatch, as_it_is, drafts_alone=True)
-    warnings.simplefilter("error", UserWarning)
+    uncompiled.pieces(monkeypatch, uncompiled.strictly, forwards=False)
 
 
 def flat(model: Model, **options: Any) -> EagleDrafter:
@@ -195,11 +182,7 @@ def proposed_both_ways(
 @pytest.mark.parametrize("name", ["eagle tree", "eagle-3 static", "drawn tree"])
 def test_by_the_compiler_too(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
-    monkeypatch.setattr(capture_cache, "_OF", WeakKeyDictionary())
-    monkeypatch.setattr(
-        "mmspec.pipelines.target.captured_prompt.MOST", 0
-    )  # prompts are captured in test_compiled_prompt
-    monkeypatch.setattr(captures.Forward, "read", lambda self, target, *told: target.read(*told))
+    uncompiled.pieces(monkeypatch, None, forwards=False)
     test_captured_drafts_are_what_the_drafter_proposes(name, "image first", monkeypatch)
 
 

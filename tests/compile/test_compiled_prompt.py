@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 import tiny_vlms
 import torch
+import uncompiled
+from compared import as_stock
 from hostile_drafters import eagle
 
 import mmspec
-from mmspec.compile import capture, capture_cache
 from mmspec.pipelines.host.names import CACHE
-from mmspec.pipelines.target import captured_prompt, captures
+from mmspec.pipelines.target import captured_prompt
 
 CAPTURED = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "smolvlm", "idefics3", "internvl", "qwen3_5",
             "lfm2_vl")  # fmt: skip
@@ -24,11 +23,8 @@ THEIRS = ("paligemma",)  # a prompt that is read in both directions
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts alone are captured, and their pieces run as they are; nothing is known of any model."""
-    monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
-    monkeypatch.setattr(captures.Forward, "read", lambda self, target, *told: target.read(*told))
-    monkeypatch.setattr(capture_cache, "_OF", WeakKeyDictionary())
-    warnings.simplefilter("error", UserWarning)
+    """Prompts alone are captured, and towers."""
+    uncompiled.pieces(monkeypatch, forwards=False, prompts=True)
 
 
 @pytest.fixture
@@ -46,12 +42,12 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def same(model: Any, *calls: dict[str, Any], drafter: Any = "ngram", **options: Any) -> None:
+SIX = {"max_new_tokens": 6}
+
+
+def same(model: Any, *calls: dict[str, Any], drafter: Any = "ngram") -> None:
     """Calls of an enabled model give what they give without."""
-    wanted = [tiny_vlms.generate(model, inputs, max_new_tokens=6) for inputs in calls]
-    with mmspec.enable(model, drafter, compile=True, **options):
-        for inputs, want in zip(calls, wanted, strict=True):
-            assert torch.equal(tiny_vlms.generate(model, inputs, max_new_tokens=6), want)
+    as_stock(model, list(calls), drafter, call=SIX, compile=True)
 
 
 def pictures(name: str, count: int = 4, kind: str = "image first") -> list[dict[str, Any]]:
@@ -114,13 +110,25 @@ def test_behind_a_cached_text_the_decoder_reads_by_itself(replays: list[int]):
     assert replays == [12]
 
 
-def test_weights_that_were_written_to_are_read(replays: list[int]):
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return uncompiled.encodings(monkeypatch)
+
+
+PARTS = {
+    "decoder": lambda model: model.get_decoder(),
+    "tower": lambda model: model.get_encoder(modality="image"),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_weights_that_were_written_to_are_read(part: str, replays: list[int], encoded: list[int]):
     model, calls = copy.deepcopy(tiny_vlms.model("llava")), pictures("llava", 3)
     same(model, *calls)
-    for weight in model.get_decoder().parameters():
+    for weight in PARTS[part](model).parameters():
         weight.data = weight.data.roll(1, 0)
     same(model, *calls)
-    assert len(replays) == 1 + 3
+    assert len(replays) == 1 + 3 and encoded
 
 
 @pytest.mark.full
@@ -133,14 +141,17 @@ def test_other_weights_are_captured_anew(replays: list[int]):
     assert len(replays) == 1 + 2
 
 
-def test_hooks_see_the_prompt(replays: list[int]):
-    model, calls, seen = copy.deepcopy(tiny_vlms.model("llava")), pictures("llava", 3), []
+@pytest.mark.parametrize("part", PARTS)
+def test_hooks_see_what_is_read(part: str, replays: list[int], encoded: list[int]):
+    model, calls, seen = copy.deepcopy(tiny_vlms.model("llava")), pictures("llava", 3), list[int]()
     same(model, *calls)
-    layer = model.get_decoder().layers[1]
-    handle = layer.register_forward_hook(lambda module, told, out: seen.append(told[0].shape[1]))
+    layers = [m for m in PARTS[part](model).modules() if type(m).__name__.endswith(("DecoderLayer", "EncoderLayer"))]
+    handle = layers[1].register_forward_hook(lambda module, told, out: seen.append(told[0].shape[1]))
+    before = len(replays), len(encoded)
     same(model, calls[0])
     handle.remove()
-    assert seen.count(*lengths(calls[:1])) == 2 and len(replays) == 1
+    length = lengths(calls)[0] if part == "decoder" else seen[0]
+    assert seen.count(length) == 2 and (len(replays), len(encoded))[part == "tower"] == before[part == "tower"]
 
 
 def test_only_so_many_shapes_are_captured(replays: list[int]):

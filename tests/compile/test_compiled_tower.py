@@ -3,52 +3,30 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 import tiny_vlms
 import torch
+import uncompiled
+from compared import as_stock
 
 import mmspec
-from mmspec.compile import capture, capture_cache, version
-from mmspec.pipelines.target import captured_prompt, captured_tower, captures
+from mmspec.compile import version
+from mmspec.pipelines.target import captured_prompt, captured_tower
+from tests.compile.test_compiled_prompt import SIX, pictures, same
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Towers alone are captured, and their pieces run as they are; nothing is known of any model."""
-    monkeypatch.setattr(capture, "inductor", lambda piece, examples: piece)
-    monkeypatch.setattr(captures.Forward, "read", lambda self, target, *told: target.read(*told))
+    """Towers alone are captured."""
+    uncompiled.pieces(monkeypatch, forwards=False, prompts=True)
     monkeypatch.setattr(captured_prompt, "reader", lambda *told: None)
-    for module in (capture_cache, captured_tower):
-        monkeypatch.setattr(module, "_OF", WeakKeyDictionary())
-    warnings.simplefilter("error", UserWarning)
 
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """An entry for each time that a capture has read pictures."""
-    found: list[int] = []
-    of = captured_tower._TowerOutput.of
-    monkeypatch.setattr(
-        captured_tower._TowerOutput, "of", lambda output, tensors: (found.append(1), of(output, tensors))[1]
-    )
-    return found
-
-
-def pictures(name: str, count: int = 4, kind: str = "image first") -> list[dict[str, Any]]:
-    """Prompts of the same shape, whose pictures differ."""
-    return [tiny_vlms.prompt(name, kind, picture_seed=seed) for seed in range(count)]
-
-
-def same(model: Any, *calls: dict[str, Any], **options: Any) -> None:
-    """Calls of an enabled model give what they give without."""
-    wanted = [tiny_vlms.generate(model, inputs, max_new_tokens=6) for inputs in calls]
-    with mmspec.enable(model, "ngram", **{"compile": True, **options}):
-        for inputs, want in zip(calls, wanted, strict=True):
-            assert torch.equal(tiny_vlms.generate(model, inputs, max_new_tokens=6), want)
+    return uncompiled.encodings(monkeypatch)
 
 
 @pytest.mark.parametrize("name", tiny_vlms.FAMILIES)
@@ -71,7 +49,7 @@ def test_the_features_are_those_of_the_tower(replays: list[int]):
 
 
 def test_without_compile_or_a_repeated_shape_the_tower_reads_by_itself(replays: list[int]):
-    same(tiny_vlms.model("llava"), *pictures("llava"), compile=False)
+    as_stock(tiny_vlms.model("llava"), pictures("llava"), "ngram", call=SIX)
     same(tiny_vlms.model("llava"), *pictures("llava", 1), *pictures("llava", 1, "text only"))
     assert not replays
 
@@ -85,26 +63,6 @@ def test_other_grids_of_as_many_patches_are_captured_apart(replays: list[int]):
         assert not torch.equal(turned[-1]["image_grid_thw"], grid)
     same(model, *calls, *turned)
     assert len(replays) == 2
-
-
-def test_weights_that_were_written_to_are_read(replays: list[int]):
-    model, calls = copy.deepcopy(tiny_vlms.model("llava")), pictures("llava", 3)
-    same(model, *calls)
-    for weight in model.get_encoder(modality="image").parameters():
-        weight.data = weight.data.roll(1, 0)
-    same(model, *calls)
-    assert replays
-
-
-def test_hooks_see_the_pictures(replays: list[int]):
-    model, calls, seen = copy.deepcopy(tiny_vlms.model("llava")), pictures("llava", 3), list[int]()
-    same(model, *calls)
-    layer = next(m for m in model.get_encoder(modality="image").modules() if isinstance(m, torch.nn.LayerNorm))
-    handle = layer.register_forward_hook(lambda module, told, out: seen.append(told[0].shape[1]))
-    before = len(replays)
-    same(model, calls[0])
-    handle.remove()
-    assert seen and len(replays) == before
 
 
 def test_a_tower_that_attends_by_itself_is_not_captured(replays: list[int]):

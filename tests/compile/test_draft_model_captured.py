@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from mmspec.compile.capture import PiecewiseFunction
 from mmspec.pipelines.drafters import draft_model as drafting
 from mmspec.pipelines.target import captures
 from mmspec.types import Draft
-from tests.compile.test_captured import as_it_is
 
 CHAIN, DRAWS = {"depth": 3, "width": 1}, {"tree": "chain", "depth": 3, "draws": True}
 TREE = {"depth": 3, "width": 2, "size": 8}
@@ -26,8 +24,7 @@ SAMPLED = {"do_sample": True, "temperature": 30.0, "top_k": 0}
 @pytest.fixture(autouse=True)
 def pieces_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """No compiler runs, and whatever falls back fails."""
-    uncompiled.pieces(monkeypatch, as_it_is)
-    warnings.simplefilter("error", UserWarning)
+    uncompiled.pieces(monkeypatch, uncompiled.strictly)
 
 
 def draft_of(model: Any) -> Any:

@@ -42,7 +42,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Where graphs are recorded; pieces are not compiled, and nothing may fall back."""
     uncompiled.pieces(monkeypatch)
     monkeypatch.delenv(graphs.VARIABLE, raising=False)
-    warnings.simplefilter("error", UserWarning)
     if request.param == "cuda":
         return "cuda"
     monkeypatch.setattr(graphs, "wanted", lambda tensors: graphs.setting() == "auto")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,12 +11,12 @@ import tiny_image_models
 import tiny_llamagen
 import torch
 import uncompiled
+from compared import as_stock
 from tiny_image_models import PAINTERS
 from torch import Tensor
 
 import mmspec
 from benchmarks.suites.round import Reads
-from mmspec.compile import capture, capture_cache
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.shape import Shape
 from mmspec.pipelines.patching import drafting
@@ -25,6 +24,7 @@ from mmspec.pipelines.target import captures
 from mmspec.pipelines.target.llamagen import LlamaGenTarget
 from mmspec.session import Row, Session
 from mmspec.switch import RoundCosts
+from tests.compile.test_round import WRONG
 
 ASKED = {"text": {"prompt": ["a small red circle", "a blue square", "the large striped square on the left"]},
          "class": {"class_labels": [3, 8, 1]}}  # fmt: skip
@@ -35,7 +35,6 @@ FULL = pytest.mark.full
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces are run, not compiled; and nothing may fall back to the stock forward."""
     uncompiled.pieces(monkeypatch)
-    warnings.simplefilter("error", UserWarning)
 
 
 def draw(pipe: Any, kind: str = "text", rows: int = 3, **settings: Any) -> Tensor:
@@ -43,6 +42,13 @@ def draw(pipe: Any, kind: str = "text", rows: int = 3, **settings: Any) -> Tenso
     seeds = [torch.Generator().manual_seed(7 + b) for b in range(rows)]
     settings = {"generator": seeds, "output_type": "latent", "clean_caption": False, **settings}
     return pipe(**{name: asked[:rows]}, **settings).tokens
+
+
+def same_picture(call: dict[str, Any] | None = None, drafter: Any = "jacobi", **options: Any) -> tuple[Any, Any]:
+    """Asserts that the seed gives the same picture once the pipeline is enabled; the pipeline, and its handle."""
+    call = call or {}
+    pipe = tiny_llamagen.pipeline(call.get("kind", "text"))
+    return pipe, as_stock(pipe, {}, drafter, draw=lambda pipe, _: draw(pipe, **call), reproducible=True, **options)
 
 
 def held(model: Any) -> list[Any]:
@@ -54,11 +60,7 @@ def held(model: Any) -> list[Any]:
 )
 @pytest.mark.every(6)
 def test_compiled_draws_the_picture_of_the_seed(kind: str, scale: float, window: int, quick: None) -> None:
-    pipe = tiny_llamagen.pipeline(kind)
-    plain = draw(pipe, kind, guidance_scale=scale)
-    with mmspec.enable(pipe, "jacobi", window=window, reproducible=True, compile=True):
-        for _ in range(2):
-            assert torch.equal(draw(pipe, kind, guidance_scale=scale), plain)
+    pipe = same_picture({"kind": kind, "guidance_scale": scale}, window=window, times=2, compile=True)[0]
     assert held(pipe.transformer) and all(held(pipe.transformer))
 
 
@@ -90,25 +92,15 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 @pytest.mark.every(2)
 def test_auto_draws_the_picture_of_the_seed(rows: int, options: dict[str, Any], quick: None, restless: None) -> None:
-    pipe = tiny_llamagen.pipeline()
-    plain = draw(pipe, rows=rows)
-    with mmspec.enable(pipe, "jacobi", window=8, reproducible=True, auto=True, **options) as handle:
-        for _ in range(3):
-            assert torch.equal(draw(pipe, rows=rows), plain)
-        assert handle.stats.accepted > 0
+    assert same_picture({"rows": rows}, window=8, times=3, auto=True, **options)[1].stats.accepted > 0
 
 
 @pytest.mark.parametrize("drafter", ["eagle chain", "eagle tree"])
 def test_auto_draws_the_picture_of_the_seed_with_features(drafter: str, restless: None) -> None:
-    pipe = tiny_llamagen.pipeline()
     shape = Shape.chain(4) if drafter == "eagle chain" else Shape(3, 3, 12)
     grid = {"rope": "2d", "grid": tiny_llamagen.SIZES["grid"]}
     made = EagleDrafter(EagleConfig(32, 32, 2, 2, 64, **grid, shape=shape))
-    plain = draw(pipe)
-    with mmspec.enable(pipe, made, reproducible=True, auto=True) as handle:
-        for _ in range(3):
-            assert torch.equal(draw(pipe), plain)
-        assert handle.stats.drafted > 0
+    assert same_picture(drafter=made, times=3, auto=True)[1].stats.drafted > 0
 
 
 @pytest.mark.parametrize("name", ["janus", "emu3", "glm_image", "chameleon guided"])
@@ -176,20 +168,10 @@ def test_a_round_reads_once(quick: None) -> None:
 @pytest.mark.parametrize("what", ["wrong", "no compiler"])
 @pytest.mark.every(2)
 def test_what_cannot_be_captured_runs_as_it_is(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compilers = {"wrong": lambda piece, examples: lambda *a: [-t for t in piece(*a)], "no compiler": lambda *a: 1 / 0}
-    monkeypatch.setattr(capture, "inductor", compilers[what])
-    monkeypatch.setattr(capture_cache, "_OF", WeakKeyDictionary())
-    monkeypatch.setattr(
-        "mmspec.pipelines.target.captured_prompt.MOST", 0
-    )  # prompts are captured in test_compiled_prompt
-    pipe = tiny_llamagen.pipeline()
-    plain = draw(pipe)
+    uncompiled.pieces(monkeypatch, WRONG[what])
     why = {"wrong": "away from", "no compiler": "ZeroDivisionError"}[what]
-    with (
-        mmspec.enable(pipe, "jacobi", window=5, reproducible=True, compile=True),
-        pytest.warns(UserWarning, match=f"LlamaGenTransformer uncompiled: .*{why}"),
-    ):
-        assert torch.equal(draw(pipe), plain)
+    with pytest.warns(UserWarning, match=f"LlamaGenTransformer uncompiled: .*{why}"):
+        same_picture(window=5, compile=True)
 
 
 def test_a_model_in_another_precision_is_captured_anew(quick: None) -> None:
@@ -228,8 +210,5 @@ def test_text_and_pictures_of_one_shape_are_not_confused(quick: None) -> None:
 
 @FULL
 def test_compiled_by_the_compiler_draws_the_picture_of_the_seed() -> None:
-    pipe = tiny_llamagen.pipeline()
-    plain = draw(pipe, rows=1)
-    with mmspec.enable(pipe, "jacobi", window=5, reproducible=True, compile=True):
-        assert torch.equal(draw(pipe, rows=1), plain) and torch.equal(draw(pipe, rows=1), plain)
+    pipe = same_picture({"rows": 1}, window=5, times=2, compile=True)[0]
     assert all(held(pipe.transformer))

@@ -8,21 +8,20 @@ import itertools
 import json
 import random
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 import tiny_llava
 import tiny_vlms
 import torch
 import uncompiled
-from hostile_drafters import DRAFTERS, Oracle, eagle
+from compared import as_stock
+from hostile_drafters import DRAFTERS, eagle
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from uncompiled import as_it_is
@@ -58,7 +57,6 @@ CHAIN = {"depth": 3, "width": 1, "size": 4}
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces are run, not compiled; and nothing may fall back to the stock forward."""
     uncompiled.pieces(monkeypatch)
-    warnings.simplefilter("error", UserWarning)
 
 
 # -- capture ---------------------------------------------------------------------------------------------------------
@@ -239,38 +237,26 @@ def test_only_full_batches_of_captions_are_captured(quick: None):
         assert sizes() == {1, 2}
 
 
+WRONG = {"wrong": lambda piece, examples: lambda *a: [-t for t in piece(*a)], "no compiler": lambda *a: 1 / 0}
+
+
 @pytest.mark.parametrize("what", ["eager", "adapters", "wrong", "no compiler"])
 @pytest.mark.every(2)
 def test_what_cannot_be_captured_runs_as_it_is(what: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(capture_cache, "_OF", WeakKeyDictionary())
-    monkeypatch.setattr(
-        "mmspec.pipelines.target.captured_prompt.MOST", 0
-    )  # prompts are captured in test_compiled_prompt
-    monkeypatch.setattr(capture, "inductor", as_it_is)
-    model, inputs = (
-        tiny_vlms.model("llava", "eager" if what == "eager" else "sdpa"),
-        tiny_vlms.prompt("llava", "text only"),
-    )
-    wanted = tiny_vlms.generate(model, inputs)
+    uncompiled.pieces(monkeypatch, WRONG.get(what, as_it_is))
+    model = tiny_vlms.model("llava", "eager" if what == "eager" else "sdpa")
     if what == "adapters":
         monkeypatch.setattr(model.lm_head, "base_layer", None, raising=False)
-    if what == "wrong":
-        monkeypatch.setattr(capture, "inductor", lambda piece, examples: lambda *a: [-t for t in piece(*a)])
-    if what == "no compiler":
-        monkeypatch.setattr(capture, "inductor", lambda *a: 1 / 0)
     why = {"eager": "'eager'", "adapters": "adapters", "wrong": "away from", "no compiler": "ZeroDivisionError"}
-    with mmspec.enable(model, Plain(), compile=True), pytest.warns(UserWarning, match=f"uncompiled: .*{why[what]}"):
-        assert torch.equal(tiny_vlms.generate(model, inputs), wanted)
+    with pytest.warns(UserWarning, match=f"uncompiled: .*{why[what]}"):
+        as_stock(model, tiny_vlms.prompt("llava", "text only"), Plain(), compile=True)
     tiny_vlms.model("llava").set_attn_implementation("sdpa")
 
 
 @FULL
 def test_compiled_by_the_compiler_is_stock():
-    model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "image first")
-    wanted = tiny_vlms.generate(model, inputs)
-    with mmspec.enable(model, eagle(model, **CHAIN), compile=True):
-        assert torch.equal(tiny_vlms.generate(model, inputs), wanted)
-        assert torch.equal(tiny_vlms.generate(model, inputs), wanted)
+    model = tiny_vlms.model("llava")
+    as_stock(model, tiny_vlms.prompt("llava", "image first"), eagle(model, **CHAIN), times=2, compile=True)
 
 
 # -- auto=True -------------------------------------------------------------------------------------------------------
@@ -432,14 +418,13 @@ class Told(RoundCosts):
 @pytest.mark.parametrize("kind", ["image first", "ragged"])
 @pytest.mark.every(2)
 def test_auto_is_stock_whatever_it_chooses(drafter: str, kind: str):
-    model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", kind)
-    wanted = tiny_vlms.generate(model, inputs)
-    made = "jacobi" if drafter == "jacobi" else DRAFTERS[drafter](model, Oracle({}))
-    with mmspec.enable(model, made, auto=True) as handle:
-        assert isinstance(handle.proposer, Switch)
-        for off in (3, 10**6):
+    for off in (3, 10**6):
+
+        def chosen(handle: Any, off: int = off) -> None:
+            assert isinstance(handle.proposer, Switch)
             handle.proposer.costs = Told((False, True, True, False, False, True), off)
-            assert torch.equal(tiny_vlms.generate(model, inputs), wanted)
+
+        as_stock(tiny_vlms.model("llava"), tiny_vlms.prompt("llava", kind), drafter, begun=chosen, auto=True)
 
 
 def noting(handle: Any, plain: tuple[bool, ...]) -> dict[tuple[int, ...], list[int]]:

@@ -10,6 +10,7 @@ import pytest
 import tiny_vlms
 import torch
 import transformers as T
+from compared import as_stock
 from hostile_drafters import Scripted, _random, eagle
 from torch import Tensor, nn
 
@@ -113,10 +114,7 @@ def test_the_users_own_conditions_and_grammars_see_ordinary_tensors() -> None:
 
     allowed.mmspec_pure = True  # type: ignore[attr-defined]
     told = {"stopping_criteria": [Remembering()], "prefix_allowed_tokens_fn": allowed}
-    stock = tiny_vlms.generate(model, inputs, **told)
-    with mmspec.enable(model, drafter=Scripted(_random)):
-        for _ in range(2):
-            assert torch.equal(tiny_vlms.generate(model, inputs, **told), stock)
+    as_stock(model, inputs, Scripted(_random), call=told, times=2)
     assert asked and not any(asked)
 
 

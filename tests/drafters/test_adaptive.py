@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import published_mtp
 import pytest
+import table_targets
 import tiny_vlms
 import torch
-from hostile_drafters import Scripted, eagle
+from hostile_drafters import Scripted
 
-import mmspec
 from mmspec.drafters.adaptive import Adaptive, lengths
 from mmspec.tree import chain
 from mmspec.types import NO_TOKEN, Draft
@@ -21,19 +18,20 @@ from tests.host import test_recurrent_law
 
 
 class Chain:
-    """Drafts the same token as often as it is told."""
+    """Drafts the same token so many times, and counts how often it is asked."""
 
     features: tuple[int, ...] = ()
 
-    def __init__(self, depth: int) -> None:
-        self.depth, self.nodes = depth, depth + 1
+    def __init__(self, depth: int, token: int = 7) -> None:
+        self.depth, self.nodes, self.token, self.asked = depth, depth + 1, token, 0
 
     def start(self, session: Any, *_: Any) -> Any:
-        return SimpleNamespace()
+        return table_targets.Nothing()
 
     def propose(self, session: Any, target: Any) -> Draft:
+        self.asked += 1
         B = len(session.rows)
-        return Draft(torch.full((B, self.nodes), 7), chain(self.nodes, torch.device("cpu")).expand(B))
+        return Draft(torch.full((B, self.nodes), self.token), chain(self.nodes, torch.device("cpu")).expand(B))
 
 
 class Rounds:
@@ -90,34 +88,6 @@ def test_greedy_rows_share_the_median_length():
     assert rounds.propose() == [4] * 4
 
 
-def another(model: Any, folder: Path) -> Any:
-    """The target itself, as another model: all that it drafts is accepted."""
-    return copy.deepcopy(model)
-
-
-def shipped_heads(model: Any, folder: Path) -> Any:
-    published_mtp.shipped(model, folder, published_mtp.qwen_heads(model))
-    return "mtp"
-
-
-@pytest.mark.parametrize("kind", ["image first", "ragged"])
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    ("name", "made"),
-    [("llava", lambda model, folder: eagle(model)), ("llava", another), ("qwen3_5", shipped_heads)],
-    ids=["eagle", "model", "mtp"],
-)
-@pytest.mark.every(3)
-def test_greedy_text_is_stocks(name: str, made: Any, kind: str, compile: bool, tmp_path: Path):
-    model = copy.deepcopy(tiny_vlms.model(name))
-    inputs = tiny_vlms.prompt(name, kind)
-    wanted = tiny_vlms.generate(model, inputs)
-    with mmspec.enable(model, made(model, tmp_path), depth=8, adaptive=True, compile=compile) as handle:
-        for _ in range(2):
-            assert torch.equal(tiny_vlms.generate(model, inputs), wanted)
-    assert handle.stats.drafted
-
-
 class Told(Adaptive):
     """An instance that `enable` takes as it is."""
 
@@ -140,10 +110,3 @@ def test_the_joint_law_of_three_tokens(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(test_recurrent_law, "drafted", drafted)
     assert test_recurrent_law.distance(tiny_vlms.text(), monkeypatch) < 1e-5
-
-
-@pytest.mark.parametrize("told", [{"width": 3, "depth": 3}, {"tree": "reverse_balanced_25"}])
-def test_trees_are_not_adaptive(told: dict[str, Any]):
-    model = tiny_vlms.model("llava")
-    with pytest.raises(ValueError, match="adaptive=True drafts chains"):
-        mmspec.enable(model, eagle(model), adaptive=True, **told)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import tiny_vlms
 import torch
 import transformers as T
+from compared import as_stock, stock_drafts
 from torch import Tensor
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator as Stock
 
@@ -60,57 +60,32 @@ def prompt(rows: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-@pytest.fixture
-def stock_drafts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
-    seen: list[list[int]] = []
-    own = Stock.get_candidates
-
-    def told(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = own(self, input_ids, *args, **kwargs)
-        seen.append(found[0][0, input_ids.shape[1] :].tolist())
-        return found
-
-    monkeypatch.setattr(Stock, "get_candidates", told)
-    yield seen
-
-
 @pytest.mark.parametrize("options", [{}, {"depth": 3, "width": 3, "size": 10}, {"tree": "mc_sim_7b_63", "draws": True}])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @pytest.mark.every(8)
 def test_the_tokens_are_the_targets(attn: str, rows: int, options: dict[str, Any]) -> None:
     model, assistant = pair(attn, centroids=rows > 1)
-    inputs = prompt(rows)
-    full = tiny_vlms.generate(model, inputs)
-    with mmspec.enable(model, assistant, **options) as handle:
-        assert isinstance(handle.drafter, AssistantDrafter)
-        assert torch.equal(tiny_vlms.generate(model, inputs), full)
-        assert handle.stats.drafted > 0
+    handle = as_stock(model, prompt(rows), assistant, **options)
+    assert isinstance(handle.drafter, AssistantDrafter) and handle.stats.drafted > 0
 
 
 @pytest.mark.parametrize("centroids", [False, True])
-def test_the_first_draft_is_that_of_transformers(centroids: bool, stock_drafts: list[list[int]]) -> None:
+def test_the_first_draft_is_that_of_transformers(centroids: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later on stock shows the assistant the keys of a token that was refused; here it never sees one."""
     model, assistant = pair(centroids=centroids)
     assistant.generation_config.num_assistant_tokens = 5
-    inputs, first = prompt(1), []
-    full = model.generate(**inputs, max_new_tokens=12, do_sample=False, assistant_model=assistant)
-    with mmspec.enable(model, "plain") as handle:
-        mine = AssistantDrafter.propose
+    first, theirs, mine = [], stock_drafts(Stock, monkeypatch), AssistantDrafter.propose
 
-        def told(self: Any, session: Any, target: Any) -> Any:
-            draft = mine(self, session, target)
-            first.append(draft.tokens[0, 1:].tolist())
-            return draft
+    def told(self: Any, session: Any, target: Any) -> Any:
+        draft = mine(self, session, target)
+        first.append(draft.tokens[0, 1:].tolist())
+        return draft
 
-        AssistantDrafter.propose = told  # type: ignore[method-assign]
-        try:
-            ours = model.generate(**inputs, max_new_tokens=12, do_sample=False, assistant_model=assistant)
-        finally:
-            AssistantDrafter.propose = mine  # type: ignore[method-assign]
-        assert handle.stats.drafted > 0
-    assert torch.equal(ours, full)
-    assert first[0] == next(draft for draft in stock_drafts if draft)
+    monkeypatch.setattr(AssistantDrafter, "propose", told)
+    handle = as_stock(model, prompt(1), "plain", call={"max_new_tokens": 12, "assistant_model": assistant})
+    assert handle.stats.drafted > 0
+    assert first[0] == next(draft for draft in theirs if draft)
 
 
 def test_rows_are_drafted_for_as_if_alone() -> None:

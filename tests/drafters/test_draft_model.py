@@ -9,58 +9,46 @@ import pytest
 import tiny_vlms
 import torch
 import vlm_classes as zoo
-
-import mmspec
+from compared import as_stock
 
 
 @pytest.mark.parametrize("name", ["blip-2", "instructblip", "instructblipvideo"])
 def test_a_model_that_hands_the_writing_on_drafts_by_the_one_that_writes(name: str) -> None:
-    model, inputs = zoo.model(name), zoo.prompt(name, "ragged")
-    stock = zoo.generate(model, inputs)
-    with mmspec.enable(model, copy.deepcopy(model)) as handle:
-        assert torch.equal(zoo.generate(model, inputs), stock)
-        assert handle.stats.drafted > 0
+    model = zoo.model(name)
+    handle = as_stock(model, zoo.prompt(name, "ragged"), copy.deepcopy(model), draw=zoo.generate)
+    assert handle.stats.drafted > 0
 
 
 def test_embeddings_are_the_targets_alone() -> None:
     """A smaller model has narrower ones."""
-    model, small = tiny_vlms.text(), tiny_vlms.text(hidden_size=32)
+    model = tiny_vlms.text()
     ids = torch.randint(5, 100, (1, 9), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids, "inputs_embeds": model.get_input_embeddings()(ids).detach()}
-    stock = tiny_vlms.generate(model, inputs)
-    with mmspec.enable(model, small):
-        assert torch.equal(tiny_vlms.generate(model, inputs), stock)
+    as_stock(model, inputs, tiny_vlms.text(hidden_size=32))
 
 
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_ids_that_only_the_target_has(compile: bool) -> None:
     """LLaVA's vocabulary is that of its text model, and a few ids for pictures and padding."""
     model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "ragged")
-    small = tiny_vlms.text(vocab_size=tiny_vlms.IMAGE)
     stock = tiny_vlms.generate(model, inputs)
     assert int(stock[:, inputs["input_ids"].shape[1] :].max()) >= tiny_vlms.IMAGE
-    with mmspec.enable(model, small, compile=compile):
-        assert torch.equal(tiny_vlms.generate(model, inputs), stock)
+    as_stock(model, inputs, tiny_vlms.text(vocab_size=tiny_vlms.IMAGE), compile=compile)
 
 
 def test_several_answers_about_several_pictures() -> None:
     """For each answer the draft model has the pictures in their order: the target itself is nearly always right."""
     model, inputs = tiny_vlms.model("qwen2_5_vl"), tiny_vlms.prompt("qwen2_5_vl", "several images")
-    grids = inputs["image_grid_thw"].tolist()
-    assert len({tuple(grid) for grid in grids}) > 1
+    assert len({tuple(grid) for grid in inputs["image_grid_thw"].tolist()}) > 1
     asked: dict[str, Any] = {"do_sample": True, "top_k": 1, "num_return_sequences": 3}
-    stock = tiny_vlms.generate(model, inputs, **asked)
-    with mmspec.enable(model, copy.deepcopy(model)) as handle:
-        assert torch.equal(tiny_vlms.generate(model, inputs, **asked), stock)
+    handle = as_stock(model, inputs, copy.deepcopy(model), call=asked)
     assert handle.stats.accepted > 0.9 * handle.stats.drafted
 
 
 @pytest.mark.parametrize("setting", [{"num_beams": 2}, {"stop_strings": ["a"]}, {"cache_implementation": "offloaded"}])
 def test_its_own_generation_config_does_not_decide_how_it_drafts(setting: dict[str, Any]) -> None:
-    model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "image first")
+    model = tiny_vlms.model("llava")
     small = copy.deepcopy(model)
     small.generation_config.update(**setting)
-    wanted = tiny_vlms.generate(model, inputs)
-    with mmspec.enable(model, small) as handle:
-        assert torch.equal(tiny_vlms.generate(model, inputs), wanted)
-        assert handle.stats.tokens_per_target_call > 2
+    handle = as_stock(model, tiny_vlms.prompt("llava", "image first"), small)
+    assert handle.stats.tokens_per_target_call > 2

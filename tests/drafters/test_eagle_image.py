@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny_llamagen
 import torch
+from stopped import goes_on
 from torch import Tensor
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
@@ -131,27 +132,6 @@ def test_what_the_law_excludes_is_a_hole() -> None:
     assert q is not None and not q.softmax(-1).isnan().any()
 
 
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"tree": "oak"}, "unknown tree 'oak'; choose from dynamic, chain"),
-        ({"tree": []}, r"a list of paths of ranks ≥ 0, such as \[\[0\], \[0, 0\], \[1\]\]; got \[\]"),
-        ({"tree": [[0], [-1]]}, r"ranks ≥ 0, .*; got \[\[0\], \[-1\]\]"),
-        ({"tree": [0, 1]}, "a list of paths"),
-        ({"tree": 7}, "a list of paths"),
-        ({"tree": [[0], []]}, "a list of paths"),
-        ({"tree": [[0], [2]]}, r"lacks \[1\]"),
-        ({"tree": [[0], [1]], "size": 3}, "a shape of its own; leave out size"),
-        ({"tree": "reverse_balanced_25", "depth": 3}, "a shape of its own; leave out depth"),
-        ({"draws": True}, "needs a static tree"),
-        ({"window": 4}, "no use for window"),
-    ],
-)
-def test_options_that_make_no_sense(options: dict[str, Any], word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        fitted(drafter(), **options)
-
-
 def test_a_tree_of_the_users_own() -> None:
     made = fitted(drafter(), tree=[[0, 0], [1], [0, 1]])  # prefixes may be left out
     assert made.options.tree == ((0,), (1,), (0, 0), (0, 1))
@@ -188,32 +168,6 @@ def test_rows_and_columns_turn_as_in_llamagen() -> None:
     angle = (5 // 4) * 10000.0 ** -(2 / 8)  # literally: dimension 1 of place 5 turns with its row
     turned = x[0, 0, 4, 1] * torch.tensor(angle).cos() - x[0, 0, 4, 9] * torch.tensor(angle).sin()
     assert torch.allclose(rotate(x, place, Rope(rope="2d", grid=4))[0, 0, 4, 1], turned)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "word"), [({"rope": "2d", "grid": 0}, "grid ≥ 1"), ({"rope": "1d"}, "grid 0"), ({"heads": 16}, "of 4")]
-)
-def test_rotary_settings_are_checked(wrong: dict[str, Any], word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        drafter(**wrong)
-
-
-@pytest.mark.parametrize(
-    ("turns", "word"),
-    [
-        ({"rope": "1d", "grid": 0}, r"rotary positions '1d', base 10000 \(target: '2d' on a grid of 4, base 10000\)"),
-        ({"grid": 8}, "on a grid of 8"),
-        ({"rope_theta": 500.0}, "base 500"),
-    ],
-)
-def test_a_drafter_whose_positions_are_not_the_targets(turns: dict[str, Any], word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        mmspec.enable(tiny_llamagen.pipeline(vocab=64), drafter=drafter(**turns))
-
-
-def test_a_grid_is_for_pictures() -> None:
-    with pytest.raises(ValueError, match="rotary positions '2d' on a grid of 4"):
-        drafter().fit(TargetInfo("text", 64, 32, 32, 2, CPU, torch.float32), {})
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------
@@ -562,24 +516,7 @@ def test_training_lowers_the_loss_and_raises_tau(tmp_path: Path) -> None:
 
 
 def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
-    whole = distilling(tmp_path / "whole")
-    whole.run()
-    first = distilling(tmp_path / "parts")
-    step = first.update
-
-    def update(trace: Any) -> Any:
-        if first.step == 3:
-            first.save()
-            raise KeyboardInterrupt
-        return step(trace)
-
-    first.update = update  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        first.run()
-    second = distilling(tmp_path / "parts")
-    second.run()
-    for name, weight in whole.drafter.state_dict().items():
-        assert torch.equal(weight, second.drafter.state_dict()[name]), name
+    goes_on(distilling, tmp_path, "update", 3)
 
 
 def test_the_command_trains_for_a_pipelines_folder(tmp_path: Path) -> None:

@@ -269,8 +269,3 @@ def test_settings_that_a_call_does_not_take(draw: str, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("red circle\n" * 6)
     words = ["train", "--target", folder, "--data", f"prompts:{tmp_path / 'prompts.txt'}", "--out", tmp_path / "run"]
     assert cli.main([*map(str, words), "--device", "cpu", "--set", "held_out=1", "--draw", draw]) == 1
-
-
-def test_heads_are_for_llamagen(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'heads' draft for LlamaGen alone"):
-        build_for_pictures("heads", painted("janus"))

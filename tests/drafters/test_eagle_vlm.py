@@ -186,17 +186,6 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("kind", ["several images", "ragged"])
-@pytest.mark.every(2)
-def test_greedy_is_stock(network, kind):
-    model, inputs = tiny_vlms.model("qwen2_5_vl"), tiny_vlms.prompt("qwen2_5_vl", kind)
-    want = tiny_vlms.generate(model, inputs)
-    with mmspec.enable(model, drafter=made(**NETWORKS[network])):
-        assert torch.equal(tiny_vlms.generate(model, inputs), want)
-        assert mmspec.stats(model).drafted > 0
-
-
 def test_positions_are_the_targets_own(monkeypatch):
     """The rows of an image turn with its height and width, and the next row goes on where the target does."""
     model, seen = tiny_vlms.model("qwen2_5_vl"), []
@@ -232,9 +221,3 @@ def test_an_eagle_file_for_qwen2_vl_is_no_msd(tmp_path):
     assert load(folder).method == "eagle"
     t["layers.0.input_layernorm.weight"] = 1 + torch.rand(H)
     assert load(put(tmp_path / "b", {**config, "model_type": "qwen2_vl"}, t)).method == "msd"
-
-
-def test_what_cannot_be_trained_here():
-    drafter = made(layers=2)
-    with pytest.raises(ValueError, match="cannot be trained here"):
-        drafter(torch.zeros(1, 4, tiny_vlms.HIDDEN), torch.zeros(1, 4, 2 * tiny_vlms.HIDDEN), None, None, 1)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny_llamagen
 import torch
+from stopped import goes_on
 
 import mmspec
 from mmspec.app import cli
@@ -135,20 +136,6 @@ def test_a_guess_of_the_targets_own_stands() -> None:
     assert any(bool((before != after).any()) for before, after, _ in drafts)
 
 
-@pytest.mark.parametrize(
-    ("shape", "options", "why"),
-    [
-        ({"hidden": 16}, {}, "made for another target, of width 16"),
-        ({}, {"window": 13}, "at most 11 tokens"),
-        ({}, {"proactive": (2, 2)}, "Leave proactive out"),
-        ({}, {"depth": 3}, "depth"),
-    ],
-)
-def test_what_does_not_fit_is_refused(shape: dict[str, Any], options: dict[str, Any], why: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=why):
-        mmspec.enable(pipeline(), drafter=heads(**shape), **options)
-
-
 def test_another_grid_is_refused() -> None:
     pipe = pipeline()
     with (
@@ -180,23 +167,8 @@ def test_training_raises_what_a_forward_gives(tmp_path: Path) -> None:
 
 
 def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
-    whole = training(tmp_path / "whole")
-    whole.run()
-    first = training(tmp_path / "parts")
-    step = first.learn
-
-    def learn(*given: Any) -> float:
-        if first.step == 6:  # in the second part of three
-            raise KeyboardInterrupt
-        return step(*given)
-
-    first.learn = learn  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        first.run()
-    second = training(tmp_path / "parts")
-    second.run()
-    for name, weight in whole.drafter.state_dict().items():
-        assert torch.equal(weight, second.drafter.state_dict()[name]), name
+    """It stops in the second part of three."""
+    goes_on(training, tmp_path, "learn", 6)
 
 
 def test_the_command_trains_for_a_pipelines_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,18 +188,8 @@ def test_the_command_trains_for_a_pipelines_folder(tmp_path: Path, capsys: pytes
     with mmspec.enable(pipe, drafter=str(tmp_path / "run" / "drafter"), reproducible=True) as handle:
         assert torch.equal(draw(pipe).tokens, alone) and handle.drafter.options.window == 6
     capsys.readouterr()
-    looking = [
-        "train",
-        "--method",
-        "heads",
-        "--target",
-        "nowhere",
-        "--data",
-        str(tmp_path),
-        "--out",
-        str(tmp_path / "x"),
-    ]
-    assert cli.main(looking) == 1 and "'heads' is for models that draw" in capsys.readouterr().err
+    looking = ["--method", "heads", "--target", "nowhere", "--data", str(tmp_path), "--out", str(tmp_path / "x")]
+    assert cli.main(["train", *looking]) == 1 and "'heads' is for models that draw" in capsys.readouterr().err
 
 
 def test_heads_survive_a_file(tmp_path: Path) -> None:

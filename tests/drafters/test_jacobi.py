@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 import mmspec
-from mmspec.config import SpecConfig
 from mmspec.drafters.jacobi import JacobiDrafter, _branched, _keep_or_redraw
 from mmspec.drafters.window import WindowOptions, layout
 from mmspec.kernels import reference as ops
 from mmspec.loop import decode, start
-from mmspec.pipelines.patching.choose import fitted
 from mmspec.protocols import TargetInfo
 from mmspec.session import Row, Session
 from mmspec.switch import RoundCosts, Switch
@@ -468,7 +466,10 @@ def test_a_window_of_one_is_plain_decoding_and_so_is_none() -> None:
             return lone(session.pending[:, None])
 
     seeds = [11, 22, 33]
-    assert drawn(toy, jacobi(toy, window=1), seeds, [24] * 3)[0] == drawn(toy, Nothing(), seeds, [24] * 3)[0]
+    tokens, session = drawn(toy, jacobi(toy, window=1), seeds, [24] * 3)
+    assert tokens == drawn(toy, Nothing(), seeds, [24] * 3)[0]
+    assert session.stats.drafted == 0 and session.stats.rounds == 23
+    assert torch.equal(chain(1, CPU).parents, layout(1, (1, 1), CPU).tree.parents)
 
 
 def drafts_of(toy: Toy, drafter: JacobiDrafter, seeds: list[int], lengths: list[int]) -> dict[int, list[Any]]:
@@ -548,49 +549,6 @@ def test_couplings_save_calls_and_a_tree_saves_more() -> None:
 # -- options ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"window": 0}, "window must be a whole number ≥ 1"),
-        ({"window": -3}, "window must be"),
-        ({"window": 2.5}, "window must be"),
-        ({"window": True}, "window must be"),
-        ({"init": "diagonal"}, "init must be one of uniform, horizontal, vertical, mixture"),
-        ({"coupling": "loose"}, "coupling must be one of none, maximal, gumbel"),
-        ({"proactive": (1, 3)}, "proactive must be"),
-        ({"proactive": 3}, "proactive must be"),
-        ({"proactive": (2, 5), "window": 4}, "window ≥ 5, got window=4"),
-        ({"budget": -0.1}, "budget must be"),
-        ({"budget": math.nan}, "budget must be"),
-        ({"depth": 3}, "the jacobi drafter has no use for depth; its options are window, init, coupling, proactive"),
-    ],
-    ids=str,
-)
-def test_bad_options_are_refused_with_what_is_allowed(options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-        fitted("jacobi", SpecConfig.split(options)[1], TargetInfo("toy", 4, 1, 1, 1, CPU, torch.float32))
-
-
-@pytest.mark.parametrize(
-    ("options", "useless"),
-    [
-        ({"window": 8, "coupling": "none"}, "window, coupling"),
-        ({"tree": "dynamic"}, "tree"),
-        ({"draws": True}, "draws"),
-    ],
-    ids=str,
-)
-def test_ngram_refuses_what_it_cannot_do(options: Any, useless: str) -> None:
-    message = f"the ngram drafter has no use for {useless}; its options are depth, width, size"
-    with pytest.raises(ValueError, match=message):
-        fitted("ngram", options, TargetInfo("toy", 4, 1, 1, 1, CPU, torch.float32))
-
-
-def test_plain_decoding_refuses_to_draft() -> None:
-    with pytest.raises(ValueError, match="plain decoding has no use for depth; it has no options of its own"):
-        fitted("plain", {"depth": 3}, TargetInfo("toy", 4, 1, 1, 1, CPU, torch.float32))
-
-
 @pytest.mark.parametrize("init", ["vertical", "mixture"])
 def test_the_token_above_needs_a_grid(init: str) -> None:
     toy = Toy(grid=None)
@@ -599,22 +557,12 @@ def test_the_token_above_needs_a_grid(init: str) -> None:
     assert surprise(toy, jacobi(toy, window=3), 3, rows=4000) < LOSSLESS  # left to itself it looks to the left
 
 
-def test_a_window_of_one_drafts_nothing() -> None:
-    toy = Toy()
-    _, session = drawn(toy, jacobi(toy, window=1), [1, 2], [4, 4])
-    assert session.stats.drafted == 0 and session.stats.rounds == 3
-    assert torch.equal(chain(1, CPU).parents, layout(1, (1, 1), CPU).tree.parents)
-
-
 @pytest.mark.parametrize("options", [{"window": 6}, {"window": 9, "coupling": "gumbel", "proactive": (2, 3)}], ids=str)
 def test_text_is_drafted_too(options: Any) -> None:
-    """A VLM without a grid, ragged prompts, an end of text inside the window: greedy tokens are those of `generate`."""
+    """A VLM without a grid: some guesses stand. Greedy text is compared in test_every.py."""
     model = tiny_vlms.model("llava")
-    inputs = tiny_vlms.prompt("llava", "image first")
-    stock = tiny_vlms.generate(model, inputs)
     with mmspec.enable(model, drafter="jacobi", **options) as handle:
-        assert torch.equal(tiny_vlms.generate(model, inputs), stock)
-        assert handle.stats.drafted > 0
-        torch.manual_seed(1)
-        drawn = tiny_vlms.generate(model, inputs, do_sample=True, top_k=5)
-        assert handle.stats.accepted > 0 and drawn.shape[0] == stock.shape[0]
+        for how in ({}, {"do_sample": True, "top_k": 5}):
+            torch.manual_seed(1)
+            tiny_vlms.generate(model, tiny_vlms.prompt("llava", "image first"), **how)
+        assert handle.stats.accepted > 0

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import published_mtp
 import pytest
 import table_targets
 import tiny_vlms
 import torch
-from hostile_drafters import eagle, feature_drafter
+from compared import as_stock
+from hostile_drafters import eagle
 from torch import Tensor
 
-import mmspec
 from mmspec.drafters import extended as extending
 from mmspec.drafters import lookup
-from mmspec.drafters.block_config import BlockConfig
-from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.extended import extended
 from mmspec.drafters.lookup import Lookup
 from mmspec.rules import exact
 from mmspec.tree import chain, from_parents
 from mmspec.types import NO_TOKEN, Categorical, Draft
 from tests.core.test_core import chi_square
+from tests.drafters.test_adaptive import Chain
 
 CPU = torch.device("cpu")
 
@@ -59,28 +55,11 @@ def test_what_is_put_in_is_a_point_mass_also_where_the_drafter_drew_the_same() -
 # -- when it copies ---------------------------------------------------------------------------------------------------
 
 
-class Five:
-    """Drafts token 5 so many times."""
-
-    features: tuple[int, ...] = ()
-
-    def __init__(self, depth: int) -> None:
-        self.nodes, self.asked = depth + 1, 0
-
-    def start(self, session: Any, *_: Any) -> Any:
-        return table_targets.Nothing()
-
-    def propose(self, session: Any, target: Any) -> Draft:
-        self.asked += 1
-        B = len(session.rows)
-        return Draft(torch.full((B, self.nodes), 5), chain(self.nodes, CPU).expand(B))
-
-
 class Rows:
     """A session whose rows say what they are told, a token a round."""
 
     def __init__(self, *texts: list[int]) -> None:
-        self.texts, self.drafter, self.brief = texts, Five(3), Five(1)
+        self.texts, self.drafter, self.brief = texts, Chain(3, 5), Chain(1, 5)
         rows = [SimpleNamespace(tokens=text[:12], generated=1) for text in texts]
         self.session = SimpleNamespace(rows=rows, last=SimpleNamespace(counts=(1,) * len(texts)))
         self.lookup = Lookup(self.drafter, self.brief)
@@ -150,81 +129,6 @@ def test_the_joint_law_of_what_is_drawn(paths: Any, sound: bool, monkeypatch: py
         assert excess > 8
 
 
-def block(model: Any) -> BlockDrafter:
-    head = model.get_output_embeddings().weight
-    torch.manual_seed(5)
-    values = {"hidden": head.shape[1], "intermediate": 48, "heads": 4, "kv_heads": 2, "vocab": head.shape[0]}
-    return BlockDrafter(BlockConfig.of({**values, "layers": 2, "features": (0, 1), "block": 6, "mask_token": 3}))
-
-
-def heads(model: Any, folder: Path) -> str:
-    published_mtp.shipped(model, folder, published_mtp.qwen_heads(model))
-    return "mtp"
-
-
-def another(model: Any, folder: Path) -> Any:
-    """A model that is often wrong."""
-    made = copy.deepcopy(model)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for weight in made.parameters():
-            weight.add_(torch.randn_like(weight) * weight.std(correction=0))
-    return made
-
-
-MADE: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    "eagle": ("llava", lambda model, folder: eagle(model), {}),
-    "chain": ("llava", lambda model, folder: eagle(model), {"width": 1, "depth": 3}),
-    "adaptive": ("llava", lambda model, folder: eagle(model), {"depth": 4, "adaptive": True}),
-    "eagle-3": ("llava", lambda model, folder: eagle(model, draft_vocab=50), {"width": 2, "depth": 3, "size": 7}),
-    "msd": ("llava", lambda model, folder: feature_drafter("msd", model), {}),
-    "vispec": ("llava", lambda model, folder: feature_drafter("vispec", model, num_q=2), {}),
-    "flash": ("llava", lambda model, folder: feature_drafter("flash", model), {}),
-    "specvlm": ("llava", lambda model, folder: feature_drafter("specvlm", model), {}),
-    "block": ("llava", lambda model, folder: block(model), {}),
-    "model": ("llava", another, {"depth": 3}),
-    "mtp": ("qwen3_5", heads, {}),
-}
-
-
-@pytest.mark.parametrize("name", MADE)
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_greedy_text_is_stocks(name: str, compile: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With copies wherever there is one to make, so that drafts and copies take turns."""
-    monkeypatch.setattr(lookup, "EDGE", 0.0)
-    monkeypatch.setattr(lookup, "LEAST", 0.0)
-    kind, made, options = MADE[name]
-    model = copy.deepcopy(tiny_vlms.model(kind))
-    drafter = made(model, tmp_path)
-    for case in ("image first", "ragged"):
-        inputs = tiny_vlms.prompt(kind, case)
-        wanted = tiny_vlms.generate(model, inputs, max_new_tokens=24)
-        with mmspec.enable(model, drafter, lookup=True, compile=compile, **options) as handle:
-            copies: list[int] = []
-            inner = handle.proposer.propose
-
-            def propose(session: Any, target: Any, inner: Any = inner, copies: list[int] = copies) -> Draft:
-                draft = inner(session, target)
-                copies += [row.copied for row in session.memory.values]
-                return draft
-
-            handle.proposer.propose = propose  # type: ignore[method-assign]
-            found = tiny_vlms.generate(model, inputs, max_new_tokens=24)
-        assert torch.equal(found, wanted)
-        assert 0 < sum(copies) < len(copies), "both take turns"
-
-
-@pytest.mark.parametrize("drafter", ["ngram", "suffix", "recycle", "plain"])
-def test_it_goes_beside_drafters_that_learned(drafter: str) -> None:
-    with pytest.raises(ValueError, match="so leave lookup out"):
-        mmspec.enable(tiny_vlms.model("llava"), drafter, lookup=True)
-    with pytest.raises(ValueError, match="lookup must be True or False"):
-        mmspec.enable(tiny_vlms.model("llava"), drafter, lookup="yes")
-
-
 def test_stocks_own_prompt_lookup_runs_beside_it() -> None:
     model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "image first")
-    wanted = tiny_vlms.generate(model, inputs)
-    with mmspec.enable(model, eagle(model), lookup=True) as handle:
-        assert torch.equal(tiny_vlms.generate(model, inputs, prompt_lookup_num_tokens=3), wanted)
-        assert handle.stats.rounds > 0
+    assert as_stock(model, inputs, eagle(model), lookup=True, call={"prompt_lookup_num_tokens": 3}).stats.rounds > 0

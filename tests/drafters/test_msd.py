@@ -11,7 +11,7 @@ from torch import Tensor
 from transcribed_drafters import H, Row, dense, lively, rms, weights
 
 from mmspec.drafters.eagle import EagleDrafter
-from mmspec.drafters.msd import MsdConfig, MsdDrafter
+from mmspec.drafters.msd import MsdDrafter
 
 
 def verify_tree(drafter: Any, e: Tensor, h: Tensor, seen: list[int]) -> tuple[list[Row], transcribed_drafters.More]:
@@ -51,8 +51,3 @@ def test_text_alone_is_eagle_and_images_are_not() -> None:
     for seen in (torch.zeros(1, 6, dtype=torch.long), torch.tensor([[0, 1, 1, 0, 0, 0]])):
         same = torch.equal(msd(e, h, seen, seen >= 0, 1)[0][:, 3:], eagle(e, h, seen, seen >= 0, 1)[0][:, 3:])
         assert same is not bool(seen.any())
-
-
-def test_eagle3s_layer_is_refused() -> None:
-    with pytest.raises(ValueError, match="EAGLE-1/2's layer"):
-        MsdConfig(**transcribed_drafters.SHAPE, parallel_norm=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ import pytest
 import tiny_vlms
 import torch
 import transformers as T
+from compared import as_alone, as_stock, stock_drafts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 import mmspec
-from mmspec.pipelines.serving.continuous import ContinuousBatcher
 
 NAME = "qwen3_5"
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -51,51 +50,22 @@ def prompts(kind: str, **more: Any) -> dict[str, Tensor]:
 @pytest.mark.every(24)
 def test_the_tokens_are_the_targets(qwen: Any, options: str, kind: str) -> None:
     inputs = prompts(kind)
-    full = tiny_vlms.generate(qwen, inputs)
-    eos = int(full[-1, inputs["input_ids"].shape[1] + 9])
-    ended = tiny_vlms.generate(qwen, inputs, eos_token_id=eos)
-    with mmspec.enable(qwen, "mtp", **OPTIONS[options]) as handle:
-        assert torch.equal(tiny_vlms.generate(qwen, inputs), full)
-        assert handle.stats.tokens_per_target_call > 1.5
-        assert torch.equal(tiny_vlms.generate(qwen, inputs, eos_token_id=eos), ended)
-
-
-@pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("kind", ["image last", "several images", "text only", "ragged"])
-@pytest.mark.every(8)
-def test_heads_that_know_nothing_cost_no_token(heads: int, kind: str, tmp_path: Path) -> None:
-    model, inputs = copy.deepcopy(tiny_vlms.model(NAME)), prompts(kind)
-    published_mtp.shipped(model, tmp_path, published_mtp.qwen_heads(model, heads))
-    full = tiny_vlms.generate(model, inputs)
-    for options in ({}, {"depth": 5, "width": 2, "size": 11}):
-        with mmspec.enable(model, "mtp", **options):
-            assert torch.equal(tiny_vlms.generate(model, inputs), full)
+    assert as_stock(qwen, inputs, "mtp", **OPTIONS[options]).stats.tokens_per_target_call > 1.5
+    eos = int(tiny_vlms.generate(qwen, inputs)[-1, inputs["input_ids"].shape[1] + 9])
+    as_stock(qwen, inputs, "mtp", call={"eos_token_id": eos}, **OPTIONS[options])
 
 
 def test_draws_are_those_of_the_seed(qwen: Any) -> None:
-    inputs = prompts("ragged")
     how: dict[str, Any] = {"do_sample": True, "top_k": 20, "temperature": 0.7}
-    torch.manual_seed(5)
-    stock = tiny_vlms.generate(qwen, inputs, **how)
-    with mmspec.enable(qwen, "mtp", reproducible=True):
-        torch.manual_seed(5)
-        assert torch.equal(tiny_vlms.generate(qwen, inputs, **how), stock)
+    as_stock(qwen, prompts("ragged"), "mtp", call=how, seed=5, reproducible=True)
 
 
 @pytest.mark.every(3)
 def test_prompts_come_and_go(qwen: Any) -> None:
     asked = [prompts("ragged", rows=[i]) for i in range(4)]
-    asked = [{**p, "input_ids": p["input_ids"][:, : p["input_ids"].shape[1]]} for p in asked]
-    with mmspec.enable(qwen, "mtp", depth=3, width=2, size=6):
-        alone = [tiny_vlms.generate(qwen, p)[0, p["input_ids"].shape[1] :].tolist() for p in asked]
-        flow = ContinuousBatcher(qwen, None, 2, max_new_tokens=24, do_sample=False)
-        for i, p in enumerate(asked):
-            flow.add(i, {k: v for k, v in p.items() if "pixel" not in k and "grid" not in k} if i == 3 else p)
-        done: dict[Any, Any] = {}
-        while flow.busy:
-            done |= {one.ticket: one for one in flow.step()}
-    assert [done[i].error for i in range(4)] == [None] * 4
-    assert [done[i].tokens for i in range(4)] == alone
+    asked[3] = {k: v for k, v in asked[3].items() if "pixel" not in k and "grid" not in k}
+    tree = {"depth": 3, "width": 2, "size": 6}
+    as_alone(qwen, asked, "mtp", 2, {"max_new_tokens": 24, "do_sample": False}, **tree)
 
 
 def _drafts(drafter: Any) -> list[Any]:
@@ -151,25 +121,11 @@ def glm_moe(heads: int) -> Any:
     return model
 
 
-@pytest.fixture
-def stock_drafts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
-    seen: list[list[int]] = []
-    own = MTPCandidateGenerator.get_candidates
-
-    def told(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = own(self, input_ids, *args, **kwargs)
-        seen.append(found[0][0, input_ids.shape[1] :].tolist())
-        return found
-
-    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", told)
-    yield seen
-
-
 @pytest.mark.parametrize("much", [0.05, 0.3])
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.every(2)
 def test_drafts_are_those_of_transformers(
-    heads: int, much: float, tmp_path: Path, stock_drafts: list[list[int]]
+    heads: int, much: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Round by round the same tokens, from the same file, experts one by one."""
     model, ids = glm_moe(heads), torch.randint(5, 100, (1, 12), generator=torch.Generator().manual_seed(1))
@@ -177,35 +133,14 @@ def test_drafts_are_those_of_transformers(
     published_mtp.agreeing(model, extra, much)
     published_mtp.shipped(model, tmp_path, published_mtp.by_expert(extra))
     model.config.dtype = torch.float32  # saving makes a text of it, on which stock fails
-    full = model.generate(ids, max_new_tokens=24, do_sample=False)
-    assert torch.equal(model.generate(ids, max_new_tokens=24, do_sample=False, use_mtp=True), full)
-    with mmspec.enable(model, "mtp", depth=heads) as handle:
-        seen = _drafts(handle.drafter)
-        assert torch.equal(model.generate(ids, max_new_tokens=24, do_sample=False), full)
-        assert much > 0.1 or handle.stats.tokens_per_target_call > 1.5
-    ours = [draft[0] for _, draft in seen]
-    theirs = stock_drafts[1:]
-    assert len(ours) == len(theirs)
-    assert all(a[: len(b)] == b for a, b in zip(ours, theirs, strict=True))
-
-
-def test_glm_ocr_with_its_17th_layer(tmp_path: Path) -> None:
-    """`model.language_model.layers.{N}.*`, in a vision-language model; transformers drops these tensors."""
-    torch.manual_seed(0)
-    vision = {**tiny_vlms.QWEN_VISION, "depth": 2, "out_hidden_size": 64}
-    text = dict(**tiny_vlms.TEXT, rope_parameters=tiny_vlms.rope(mrope_section=[2, 3, 3]))
-    model = tiny_vlms.enlarged(T.GlmOcrForConditionalGeneration(T.GlmOcrConfig(text_config=text, vision_config=vision)))
-    heads = published_mtp.glm_heads(model)
-    published_mtp.agreeing(model, heads)
-    published_mtp.shipped(model, tmp_path, heads)
-    ids = torch.randint(5, 100, (2, 9), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    mask[0, :4] = 0
-    inputs = {"input_ids": ids, "attention_mask": mask}
+    inputs, seen, theirs = {"input_ids": ids}, [], stock_drafts(MTPCandidateGenerator, monkeypatch)
     full = tiny_vlms.generate(model, inputs)
-    with mmspec.enable(model, "mtp") as handle:
-        assert torch.equal(tiny_vlms.generate(model, inputs), full)
-        assert handle.stats.tokens_per_target_call > 1.5
+    assert torch.equal(tiny_vlms.generate(model, inputs, use_mtp=True), full)
+    handle = as_stock(model, inputs, "mtp", depth=heads, begun=lambda handle: seen.append(_drafts(handle.drafter)))
+    assert much > 0.1 or handle.stats.tokens_per_target_call > 1.5
+    ours = [draft[0] for _, draft in seen[0]]
+    assert len(ours) == len(theirs[1:])
+    assert all(a[: len(b)] == b for a, b in zip(ours, theirs[1:], strict=True))
 
 
 def _written(tmp_path: Path, change: Any) -> Any:
@@ -259,14 +194,6 @@ def test_options_that_make_no_sense(qwen: Any) -> None:
         mmspec.enable(qwen, "mtp", tree="mc_sim_7b_63", draws=True, draft_vocab=90)
 
 
-def test_compile_and_auto_go_with_it(qwen: Any) -> None:
-    inputs = prompts("image first")
-    full = tiny_vlms.generate(qwen, inputs)
-    with mmspec.enable(qwen, "mtp", auto=True):
-        for _ in range(3):
-            assert torch.equal(tiny_vlms.generate(qwen, inputs), full)
-
-
 def test_the_files_are_as_published(tmp_path: Path) -> None:
     model = copy.deepcopy(tiny_vlms.model(NAME))
     published_mtp.shipped(model, tmp_path, published_mtp.qwen_heads(model))
@@ -298,9 +225,22 @@ def _step() -> Any:
     return T.Step3p7ForConditionalGeneration(T.Step3p7Config(text_config=text, vision_config=vision))
 
 
-@pytest.mark.parametrize(("build", "heads", "prefix"), [(_deepseek, 1, "model."), (_step, 3, "model.language_model.")])
-def test_other_families(build: Any, heads: int, prefix: str, tmp_path: Path) -> None:
-    """DeepSeek-V3's latent attention; Step-3.7's windows."""
+def _glm_ocr() -> Any:
+    vision = {**tiny_vlms.QWEN_VISION, "depth": 2, "out_hidden_size": 64}
+    text = dict(**tiny_vlms.TEXT, rope_parameters=tiny_vlms.rope(mrope_section=[2, 3, 3]))
+    return T.GlmOcrForConditionalGeneration(T.GlmOcrConfig(text_config=text, vision_config=vision))
+
+
+@pytest.mark.parametrize(
+    ("build", "heads", "prefix", "padding"),
+    [
+        (_glm_ocr, 1, "model.language_model.", 4),
+        (_deepseek, 1, "model.", 5),
+        (_step, 3, "model.language_model.", 5),
+    ],
+)
+def test_other_families(build: Any, heads: int, prefix: str, padding: int, tmp_path: Path) -> None:
+    """GLM-OCR's layer behind the last, which transformers drops; DeepSeek-V3's latent attention; Step-3.7's windows."""
     torch.manual_seed(0)
     model = tiny_vlms.enlarged(build())
     extra = published_mtp.glm_heads(model, heads, prefix)
@@ -308,13 +248,10 @@ def test_other_families(build: Any, heads: int, prefix: str, tmp_path: Path) -> 
     published_mtp.shipped(model, tmp_path, extra)
     ids = torch.randint(5, 100, (2, 12), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
-    mask[0, :5] = 0
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    full = tiny_vlms.generate(model, inputs)
+    mask[0, :padding] = 0
     for options in ({}, {"depth": 4, "width": 2, "size": 8}):
-        with mmspec.enable(model, "mtp", **options) as handle:
-            assert torch.equal(tiny_vlms.generate(model, inputs), full)
-            assert handle.stats.tokens_per_target_call > 1.2
+        handle = as_stock(model, {"input_ids": ids, "attention_mask": mask}, "mtp", **options)
+        assert handle.stats.tokens_per_target_call > 1.2
 
 
 def test_saving_a_model_says_that_its_heads_are_left_out(qwen: Any, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from mmspec.accept import along_path
 from mmspec.drafters.likely import filled, likeliest
 from mmspec.drafters.recycle import RecycleDrafter, RecycleOptions, Successors, _Place, shaped
 from mmspec.pipelines.host.call import calling
-from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.protocols import TargetInfo
 from mmspec.tree import lone
 from mmspec.types import NO_TOKEN, RANKS, Categorical, Round, Scores
@@ -171,35 +169,6 @@ def test_calls_share_what_was_learnt_until_it_is_disabled(options: dict[str, Any
         assert not all(first(anew))
 
 
-@pytest.mark.parametrize("how", [{}, {"do_sample": True, "temperature": 0.8}], ids=["greedy", "sampled"])
-def test_rows_of_flow_share_it_and_are_what_they_are_alone(how: dict[str, Any]) -> None:
-    """What a sampled row draws follows from its seed, whatever was learnt from others."""
-    model, settings = fresh(), {"max_new_tokens": 16, "do_sample": False, **how}
-    asked = [tiny_vlms.prompt("llava", "image first", seed) for seed in (1, 2, 1, 3, 1, 2)]
-
-    def answers(rows: int, chosen: list[int]) -> dict[Any, list[int]]:
-        with mmspec.enable(model, "recycle") as handle:
-            flow, found = ContinuousBatcher(model, None, rows, **settings), {}
-            for i in chosen:
-                flow.add(i, asked[i], seed=i % 3)
-            while flow.busy:
-                found |= {end.ticket: end.tokens for end in flow.step()}
-            assert len(chosen) == 1 or handle.stats.accepted > 0
-        return found
-
-    assert answers(2, list(range(6))) == {i: answers(1, [i])[i] for i in range(6)}
-
-
-def test_threads_take_turns() -> None:
-    model = fresh()
-    kinds = ("image first", "text only", "image last", "several images")
-    stock = {kind: tiny_vlms.generate(model, inputs(kind)) for kind in kinds}
-    with mmspec.enable(model, "recycle"), ThreadPoolExecutor(4) as pool:
-        for _ in range(2):
-            found = list(pool.map(lambda kind: tiny_vlms.generate(model, inputs(kind)), kinds))
-            assert all(torch.equal(one, stock[kind]) for one, kind in zip(found, kinds, strict=True))
-
-
 def test_drafts_keep_the_distribution() -> None:
     """Two tokens of a Markov chain by trees out of the table, against their joint law, over even noise."""
     g = torch.Generator().manual_seed(2)
@@ -249,10 +218,6 @@ def test_options() -> None:
         assert handle.drafter.options == RecycleOptions(3, 2, 32)
     with mmspec.enable(model, "recycle", width=1) as handle:
         assert handle.drafter.options == RecycleOptions(8, 1, 9)
-    with pytest.raises(ValueError, match="width must be at most 8"):
-        mmspec.enable(model, "recycle", width=9)
-    with pytest.raises(ValueError, match="no use for memory"):
-        mmspec.enable(model, "recycle", memory=9)
 
 
 def test_prompts_are_read() -> None:

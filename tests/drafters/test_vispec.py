@@ -8,11 +8,11 @@ import pytest
 import tiny_vlms
 import torch
 import transcribed_drafters
+from compared import as_stock
 from hostile_drafters import feature_drafter
 from torch import Tensor
 from transcribed_drafters import H, Row, dense, lively, looked, rms, weights
 
-import mmspec
 from mmspec.drafters.vispec import ViSpecConfig, ViSpecDrafter
 
 
@@ -116,38 +116,14 @@ def test_a_new_drafter_drafts_text_as_eagle() -> None:
 def test_stats_show_what_compression_saves(kind: str) -> None:
     target = tiny_vlms.model("qwen2_5_vl")
     inputs = tiny_vlms.prompt("qwen2_5_vl", kind)
-    plain = tiny_vlms.generate(target, inputs)
     seen = int(((inputs["input_ids"] == tiny_vlms.IMAGE) | (inputs["input_ids"] == tiny_vlms.VIDEO)).sum())
     media = {"several images": 3, "video": 3, "text only": 0}[kind]  # the video has two frames
     found = {}
     for media_rule, count in (("split", media), ("merge", media - (kind == "video"))):
         made = feature_drafter("vispec", target, num_q=3, media=media_rule)
-        with mmspec.enable(target, drafter=made) as handle:
-            assert torch.equal(tiny_vlms.generate(target, inputs), plain)
+        handle = as_stock(target, inputs, made)
         found = handle.stats.drafter
         assert found["visual rows before"] == seen and found["visual rows"] == 2 * count and found["prompts"] == 1
         assert found["rows"] == inputs["input_ids"].shape[1] - 1 - seen + 2 * count
         assert found["memory bytes"] == found["rows"] * 2 * 2 * 16 * 4
     assert f"{found['visual rows before']:.4g} visual rows before" in str(handle.stats)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "why"),
-    [
-        ({"num_q": 0}, "num_q ≥ 1"),
-        ({"media": "both"}, "merge, split"),
-        ({"parallel_norm": True}, "EAGLE-1/2's layer"),
-        ({"features": (0, 1)}, "final feature"),
-        ({"rope": "2d", "grid": 2}, "rope '1d'"),
-    ],
-)
-def test_settings_without_a_meaning_are_refused(wrong: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        ViSpecConfig(**{**transcribed_drafters.SHAPE, **wrong})
-
-
-def test_guidance_is_refused() -> None:
-    target = transcribed_drafters.Target()
-    target.streams = 2  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"'vispec' supports no guidance"):
-        lively(ViSpecDrafter).start(None, target, transcribed_drafters.prompt(transcribed_drafters.texts()))

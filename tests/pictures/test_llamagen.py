@@ -344,20 +344,7 @@ def test_without_noise_drafts_change_nothing_either():
 
 
 def test_drawing_by_the_law_has_the_law_of_plain_decoding():
-    """First two tokens of many rows under a drafter, against plain decoding with other seeds."""
-    pipe, n = tiny.pipeline("class", vocab=VOCAB, grid=2), 400
-    how = {"class_labels": 4, "top_k": 3, "output_type": "latent", "num_images_per_prompt": n}
-
-    def pairs(seed: int) -> Tensor:
-        tokens = pipe(generator=seeded(seed)[0], **how).tokens.flatten(1)
-        return torch.bincount(tokens[:, 0] * VOCAB + tokens[:, 1], minlength=VOCAB**2) / n
-
-    plain, again = pairs(1), pairs(2)
-    with mmspec.enable(pipe, hostile_drafters.Drawn(lambda row, g: ([0, 0], [0, 1])), reproducible=False):
-        drafted = pairs(3)
-    noise = (plain - again).abs().sum() / 2
-    assert (drafted - (plain + again) / 2).abs().sum() / 2 < 2 * noise + 0.03
-    assert (plain > 0).sum() > 3
+    tiny.law_of_the_first_two_is_kept()
 
 
 @pytest.mark.parametrize(("rule", "budget"), [("lantern(k=10, delta=0.3)", 0.2), ("lantern(k=10, lam=2.0)", None)])

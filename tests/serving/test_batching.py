@@ -9,10 +9,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import compared
 import pytest
 import tiny_llava
 import tiny_vlms
 import torch
+from compared import answers, drain
 from hostile_drafters import eagle, feature_drafter
 from PIL import Image
 from tiny_vlms import FAMILIES, IMAGE
@@ -32,7 +34,7 @@ from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving import batcher as intake
 from mmspec.pipelines.serving import continuous as batching
 from mmspec.pipelines.serving.batcher import Batcher, StaticBatcher
-from mmspec.pipelines.serving.continuous import ContinuousBatcher, FinishedPrompt
+from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.registry import OF_TEXT
 
 KINDS = ("image first", "image first", "text only", "several images", "image last", "image first", "image last")
@@ -51,34 +53,18 @@ def prompts(name: str, kinds: tuple[str, ...] = KINDS) -> list[dict[str, Tensor]
     return [tiny_vlms.prompt(name, kind, seed) for seed, kind in enumerate(kinds)]
 
 
-def alone(model: Any, inputs: dict[str, Tensor], **options: Any) -> list[int]:
-    out = tiny_vlms.generate(model, inputs, **settings(**options))
-    return out[0, inputs["input_ids"].shape[1] :].tolist()
-
-
 def settings(**options: Any) -> dict[str, Any]:
     return {"max_new_tokens": 10, "do_sample": False, **options}
 
 
-def drain(flow: Batcher, asked: list[dict[str, Tensor]], seeds: list[int] | None = None) -> list[FinishedPrompt]:
-    """Everything through the flow, added as room is; the ends in the order of the prompts."""
-    found: dict[Any, FinishedPrompt] = {}
-    waiting = list(enumerate(asked))
-    while waiting or flow.busy:
-        while waiting and flow.free:
-            number, inputs = waiting.pop(0)
-            flow.add(number, inputs, seeds[number] if seeds else 0)
-        for end in flow.step():
-            assert end.ticket not in found
-            found[end.ticket] = end
-    assert flow.free == flow.rows
-    return [found[number] for number in range(len(asked))]
+def alone(model: Any, inputs: dict[str, Tensor], **options: Any) -> list[int]:
+    return compared.alone(model, inputs, **settings(**options))
 
 
-def answers(flow: Batcher, asked: list[dict[str, Tensor]], seeds: list[int] | None = None) -> list[list[int]]:
-    ends = drain(flow, asked, seeds)
-    assert [end.error for end in ends] == [None] * len(asked)
-    return [end.tokens for end in ends]
+def as_alone(
+    model: Any, asked: list[dict[str, Tensor]], guest: str, call: dict[str, Any], rows: int = 3, **options: Any
+) -> ContinuousBatcher:
+    return compared.as_alone(model, asked, GUESTS[guest](model), rows, call, **options)
 
 
 @pytest.mark.parametrize(
@@ -86,25 +72,16 @@ def answers(flow: Batcher, asked: list[dict[str, Tensor]], seeds: list[int] | No
     [n if n in ("llava", "qwen2_5_vl", "smolvlm") else pytest.param(n, marks=pytest.mark.full) for n in FAMILIES],
 )
 def test_every_family_answers_as_if_alone(name: str) -> None:
-    model, asked = tiny_vlms.model(name), prompts(name)
-    options = settings(eos_token_id=ENDS, max_new_tokens=16)
-    want = [alone(model, one, **options) for one in asked]
-    with mmspec.enable(model, drafter=eagle(model, depth=3, width=3, size=9)):
-        assert answers(ContinuousBatcher(model, None, 3, **options), asked) == want
-    assert len({len(tokens) for tokens in want}) > 2
+    call = settings(eos_token_id=ENDS, max_new_tokens=16)
+    as_alone(tiny_vlms.model(name), prompts(name), "eagle tree", call, lengths=3)
 
 
 @pytest.mark.parametrize("drafter", GUESTS)
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.every(4)
 def test_every_drafter_in_any_number_of_rows(drafter: str, rows: int) -> None:
-    model, asked = tiny_vlms.model("llava"), prompts("llava")
-    want = [alone(model, one, eos_token_id=ENDS) for one in asked]
-    with mmspec.enable(model, drafter=GUESTS[drafter](model)):
-        flow = ContinuousBatcher(model, None, rows, **settings(eos_token_id=ENDS))
-        assert answers(flow, asked) == want
-        assert flow.stats.tokens == sum(map(len, want)) == mmspec.stats(model).tokens
-        assert flow.stats.row_rounds <= rows * flow.stats.rounds
+    flow = as_alone(tiny_vlms.model("llava"), prompts("llava"), drafter, settings(eos_token_id=ENDS), rows)
+    assert flow.stats.tokens > 0 and flow.stats.row_rounds <= rows * flow.stats.rounds
 
 
 @pytest.mark.parametrize("drafter", ["plain", "ngram", "eagle tree", None])
@@ -136,11 +113,9 @@ def test_answers_are_scored_as_a_stock_forward_scores_them(drafter: str | None, 
     ("name", "kinds"), [("llava_next", ("image first",) * 5), ("qwen3_vl", ("video", "image first") * 2)]
 )
 def test_pictures_of_any_size_and_clips(name: str, kinds: tuple[str, ...]) -> None:
-    model, asked = tiny_vlms.model(name), prompts(name, kinds)
+    asked = prompts(name, kinds)
     assert len({one["input_ids"].shape[1] for one in asked}) > 1
-    want = [alone(model, one) for one in asked]
-    with mmspec.enable(model):
-        assert answers(ContinuousBatcher(model, None, 3, **settings()), asked) == want
+    as_alone(tiny_vlms.model(name), asked, "suffix", settings())
 
 
 @pytest.mark.parametrize(
@@ -155,13 +130,10 @@ def test_pictures_of_any_size_and_clips(name: str, kinds: tuple[str, ...]) -> No
     ids=lambda options: next(iter(options)),
 )
 def test_generation_settings_hold_for_each_row(options: dict[str, Any]) -> None:
-    model, asked = tiny_vlms.model("llava"), prompts("llava", KINDS[:5])
-    want = [alone(model, one, **options) for one in asked]
-    with mmspec.enable(model, drafter=eagle(model, depth=3, width=3, size=9)):
-        assert answers(ContinuousBatcher(model, None, 3, **settings(**options)), asked) == want
+    as_alone(tiny_vlms.model("llava"), prompts("llava", KINDS[:5]), "eagle tree", settings(**options))
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "eagle tree", "adaptive"])
+@pytest.mark.parametrize("drafter", [*OF_TEXT, "eagle tree", "adaptive"])
 @pytest.mark.every(4)
 def test_sampled_rows_are_fixed_by_their_seeds(drafter: str) -> None:
     """Whoever the neighbours are, and whatever number of rows and order they come in."""
@@ -169,14 +141,17 @@ def test_sampled_rows_are_fixed_by_their_seeds(drafter: str) -> None:
     options = {"do_sample": True, "temperature": 1.3, "max_new_tokens": 12, "eos_token_id": ENDS[:8]}
     seeds = [11, 12, 13, 14, 15, 16, 17]
     with mmspec.enable(model, drafter=GUESTS[drafter](model)):
-        want = [
-            answers(ContinuousBatcher(model, None, 1, **options), [one], [seed])[0]
-            for one, seed in zip(asked, seeds, strict=True)
-        ]
+        want = one_by_one(model, asked, seeds, **options)
         assert answers(ContinuousBatcher(model, None, 3, **options), asked, seeds) == want
         assert answers(ContinuousBatcher(model, None, 4, **options), asked[::-1], seeds[::-1]) == want[::-1]
         other = answers(ContinuousBatcher(model, None, 3, **options), asked, [s + 1 for s in seeds])
     assert sum(a != b for a, b in zip(other, want, strict=True)) > 3
+
+
+def one_by_one(model: Any, asked: list[Any], seeds: list[int], **options: Any) -> list[list[int]]:
+    """The answers of an enabled model in a flow of one row, each alone."""
+    flows = (ContinuousBatcher(model, None, 1, **options) for _ in asked)
+    return [answers(flow, [one], [seed])[0] for flow, one, seed in zip(flows, asked, seeds, strict=True)]
 
 
 def test_waiting_prompts_of_one_shape_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,11 +269,8 @@ class Fussy(Plain):
 @pytest.mark.parametrize("drafter", ["eagle chain", "eagle tree", "adaptive"])
 def test_rows_that_copy_their_texts_come_and_go(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "EDGE", 0.0)
-    model, asked = tiny_vlms.model("llava"), prompts("llava")
-    options = settings(eos_token_id=ENDS, max_new_tokens=16)
-    want = [alone(model, one, **options) for one in asked]
-    with mmspec.enable(model, drafter=GUESTS[drafter](model), lookup=True):
-        assert answers(ContinuousBatcher(model, None, 3, **options), asked) == want
+    call = settings(eos_token_id=ENDS, max_new_tokens=16)
+    as_alone(tiny_vlms.model("llava"), prompts("llava"), drafter, call, lookup=True)
 
 
 def test_a_prompt_that_breaks_a_round_fails_alone() -> None:
@@ -367,10 +339,8 @@ class Keeps(LogitsProcessor):
 
 
 def test_calls_that_cannot_be_accelerated_are_answered_all_the_same() -> None:
-    model, asked = tiny_vlms.model("llava"), prompts("llava", KINDS[:3])
-    want = [alone(model, one, logits_processor=[Keeps()]) for one in asked]
-    with mmspec.enable(model), pytest.warns(UserWarning, match="stock path: the logits processor Keeps"):
-        assert answers(ContinuousBatcher(model, None, 3, **settings(logits_processor=[Keeps()])), asked) == want
+    with pytest.warns(UserWarning, match="stock path: the logits processor Keeps"):
+        as_alone(tiny_vlms.model("llava"), prompts("llava", KINDS[:3]), "suffix", settings(logits_processor=[Keeps()]))
 
 
 class Odd(StoppingCriteria):
@@ -385,10 +355,7 @@ def test_a_criterion_of_the_users_ends_each_row_as_if_alone(sampled: bool) -> No
     model, asked, seeds = tiny_vlms.model("llava"), prompts("llava", ("image first",) * 5), [1, 2, 3, 4, 5]
     options = settings(stopping_criteria=[Odd()], eos_token_id=ENDS, do_sample=sampled, max_new_tokens=16)
     with mmspec.enable(model, drafter="ngram"):
-        want = [
-            answers(ContinuousBatcher(model, None, 1, **options), [one], [seed])[0]
-            for one, seed in zip(asked, seeds, strict=True)
-        ]
+        want = one_by_one(model, asked, seeds, **options)
         flow = ContinuousBatcher(model, None, 3, **options)
         assert answers(flow, asked, seeds) == want and flow.stats.tokens == sum(map(len, want))
     assert sampled or want == [alone(model, one, **options) for one in asked]
@@ -445,11 +412,9 @@ def test_an_interruption_costs_no_prompt_and_no_token(kind: type[Batcher]) -> No
 
 
 def test_beams_are_answered_by_stock() -> None:
-    model, asked = tiny_vlms.model("llava"), prompts("llava", KINDS[:3])
-    options = settings(num_beams=2, eos_token_id=ENDS)
-    want = [alone(model, one, **options) for one in asked]
-    with mmspec.enable(model, on_unsupported="fallback"), pytest.warns(UserWarning, match="beam search"):
-        assert answers(ContinuousBatcher(model, None, 3, **options), asked) == want
+    call = settings(num_beams=2, eos_token_id=ENDS)
+    with pytest.warns(UserWarning, match="beam search"):
+        as_alone(tiny_vlms.model("llava"), prompts("llava", KINDS[:3]), "suffix", call, on_unsupported="fallback")
 
 
 def test_refusals() -> None:
@@ -635,13 +600,9 @@ def test_each_prompt_has_settings_of_its_own() -> None:
         found = []
         for rows in (1, 5):
             flow = ContinuousBatcher(model, None, rows, **settings())
-            for number, (inputs, how) in enumerate(zip(asked, own, strict=True)):
-                flow.add(number, inputs, number, **how)
-            ends = {}
-            while flow.busy:
-                ends |= {end.ticket: end for end in flow.step()}
-            found.append([ends[number].tokens for number in range(5)])
-            total = [sum(getattr(end.stats, name) for end in ends.values()) for name in ("row_rounds", "accepted")]
+            ends = drain(flow, asked, list(range(5)), own)
+            found.append([end.tokens for end in ends])
+            total = [sum(getattr(end.stats, name) for end in ends) for name in ("row_rounds", "accepted")]
             assert total == [flow.stats.row_rounds, flow.stats.accepted]
     assert found[0] == found[1]
     for number in (0, 3, 4):
@@ -655,13 +616,9 @@ def test_settings_may_be_tensors(kind: type[Batcher]) -> None:
     model, asked = tiny_vlms.model("llava"), prompts("llava", ("image first",) * 4)
     ends = [torch.tensor(ENDS), torch.tensor(ENDS), torch.tensor(ENDS[:3]), torch.tensor(ENDS[3:])]
     with mmspec.enable(model, drafter=Plain()):
-        flow, found = kind(model, None, 3, **settings()), {}
-        for number, inputs in enumerate(asked):
-            flow.add(number, inputs, eos_token_id=ends[number])
-        while flow.busy:
-            found |= {end.ticket: end.tokens for end in flow.step()}
+        found = drain(kind(model, None, 3, **settings()), asked, own=[{"eos_token_id": end} for end in ends])
     want = [alone(model, one, eos_token_id=end.tolist()) for one, end in zip(asked, ends, strict=True)]
-    assert [found[number] for number in range(4)] == want
+    assert [end.tokens for end in found] == want
 
 
 @pytest.mark.parametrize("kind", [ContinuousBatcher, StaticBatcher])
@@ -696,14 +653,6 @@ def test_prompts_without_a_mask_are_padded_with_one(kind: type[Batcher], pad: in
     model = copy.deepcopy(tiny_vlms.text())
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = pad, 2
     asked = [torch.randint(5, 90, (1, 5 + 3 * i)) for i in range(4)]
-    wanted = {
-        i: alone(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}) for i, ids in enumerate(asked)
-    }
+    wanted = [alone(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}) for ids in asked]
     with mmspec.enable(model, "plain"):
-        batcher = kind(model, None, 2, **settings())
-        for i, ids in enumerate(asked):
-            batcher.add(i, {"input_ids": ids})
-        found = {}
-        while batcher.busy:
-            found |= {one.ticket: one.tokens for one in batcher.step()}
-    assert found == wanted
+        assert answers(kind(model, None, 2, **settings()), [{"input_ids": ids} for ids in asked]) == wanted

@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from compared import drain
 from torch import Tensor
 
 import mmspec
@@ -118,13 +119,9 @@ def test_rows_with_a_grammar_beside_rows_without() -> None:
     plain = generate(one, logits_processor=None)[0].tolist()
     with mmspec.enable(model, drafter=zoo.path(embedded.DRAFTER)):
         flow = ContinuousBatcher(model, engine().processor, 3, max_new_tokens=MOST, do_sample=False)
-        for number in range(6):
-            inputs = {name: value[:1] for name, value in prompts(1).items()}
-            flow.add(number, inputs, **({"logits_processor": [grammar()]} if number % 2 else {}))
-        ends = {}
-        while flow.busy:
-            ends |= {end.ticket: end for end in flow.step()}
-    assert [end.error for end in ends.values()] == [None] * 6
+        asked = [{name: value[:1] for name, value in prompts(1).items()} for _ in range(6)]
+        ends = drain(flow, asked, own=[{}, {"logits_processor": [grammar()]}] * 3)
+    assert [end.error for end in ends] == [None] * 6
     json_rows = [texts([ends[number].tokens])[0] for number in (1, 3, 5)]
     assert len(set(json_rows)) == 1 and valid(json_rows[0])
     assert json_rows[0] == texts(generate(one))[0]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import tiny_vlms
 import torch
 import transformers as T
 import vlm_classes as zoo
+from compared import as_alone, as_stock
 from hostile_drafters import eagle, feature_drafter
 from PIL import Image
 from tiny_vlms import CLOSE, IMAGE, OPEN, VIDEO
@@ -24,7 +25,6 @@ from mmspec import zoo as embedded
 from mmspec.config import SpecConfig, size_in_bytes
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.prefix import prefix_keys
-from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.pipelines.serving.stream import stream
 
 Inputs = dict[str, Tensor]
@@ -97,17 +97,9 @@ def test_every_family(name: str) -> None:
 @pytest.mark.parametrize("name", ["llava", "qwen3_5"])
 def test_seeds_draw_the_same(name: str) -> None:
     model, drawn = tiny_vlms.model(name), {"do_sample": True, "temperature": 1.3}
-    asked = asks(tiny_vlms.prompt(name, "image first"))
-
-    def drawing(**options: Any) -> list[Tensor]:
-        with mmspec.enable(model, "plain", reproducible=True, **options):
-            found = []
-            for seed, one in enumerate(asked):
-                torch.manual_seed(seed)
-                found.append(tiny_vlms.generate(model, one, **SAID, **drawn))
-            return found
-
-    assert all(map(torch.equal, drawing(prefix_cache="1MB"), drawing()))
+    for seed, one in enumerate(asks(tiny_vlms.prompt(name, "image first"))):
+        told = {"call": {**SAID, **drawn}, "seed": seed, "times": 2, "reproducible": True, "prefix_cache": "1MB"}
+        assert as_stock(model, one, "plain", **told).stats.prefix["reused tokens"] > 0
 
 
 def reused(model: Any, *asked: Inputs, between: Callable[[Any], Any] = lambda model: None) -> float:
@@ -231,17 +223,12 @@ def test_two_threads() -> None:
     )
     asked = [asks(mine, (9, 12, 7, 11)), asks(other, (10, 8, 13, 9))]
     want = [[tiny_vlms.generate(model, one, **SAID) for one in some] for some in asked]
-    found: list[list[Tensor]] = [[], []]
 
-    def ask(place: int) -> None:
-        found[place] += [tiny_vlms.generate(model, one, **SAID) for one in asked[place]]
+    def ask(some: list[Inputs]) -> list[Tensor]:
+        return [tiny_vlms.generate(model, one, **SAID) for one in some]
 
-    with mmspec.enable(model, "suffix", prefix_cache="64MB") as handle:
-        threads = [threading.Thread(target=ask, args=(place,)) for place in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with mmspec.enable(model, "suffix", prefix_cache="64MB") as handle, ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(ask, asked))
     assert all(all(map(torch.equal, *pair)) for pair in zip(found, want, strict=True))
     assert handle.stats.prefix["reused tokens"] > 0
 
@@ -249,16 +236,9 @@ def test_two_threads() -> None:
 def test_continuous_batches_share_what_they_read() -> None:
     model = tiny_vlms.model("qwen3_5")
     asked = asks(tiny_vlms.prompt("qwen3_5", "image last"), (9, 12, 7, 11, 9))
-    want = [tiny_vlms.generate(model, one, **SAID)[0, one["input_ids"].shape[1] :].tolist() for one in asked]
-    with mmspec.enable(model, eagle(model, depth=3, width=3, size=9), prefix_cache="64MB") as handle:
-        batches = ContinuousBatcher(model, None, 2, max_new_tokens=24, do_sample=False, **SAID)
-        for ticket, one in enumerate(asked):
-            batches.add(ticket, one)
-        found = {}
-        while batches.busy:
-            found |= {done.ticket: done.tokens for done in batches.step()}
-    assert [found[ticket] for ticket in range(len(asked))] == want
-    assert handle.stats.prefix["reused tokens"] >= 4 * (asked[0]["input_ids"].shape[1] - 10)
+    call, drafter = {"max_new_tokens": 24, "do_sample": False, **SAID}, eagle(model, depth=3, width=3, size=9)
+    flow = as_alone(model, asked, drafter, 2, call, prefix_cache="64MB")
+    assert flow.stats.prefix["reused tokens"] >= 4 * (asked[0]["input_ids"].shape[1] - 10)
 
 
 def test_calls_that_are_left_alone_say_why() -> None:
@@ -306,9 +286,8 @@ def test_prefill_in_pieces_on_the_stock_path(name: str) -> None:
     """Stock takes no pictures there that are not encoded yet."""
     model, inputs = tiny_vlms.model(name), tiny_vlms.prompt(name, "image first")
     options = {"prefill_chunk_size": 4, "encoder_repetition_penalty": 1.3}
-    want = tiny_vlms.generate(model, inputs, **options)
-    with mmspec.enable(model, prefix_cache="64MB"), pytest.warns(UserWarning, match="stock path"):
-        assert torch.equal(tiny_vlms.generate(model, inputs, **options), want)
+    with pytest.warns(UserWarning, match="stock path"):
+        as_stock(model, inputs, call=options, prefix_cache="64MB")
 
 
 def test_pictures_beside_embeddings_are_encoded_as_in_stock() -> None:
@@ -317,9 +296,7 @@ def test_pictures_beside_embeddings_are_encoded_as_in_stock() -> None:
         pytest.skip(failed)
     model, inputs = zoo.model("llama4"), zoo.prompt("llama4")
     inputs |= {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]).detach()}
-    want = zoo.generate(model, inputs)
-    with mmspec.enable(model, prefix_cache="64MB"):
-        assert torch.equal(zoo.generate(model, inputs), want)
+    as_stock(model, inputs, draw=zoo.generate, prefix_cache="64MB")
 
 
 @pytest.mark.parametrize(("said", "size"), [("512MB", 2**29), ("1.5 GiB", 3 * 2**29), (7, 7), ("2k", 2048), (None, 0)])

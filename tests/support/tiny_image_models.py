@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import tiny_vlms
 import tokenizers
 import torch
 import transformers as T
@@ -153,13 +154,7 @@ PAINTERS: dict[str, Painter] = {
 def randomised(made: Any, seed: int, gain: float) -> Any:
     """With weights so large that prompts steer the model."""
     torch.manual_seed(seed)
-    made = made.eval().float()
-    with torch.no_grad():
-        for weight in made.parameters():
-            if weight.dim() > 1:
-                weight.normal_(std=gain / weight[0].numel() ** 0.5)
-    made.generation_config.eos_token_id, made.generation_config.pad_token_id = None, 0
-    return made
+    return tiny_vlms.enlarged(made.float(), gain)
 
 
 @cache

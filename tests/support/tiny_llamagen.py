@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import hostile_drafters
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
+import mmspec
 from mmspec.models.llamagen import LlamaGenTransformer
 from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
@@ -85,3 +87,21 @@ def samples(count: int) -> list[TrainingSample]:
     words = TEXT.split()
     texts = [" ".join(words[(i * k) % len(words)] for k in range(1, 3 + i % 4)) for i in range(1, count + 1)]
     return [TrainingSample(list, text) for text in texts]
+
+
+def law_of_the_first_two_is_kept(n: int = 400) -> None:
+    """First two tokens of many rows, of drafts that are drawn, against plain decoding with other seeds."""
+    pipe = pipeline("class", vocab=hostile_drafters.VOCAB, grid=2)
+    how = {"class_labels": 4, "top_k": 3, "output_type": "latent", "num_images_per_prompt": n}
+
+    def pairs(seed: int) -> torch.Tensor:
+        tokens = pipe(generator=torch.Generator().manual_seed(seed), **how).tokens.flatten(1)
+        place = tokens[:, 0] * hostile_drafters.VOCAB + tokens[:, 1]
+        return torch.bincount(place, minlength=hostile_drafters.VOCAB**2) / n
+
+    plain, again = pairs(1), pairs(2)
+    with mmspec.enable(pipe, hostile_drafters.Drawn(lambda row, g: ([0, 0], [0, 1])), reproducible=False):
+        drafted = pairs(3)
+    noise = (plain - again).abs().sum() / 2
+    assert (drafted - (plain + again) / 2).abs().sum() / 2 < 2 * noise + 0.03
+    assert (plain > 0).sum() > 3

@@ -270,12 +270,12 @@ def model(name: str, attn: str = "sdpa") -> Any:
     return enlarged(made)
 
 
-def enlarged(model: Any) -> Any:
+def enlarged(model: Any, gain: float = GAIN) -> Any:
     """The model with weights so large that its prompts steer it, and without an end."""
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
-                weight.normal_(std=GAIN / weight[0].numel() ** 0.5)
+                weight.normal_(std=gain / weight[0].numel() ** 0.5)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model.eval()
 

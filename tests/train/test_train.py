@@ -16,6 +16,7 @@ import pytest
 import tiny_llava
 import torch
 from PIL import Image
+from stopped import goes_on
 
 import mmspec
 from benchmarks.zoo import sources
@@ -157,24 +158,7 @@ def test_a_drafter_that_returns_the_targets_features_has_no_loss_to_learn(questi
 
 
 def test_a_stopped_run_goes_on_to_the_same_weights(questions: Path, tmp_path: Path) -> None:
-    whole = _run(tmp_path / "whole", questions)
-    whole.run(measure_every=3)
-    first = _run(tmp_path / "parts", questions)
-    stop = first.update
-
-    def update(trace: object) -> object:
-        if first.step == 3:
-            first.save()
-            raise KeyboardInterrupt
-        return stop(trace)  # type: ignore[arg-type]
-
-    first.update = update  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        first.run(measure_every=3)
-    second = _run(tmp_path / "parts", questions)
-    second.run(measure_every=3)
-    for name, weight in whole.drafter.state_dict().items():
-        assert torch.equal(weight, second.drafter.state_dict()[name]), name
+    goes_on(lambda out: _run(out, questions), tmp_path, "update", 3, measure_every=3)
 
 
 def test_another_recipe_does_not_take_over_a_run(
@@ -315,15 +299,17 @@ def test_rows_of_training_data_choose_no_file_and_no_address(kind: str, name: st
         other.load()
 
 
-def test_lines_with_videos_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_text('{"prompt": "w5"}\n{"prompt": "w5", "video": "a.mp4"}\n')
-    with pytest.raises(ValueError, match=r"x.jsonl, line 2: 'video' holds a video, .*its frames as 'images'"):
-        data.read(str(tmp_path / "x.jsonl"))
-
-
-def test_a_line_nested_too_deep_is_named(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_text('{"prompt": "w5"}\n' + "[" * 200_000)
-    with pytest.raises(ValueError, match="line 2: a sample needs"):
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"prompt": "w5", "video": "a.mp4"}', r"x.jsonl, line 2: 'video' holds a video, .*its frames as 'images'"),
+        ("[" * 200_000, "line 2: a sample needs"),
+    ],
+    ids=["a video", "nested too deep"],
+)
+def test_lines_that_cannot_be_read_are_named(line: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"prompt": "w5"}\n' + line)
+    with pytest.raises(ValueError, match=told):
         data.read(str(tmp_path / "x.jsonl"))
 
 
