@@ -22,7 +22,7 @@ COMMANDS = {  # command: (module with configure(parser) and run(args) -> exit co
     "demo": ("mmspec.app.demo.command", "see it at work in the browser"),
     "serve": ("mmspec.app.serve.command", "serve OpenAI's chat protocol to many clients at once"),
     "verify": ("mmspec.app.verify", "check that output is unchanged on your model and image"),
-    "bench": ("mmspec.app.bench.command", "measure the speed-up over plain decoding"),
+    "bench": ("mmspec.app.bench.command", "measure the speed-up over plain decoding, and the quality of pictures"),
     "train": ("mmspec.app.train", "train a drafter for a model"),
     "convert": ("mmspec.app.convert", "rewrite a drafter in another published layout"),
     "doctor": ("mmspec.app.doctor", "check versions, device and compiler, for bug reports; list what is supported"),

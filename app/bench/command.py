@@ -26,6 +26,7 @@ T = TypeVar("T")
 N = TypeVar("N", bound=Named)
 SUITES = {  # name: (module with configure(parser) and measure(args, outcome), one line of help)
     "vlm": ("mmspec.app.bench.vlm", "answers of a vision-language model, by stock paths and drafters"),
+    "caption": ("mmspec.app.bench.caption", "many captions: static and continuous batches, with and without drafters"),
     "image": ("mmspec.app.bench.image", "pictures of an autoregressive image model, by plain decoding and drafters"),
 }
 BLOCK = 10**7  # seeds reserved for one run of pictures

@@ -8,7 +8,6 @@ from mmspec.app.bench import command, report
 
 SUITES = command.SUITES | {
     "vlm": ("benchmarks.suites.vlm", "as `mmspec bench vlm`, also with pairs, clips, ablations and curves"),
-    "caption": ("benchmarks.suites.caption", "many captions: static and continuous batches, with and without drafters"),
     "image": ("benchmarks.suites.image", "as `mmspec bench image`, and how good the pictures are"),
     "pictures": ("benchmarks.suites.pictures", "CLIP score, inception score and FID of folders of pictures"),
     "round": ("benchmarks.suites.round", "where the time of a round goes, and what it is against a plain step"),
@@ -29,9 +28,6 @@ def _top(record: report.Record) -> str:
 _OWN = Path(__file__).with_name("tables.yaml")
 report.LAYOUTS |= yaml.safe_load(report.TABLES.read_text() + _OWN.read_text())
 report.OWN |= {"top": _top, "way": lambda r: r["method"] + (f" ({r['way']})" if "way" in r else "")}
-report.TITLES["caption"] = lambda r: (
-    f"{r['captions']} {r.get('asked', 'captions')}, {r['rows']} row{'s' * (r['rows'] > 1)} at once"
-)
 report.TITLES["kernels"] = lambda r: (
     f"{r['kernel']}, {r['dtype']}: {' '.join(f'{n} {size}' for n, size in r['sizes'].items())}"
 )

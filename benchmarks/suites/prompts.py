@@ -13,9 +13,9 @@ from PIL import Image
 
 import mmspec
 from benchmarks.suites import subject
-from benchmarks.suites.caption import HELD_OUT
 from benchmarks.zoo import clips
 from mmspec.app.bench import report
+from mmspec.app.bench.caption import HELD_OUT
 from mmspec.app.bench.command import Outcome, say
 from mmspec.app.caption.options import KEPT
 from mmspec.app.compare import Comparison, Method, over

@@ -1,4 +1,4 @@
-"""`python -m benchmarks caption`: static and continuous batches of the same captions, on a tiny model."""
+"""`mmspec bench caption`: static and continuous batches of the same captions, on a tiny model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 import tiny_llava
 from PIL import Image
 
-from benchmarks.__main__ import parser as workshop
-from benchmarks.suites import caption
 from mmspec.app import cli, compare
+from mmspec.app.bench import caption
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +23,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
     (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
     model = tiny_llava.save(folder / "model")
     out, page = folder / "out.json", folder / "out.md"
-    words = ["caption", "--model", str(model), "--data", str(folder / "asked.jsonl"), "--images", "5"]
+    words = ["bench", "caption", "--model", str(model), "--data", str(folder / "asked.jsonl"), "--images", "5"]
     words += ["--rows", "1", "2", "--turns", "2", "--max-new-tokens", "6", "--device", "cpu"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "PEAKS", 1)
-        assert cli.main([*words, "--json", str(out), "--markdown", str(page)], workshop) == 0
+        assert cli.main([*words, "--json", str(out), "--markdown", str(page)]) == 0
     return json.loads(out.read_text()), page.read_text()
 
 
@@ -57,5 +56,5 @@ def test_the_default_prompts_ask_for_long_and_short_answers() -> None:
 @pytest.mark.parametrize("wrong", [["--rows", "0"], ["--turns", "0"], ["--images", "0"]])
 def test_refusals(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["caption", *wrong], workshop)
+        cli.main(["bench", "caption", *wrong])
     assert "'0' is not a whole number from 1 on" in capsys.readouterr().err
