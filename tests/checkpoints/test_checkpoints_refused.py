@@ -175,14 +175,20 @@ def test_broken_config(tmp_path, text, reason):
         load(tmp_path)
 
 
+def changed(folder: Path, **change) -> Path:
+    """A drafter in our own layout, whose config says something else."""
+    save.save_drafter(ours(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"mmspec": {"method": "medusa"}}, "the method 'medusa', which this version does not have"),
-        (
-            {"mmspec": {"method": "ngram"}},
-            r"the method 'ngram', .*it has \['eagle', 'heads', 'block', 'vispec', 'msd', 'flash', 'specvlm'\]",
-        ),
+        ({"mmspec": {"method": "ngram"}},
+         r"the method 'ngram', .*it has \['eagle', 'heads', 'block', 'vispec', 'msd', 'flash', 'specvlm'\]"),
         ({"hidden": 0}, "hidden = 0"),
         ({"surprise": 1}, "unknown fields surprise"),
         *(({"features": odd}, r"features is .*, expected a list of 1 to 64 whole numbers from -1")
@@ -190,11 +196,8 @@ def test_broken_config(tmp_path, text, reason):
     ],
 )  # fmt: skip
 def test_broken_config_of_our_own(tmp_path, change, reason):
-    save.save_drafter(ours(), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ValueError, match=reason):
-        load(tmp_path)
+        load(changed(tmp_path, **change))
 
 
 @pytest.mark.parametrize(
@@ -252,25 +255,19 @@ NUMBERS = [name for name, one in EagleConfig.usual().items() if one is dataclass
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("odd", ["4", "many", 10**30, -1, 1e400, [4], {"a": 4}, True])
 def test_numbers_of_our_own_config(tmp_path, name, odd):
-    save.save_drafter(ours(), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, name: odd}))
-    with pytest.raises(
-        ValueError, match=rf"config.json.*{name} (=|is|must be) .*" if name != "norm_eps" else "norm_eps is"
-    ):
-        load(tmp_path)
+    reason = rf"config.json.*{name} (=|is|must be) .*" if name != "norm_eps" else "norm_eps is"
+    with pytest.raises(ValueError, match=reason):
+        load(changed(tmp_path, **{name: odd}))
 
 
 @pytest.mark.parametrize("name, most", [("depth", 128), ("width", 256), ("size", 4096)])
 def test_recommendations_that_would_run_for_ever(tmp_path, name, most):
-    save.save_drafter(ours(), tmp_path)
-    own = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**own, name: 20_000}))
-    with pytest.raises(ValueError, match=f"config.json: {name} must be a whole number from 1 to {most}, .*; got 20000"):
-        load(tmp_path)
     theirs, t = speculators()
-    with pytest.raises(ValueError, match=f"config.json: {name} must be a whole number from 1 to {most}, .*; got 20000"):
-        load(put(tmp_path, {**theirs, "mmspec": {"layout": "speculators", name: 20_000}}, t))
+    own = {"mmspec": {"layout": "speculators", name: 20_000}}
+    for folder in (changed(tmp_path, **{name: 20_000}), put(tmp_path / "theirs", {**theirs, **own}, t)):
+        reason = f"config.json: {name} must be a whole number from 1 to {most}, .*; got 20000"
+        with pytest.raises(ValueError, match=reason):
+            load(folder)
 
 
 @pytest.mark.parametrize("name", ["rms_norm_eps", "rope_theta", "head_dim", "num_attention_heads", "vocab_size"])

@@ -13,8 +13,8 @@ import pytest
 import tiny_vlms
 import torch
 import transformers as T
+from compared import as_alone, as_stock
 from hostile_drafters import eagle
-from torch import Tensor
 
 import mmspec
 from mmspec.drafters.eagle import EagleDrafter
@@ -53,11 +53,8 @@ def test_a_drafter_in_the_folder_comes_first(tmp_path: Path, said: Any) -> None:
     model.save_pretrained(tmp_path)
     mmspec.save_drafter(eagle(model), tmp_path / "eagle")
     model.config._name_or_path = str(tmp_path)
-    inputs = tiny_vlms.prompt("llava", "ragged")
-    full = tiny_vlms.generate(model, inputs)
-    with mmspec.enable(model, depth=3, width=2) as handle:
-        assert isinstance(handle.drafter, EagleDrafter) and handle.drafter.options.depth == 3
-        assert torch.equal(tiny_vlms.generate(model, inputs), full)
+    handle = as_stock(model, tiny_vlms.prompt("llava", "ragged"), depth=3, width=2)
+    assert isinstance(handle.drafter, EagleDrafter) and handle.drafter.options.depth == 3
     assert f"with the drafter in {tmp_path / 'eagle'}" in said.text
 
 
@@ -138,9 +135,9 @@ def test_stock_arguments_run_in_the_loop(name: str, kind: str) -> None:
 
 def test_use_mtp(tmp_path: Path) -> None:
     model, inputs = fresh(), tiny_vlms.prompt(NAME, "ragged")
-    full = tiny_vlms.generate(model, inputs)
     with mmspec.enable(model, "plain"), pytest.raises(mmspec.UnsupportedError, match="not on this machine"):
         tiny_vlms.generate(model, inputs, use_mtp=True)
+    full = tiny_vlms.generate(model, inputs)
     published_mtp.shipped(model, tmp_path, published_mtp.qwen_heads(model))
     with mmspec.enable(model, "plain") as handle:
         assert torch.equal(tiny_vlms.generate(model, inputs, use_mtp=True), full)
@@ -227,15 +224,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.every(20)
 def test_a_draft_model(name: str, options: str) -> None:
     model, draft = tiny_vlms.model(name), small(name)
+    told = {"draft": draft, **OPTIONS[options]}
     for kind in ("image last", "ragged"):
         inputs = tiny_vlms.prompt(name, kind)
-        full = tiny_vlms.generate(model, inputs)
-        eos = int(full[-1, inputs["input_ids"].shape[1] + 9])
-        ended = tiny_vlms.generate(model, inputs, eos_token_id=eos)
-        with mmspec.enable(model, "model", draft=draft, **OPTIONS[options]) as handle:
-            assert torch.equal(tiny_vlms.generate(model, inputs), full)
-            assert handle.stats.tokens_per_target_call > 1.05
-            assert torch.equal(tiny_vlms.generate(model, inputs, eos_token_id=eos), ended)
+        assert as_stock(model, inputs, "model", **told).stats.tokens_per_target_call > 1.05
+        eos = int(tiny_vlms.generate(model, inputs)[-1, inputs["input_ids"].shape[1] + 9])
+        as_stock(model, inputs, "model", call={"eos_token_id": eos}, **told)
     assert type(draft) is type(fresh(name)) and type(draft.get_decoder()).__mro__[1].__module__ != "mmspec"
 
 
@@ -244,46 +238,24 @@ def test_a_draft_model(name: str, options: str) -> None:
 @pytest.mark.every(4)
 def test_the_target_itself_drafts_without_a_miss(name: str, kind: str) -> None:
     """It sees the same pictures at the same positions, and nothing that was refused."""
-    model, inputs = tiny_vlms.model(name), tiny_vlms.prompt(name, kind)
-    full = tiny_vlms.generate(model, inputs, max_new_tokens=25)
-    with mmspec.enable(model, fresh(name), depth=5) as handle:
-        assert torch.equal(tiny_vlms.generate(model, inputs, max_new_tokens=25), full)
-        assert handle.stats.tokens_per_target_call == 6
+    inputs = tiny_vlms.prompt(name, kind)
+    handle = as_stock(tiny_vlms.model(name), inputs, fresh(name), call={"max_new_tokens": 25}, depth=5)
+    assert handle.stats.tokens_per_target_call == 6
 
 
 def test_a_draft_model_in_flow() -> None:
-    from mmspec.pipelines.serving.continuous import ContinuousBatcher
-
-    model, draft = tiny_vlms.model("llava"), small("llava")
     asked = [tiny_vlms.prompt("llava", "image first", seed=i) for i in range(5)]
-    with mmspec.enable(model, draft):
-        alone = [tiny_vlms.generate(model, p)[0, p["input_ids"].shape[1] :].tolist() for p in asked]
-        flow = ContinuousBatcher(model, None, 2, max_new_tokens=24, do_sample=False)
-        for i, p in enumerate(asked):
-            flow.add(i, p)
-        done: dict[Any, Any] = {}
-        while flow.busy:
-            done |= {one.ticket: one for one in flow.step()}
-    assert [done[i].error for i in range(5)] == [None] * 5
-    assert [done[i].tokens for i in range(5)] == alone
+    as_alone(tiny_vlms.model("llava"), asked, small("llava"), 2, {"max_new_tokens": 24, "do_sample": False})
 
 
 def test_a_text_model_drafts_for_one_that_sees(tmp_path: Path) -> None:
-    model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "ragged")
-    text = tiny_vlms.text()
-    text.save_pretrained(tmp_path)
-    full = tiny_vlms.generate(model, inputs)
-    with mmspec.enable(model, "model", draft=tmp_path):
-        assert torch.equal(tiny_vlms.generate(model, inputs), full)
+    tiny_vlms.text().save_pretrained(tmp_path)
+    as_stock(tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "ragged"), "model", draft=tmp_path)
 
 
 def test_several_answers_to_one_prompt() -> None:
-    model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "image first")
-    torch.manual_seed(3)
-    stock: Tensor = tiny_vlms.generate(model, inputs, do_sample=True, num_return_sequences=3)
-    with mmspec.enable(model, small("llava"), reproducible=True):
-        torch.manual_seed(3)
-        assert torch.equal(tiny_vlms.generate(model, inputs, do_sample=True, num_return_sequences=3), stock)
+    inputs, call = tiny_vlms.prompt("llava", "image first"), {"do_sample": True, "num_return_sequences": 3}
+    as_stock(tiny_vlms.model("llava"), inputs, small("llava"), call=call, seed=3, reproducible=True)
 
 
 def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:

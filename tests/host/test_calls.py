@@ -11,6 +11,7 @@ import tiny_image_models
 import tiny_vlms
 import torch
 import transformers as T
+from compared import as_stock, refused_or_stock
 from hostile_drafters import DRAFTERS, Oracle, Scripted, _random
 from torch import Tensor
 
@@ -87,20 +88,14 @@ def test_a_prompt_longer_than_a_model_keeps_its_cache_for(drafter: str) -> None:
     """Phi-3 makes its cache anew where the text passes the original length, whatever its rotary embedding."""
     model = tiny_vlms.text("Phi3", head_dim=None, original_max_position_embeddings=16)
     for count in (10, 20):
-        ids = words(count)
-        stock = model.generate(ids, **PLAIN)
-        with mmspec.enable(model, drafter=DRAFTERS[drafter](model, Oracle.of(ids, stock))):
-            assert torch.equal(model.generate(ids, **PLAIN), stock)
+        as_stock(model, {"input_ids": words(count)}, drafter, call=PLAIN)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 def test_prefill_in_pieces_is_said_to_have_no_effect(name: str) -> None:
-    model = copy.deepcopy(tiny_vlms.model(name))
-    inputs = tiny_vlms.prompt(name, "text only")
-    stock = tiny_vlms.generate(model, inputs, prefill_chunk_size=4)
-    with mmspec.enable(model), pytest.warns(UserWarning, match="prefill_chunk_size has no effect") as said:
-        for _ in range(2):
-            assert torch.equal(tiny_vlms.generate(model, inputs, prefill_chunk_size=4), stock)
+    model, inputs = copy.deepcopy(tiny_vlms.model(name)), tiny_vlms.prompt(name, "text only")
+    with pytest.warns(UserWarning, match="prefill_chunk_size has no effect") as said:
+        as_stock(model, inputs, call={"prefill_chunk_size": 4}, times=2)
     assert len([w for w in said if "prefill_chunk_size" in str(w.message)]) == 1
 
 
@@ -184,9 +179,7 @@ def test_a_cache_that_was_filled_under_autocast(attn: str) -> None:
         turn = torch.cat([out.sequences, words(7, seed=4)], 1)
         return model.generate(turn, **{CACHE: getattr(out, CACHE)}, **PLAIN)
 
-    stock = talk()
-    with mmspec.enable(model, drafter=Scripted(_random)):
-        assert torch.equal(talk(), stock)
+    as_stock(model, {}, Scripted(_random), draw=lambda *_: talk())
 
 
 # -- positions -------------------------------------------------------------------------------------------------------
@@ -199,32 +192,34 @@ LEARNED = {
 }
 
 
+def padded(count: int, rows: int) -> dict[str, Tensor]:
+    """Rows of which the second has less to say."""
+    ids = words(count, rows=rows)
+    mask = torch.ones_like(ids)
+    mask[1, :6], ids[1, :6] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
 @pytest.mark.parametrize("drafter", ["random tree", "right within", "always right", "eagle tree"])
 @pytest.mark.parametrize("name", LEARNED)
 def test_a_text_that_fills_the_table_of_positions(name: str, drafter: str) -> None:
     """Drafts near the last position reach past the table; only what stock reads may fail."""
-    model, ids = LEARNED[name](), words(20)
-    stock = model.generate(ids, max_new_tokens=13, do_sample=False)  # the last one is not read any more
-    with pytest.raises(IndexError):
-        model.generate(ids, max_new_tokens=14, do_sample=False)
-    made = DRAFTERS[drafter](model, Oracle.of(ids, stock))
-    with mmspec.enable(model, drafter=made):
-        assert torch.equal(model.generate(ids, max_new_tokens=13, do_sample=False), stock)
+    model, ids, plain = LEARNED[name](), words(20), {"do_sample": False}
+    with pytest.raises(IndexError):  # of 13 tokens the last one is not read any more
+        model.generate(ids, max_new_tokens=14, **plain)
+
+    def fails(handle: Any) -> None:
         with pytest.raises(IndexError, match="32 learned positions"):
-            model.generate(ids, max_new_tokens=14, do_sample=False)
-        ended = model.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=int(stock[0, -1]))
-    assert torch.equal(ended, model.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=int(stock[0, -1])))
+            model.generate(ids, max_new_tokens=14, **plain)
+
+    as_stock(model, {"input_ids": ids}, drafter, call={"max_new_tokens": 13}, begun=fails)
+    last = int(model.generate(ids, max_new_tokens=13, **plain)[0, -1])
+    as_stock(model, {"input_ids": ids}, drafter, call={"max_new_tokens": 40, "eos_token_id": last})
 
 
 @pytest.mark.parametrize("drafter", ["random tree", "right within"])
 def test_padded_rows_near_the_end_of_the_table(drafter: str) -> None:
-    model, ids = LEARNED["OPT"](), words(20, rows=2)
-    mask = torch.ones_like(ids)
-    mask[1, :6], ids[1, :6] = 0, 0
-    call = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 13, "do_sample": False}
-    stock = model.generate(**call)
-    with mmspec.enable(model, drafter=DRAFTERS[drafter](model, Oracle.of(ids, stock))):
-        assert torch.equal(model.generate(**call), stock)
+    as_stock(LEARNED["OPT"](), padded(20, 2), drafter, call={"max_new_tokens": 13})
 
 
 def longrope() -> dict[str, Any]:
@@ -253,24 +248,17 @@ def test_rotary_frequencies_that_change_with_the_length(name: str, drafter: str)
     """Up to the trained length a draft does not turn them, however far it reaches; past it stock takes over."""
     model, ids = GROWING[name](), words(20)
     for new in (13, 14, 30):
-        stock = model.generate(ids, max_new_tokens=new, do_sample=False)
-        made = DRAFTERS[drafter](model, Oracle.of(ids, stock))
-        with mmspec.enable(model, drafter=made, on_unsupported="fallback") as handle, warnings.catch_warnings():
+        told = {"call": {"max_new_tokens": new}, "on_unsupported": "fallback"}
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            assert torch.equal(model.generate(ids, max_new_tokens=new, do_sample=False), stock)
+            handle = as_stock(model, {"input_ids": ids}, drafter, **told)
         assert (handle.stats.tokens > 0) == (new == 13)
     with mmspec.enable(model), pytest.raises(UnsupportedError, match="may reach 33"):
         model.generate(ids, max_new_tokens=14, do_sample=False)
 
 
 def test_rotary_frequencies_of_a_padded_batch() -> None:
-    model, ids = GROWING["dynamic"](), words(20, rows=3)
-    mask = torch.ones_like(ids)
-    mask[1, :6], ids[1, :6] = 0, 0
-    call = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 13, "do_sample": False}
-    stock = model.generate(**call)
-    with mmspec.enable(model, drafter=Scripted(_random)):
-        assert torch.equal(model.generate(**call), stock)
+    as_stock(GROWING["dynamic"](), padded(20, 3), Scripted(_random), call={"max_new_tokens": 13})
 
 
 EXAONE = {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 3}
@@ -305,11 +293,9 @@ def test_padded_rows_of_models_that_drop_positions(name: str, drafter: str) -> N
     model, ids = dropping(name), words(14, rows=3)
     mask = torch.ones_like(ids)
     mask[1, :5], mask[2, :9] = 0, 0
-    call = {"input_ids": ids * mask, "attention_mask": mask, **PLAIN}
-    stock = model.generate(**call)
-    with mmspec.enable(model, drafter=DRAFTERS[drafter](model, Oracle.of(ids, stock))):
-        assert torch.equal(model.generate(**call), stock)
-        cache, theirs = T.DynamicCache(), T.DynamicCache()
+    as_stock(model, {"input_ids": ids * mask, "attention_mask": mask}, drafter, call=PLAIN)
+    cache, theirs = T.DynamicCache(), T.DynamicCache()
+    with mmspec.enable(model, drafter=DRAFTERS[drafter](model, Oracle({}))):
         first = model.generate(ids[:1], **{CACHE: cache}, **PLAIN)
     again = {"input_ids": torch.cat([first, ids[1:2, :4]], 1), **PLAIN}
     model.generate(ids[:1], **{CACHE: theirs}, **PLAIN)
@@ -322,20 +308,11 @@ def test_padded_rows_of_models_that_drop_positions(name: str, drafter: str) -> N
 
 
 def test_a_model_that_is_its_own_assistant() -> None:
-    model, ids = tiny_vlms.text(), words(9)
-    stock = model.generate(ids, assistant_early_exit=1, **PLAIN)
+    model, call = tiny_vlms.text(), {"assistant_early_exit": 1, **PLAIN}
     with mmspec.enable(model), pytest.raises(UnsupportedError, match="assisted decoding"):
-        model.generate(ids, assistant_early_exit=1, **PLAIN)
-    with mmspec.enable(model, on_unsupported="fallback"), pytest.warns(UserWarning, match="assisted decoding"):
-        assert torch.equal(model.generate(ids, assistant_early_exit=1, **PLAIN), stock)
-
-
-def test_an_enabled_model_as_the_assistant_of_another() -> None:
-    model, ids = tiny_vlms.text(), words(9)
-    large = tiny_vlms.text("Llama", num_hidden_layers=4)
-    stock = large.generate(ids, assistant_model=model, **PLAIN)
-    with mmspec.enable(model), pytest.warns(UserWarning, match="stock path: it drafts for another model"):
-        assert torch.equal(large.generate(ids, assistant_model=model, **PLAIN), stock)
+        model.generate(words(9), **call)
+    with pytest.warns(UserWarning, match="assisted decoding"):
+        as_stock(model, {"input_ids": words(9)}, call=call, on_unsupported="fallback")
 
 
 def plain_loop(
@@ -374,39 +351,28 @@ def ask_again(model: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tenso
 
 
 def test_custom_generate_that_calls_generate(llava: Any) -> None:
-    call = {"input_ids": words(9), **PLAIN, "custom_generate": ask_again}
-    stock = llava.generate(**call)
-    with mmspec.enable(llava) as handle, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        assert torch.equal(llava.generate(**call), stock) and handle.stats.tokens == 32
+        handle = as_stock(llava, {"input_ids": words(9)}, call={**PLAIN, "custom_generate": ask_again})
+    assert handle.stats.tokens == 32
 
 
 def test_custom_generate_over_several_rows(llava: Any) -> None:
-    call = {"input_ids": words(9, rows=2), **PLAIN, "custom_generate": sample_then_look}
-    stock = llava.generate(**call)
-    with mmspec.enable(llava, on_unsupported="fallback"), pytest.warns(UserWarning, match="one row only"):
-        assert torch.equal(llava.generate(**call), stock)
-    with mmspec.enable(llava), pytest.raises(UnsupportedError, match="one row only"):
-        llava.generate(**call)
+    refused_or_stock(llava, {"input_ids": words(9, rows=2)}, "one row only", **PLAIN, custom_generate=sample_then_look)
 
 
 # -- what has no effect, or is not accelerated -------------------------------------------------------------------------
 
 
 def test_outputs_that_stock_leaves_out_are_left_out(llava: Any) -> None:
-    inputs = tiny_vlms.prompt("llava", "text only")
-    full = tiny_vlms.generate(llava, inputs, max_new_tokens=6)
-    with mmspec.enable(llava, drafter="ngram") as handle:
-        assert torch.equal(tiny_vlms.generate(llava, inputs, max_new_tokens=6, output_hidden_states=True), full)
-    assert handle.stats.rounds
+    call = {"max_new_tokens": 6, "output_hidden_states": True}
+    assert as_stock(llava, tiny_vlms.prompt("llava", "text only"), "ngram", call=call).stats.rounds
 
 
 def test_bad_words_that_are_all_ends_of_sequence(llava: Any) -> None:
     """Stock takes them off the list, and keeps a processor without any."""
-    call = {"input_ids": words(9), **PLAIN, "bad_words_ids": [[7]], "eos_token_id": 7, "repetition_penalty": 1.3}
-    stock = llava.generate(**call)
-    with mmspec.enable(llava):
-        assert torch.equal(llava.generate(**call), stock)
+    call = {**PLAIN, "bad_words_ids": [[7]], "eos_token_id": 7, "repetition_penalty": 1.3}
+    as_stock(llava, {"input_ids": words(9)}, call=call)
 
 
 def test_arguments_without_their_names(llava: Any) -> None:

@@ -3,6 +3,7 @@ distribution."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import math
@@ -10,7 +11,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import tiny_llava
 import tiny_vlms
 import torch
 import transformers as T
+from compared import as_stock, refused_or_stock
 from hostile_drafters import DRAFTERS, Oracle, Scripted, _random, eagle
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
@@ -159,7 +161,7 @@ def test_set_seed_reproduces_a_sample_and_another_seed_does_not(llava: Any) -> N
     assert out[0].shape[0] == 8 and len({tuple(row) for row in out[0].tolist()}) == 8
 
 
-@contextmanager
+@contextlib.contextmanager
 def overflowing(model: Any, value: float, after: int) -> Iterator[None]:
     """A head whose numbers are no longer numbers from some forward on, as float16 may have them."""
     left = [after]
@@ -189,8 +191,7 @@ def test_logits_that_are_no_law_raise_as_in_stock(llava: Any, value: float, draf
         ):
             tiny_vlms.generate(llava, inputs, do_sample=True)
     with overflowing(llava, value, 0):
-        stock, fast = stock_and_fast(llava, inputs, "right within")  # stock takes the likeliest of them all the same
-    assert torch.equal(stock, fast)
+        as_stock(llava, inputs, "right within")  # stock takes the likeliest of them all the same
 
 
 # -- processors that read history ------------------------------------------------------------------------------------
@@ -230,8 +231,8 @@ def test_processors_see_every_node_with_its_own_prefix(llava: Any, how: str, dra
 
 @pytest.mark.parametrize("how", ["repetition penalty", "many at once"])
 def test_processors_on_positions_with_three_axes(how: str) -> None:
-    stock, fast = stock_and_fast(tiny_vlms.model("qwen2_5_vl"), prompt("ragged video", "qwen2_5_vl"), **HISTORY[how])
-    assert torch.equal(stock, fast)
+    inputs = prompt("ragged video", "qwen2_5_vl")
+    as_stock(tiny_vlms.model("qwen2_5_vl"), inputs, "right within", call=HISTORY[how])
 
 
 class Counting(T.LogitsProcessor):
@@ -247,10 +248,11 @@ class Counting(T.LogitsProcessor):
 
 @pytest.mark.parametrize("policy", ["error", "fallback"])
 def test_an_unknown_processor_runs_the_stock_path_with_a_warning(llava: Any, policy: str) -> None:
-    stock = tiny_vlms.generate(llava, prompt(), logits_processor=T.LogitsProcessorList([Counting()]))
-    with mmspec.enable(llava, on_unsupported=policy), pytest.warns(UserWarning, match="Counting"):
-        fast = tiny_vlms.generate(llava, prompt(), logits_processor=T.LogitsProcessorList([Counting()]))
-    assert torch.equal(stock, fast)
+    def draw(*told: Any) -> Tensor:
+        return tiny_vlms.generate(*told, logits_processor=T.LogitsProcessorList([Counting()]))
+
+    with pytest.warns(UserWarning, match="Counting"):
+        as_stock(llava, prompt(), draw=draw, on_unsupported=policy)
 
 
 class Clerk:
@@ -285,8 +287,7 @@ def test_a_grammar_that_says_it_has_none_is_asked_about_drafts(
 ) -> None:
     monkeypatch.setattr(spelling, "mmspec_pure", True, raising=False)
     for more in ({}, {"repetition_penalty": 1.3}):
-        stock, fast = stock_and_fast(llava, prompt("ragged"), drafter, prefix_allowed_tokens_fn=spelling, **more)
-        assert torch.equal(stock, fast)
+        as_stock(llava, prompt("ragged"), drafter, call={"prefix_allowed_tokens_fn": spelling, **more})
 
 
 # -- where a text ends -----------------------------------------------------------------------------------------------
@@ -318,8 +319,8 @@ def test_stop_strings_without_an_end_of_sequence(llava: Any) -> None:
     """Where no end-of-sequence token is set, stock decoding goes on with the rows that have stopped until all have."""
     tokenizer, inputs = letters(), prompt("ragged")
     full = tiny_vlms.generate(llava, inputs)[:, inputs["input_ids"].shape[1] :]
-    stock, fast = stock_and_fast(llava, inputs, stop_strings=[tokenizer.decode(full[0, 3:5])], tokenizer=tokenizer)
-    assert torch.equal(stock, fast)
+    call = {"stop_strings": [tokenizer.decode(full[0, 3:5])], "tokenizer": tokenizer}
+    as_stock(llava, inputs, "right within", call=call)
 
 
 @pytest.mark.parametrize("drafter", ["always right", "right within", "ngram"])
@@ -327,8 +328,7 @@ def test_end_of_sequence_inside_a_draft_with_pads(llava: Any, drafter: str) -> N
     inputs = prompt("ragged")
     full = tiny_vlms.generate(llava, inputs)[:, inputs["input_ids"].shape[1] :]
     for ids in ([int(full[0, 3])], [int(full[1, 6]), int(full[2, 1])], full[:, 5].tolist()):
-        stock, fast = stock_and_fast(llava, inputs, drafter, eos_token_id=ids, pad_token_id=4)
-        assert torch.equal(stock, fast)
+        as_stock(llava, inputs, drafter, call={"eos_token_id": ids, "pad_token_id": 4})
 
 
 class Odd(T.StoppingCriteria):
@@ -385,11 +385,9 @@ def test_a_condition_of_the_users_own_hears_what_stock_tells_it(llava: Any, kind
 @pytest.mark.parametrize("kind", CRITERIA)
 def test_a_condition_on_several_rows_runs_the_stock_path_with_a_warning(llava: Any, kind: Any, eos: Any) -> None:
     """It may look at all rows at once, all of one length, which only stock decoding has."""
-    inputs, options = prompt("ragged"), {"eos_token_id": eos}
-    stock = tiny_vlms.generate(llava, inputs, stopping_criteria=[kind()], **options)
-    with mmspec.enable(llava), pytest.warns(UserWarning, match=f"{kind.__name__} may read all 4 rows"):
-        fast = tiny_vlms.generate(llava, inputs, stopping_criteria=[kind()], **options)
-    assert torch.equal(stock, fast)
+    call = {"eos_token_id": eos, "stopping_criteria": [kind()]}
+    with pytest.warns(UserWarning, match=f"{kind.__name__} may read all 4 rows"):
+        as_stock(llava, prompt("ragged"), call=call)
 
 
 def test_a_condition_on_scores_gets_those_of_stock(llava: Any) -> None:
@@ -516,8 +514,7 @@ def test_text_iterator_streamer_in_a_thread(llava: Any) -> None:
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
 @pytest.mark.parametrize("how", ["static", "dynamic"])
 def test_cache_implementation(name: str, how: str) -> None:
-    stock, fast = stock_and_fast(tiny_vlms.model(name), prompt("ragged", name), cache_implementation=how)
-    assert torch.equal(stock, fast)
+    as_stock(tiny_vlms.model(name), prompt("ragged", name), "right within", call={"cache_implementation": how})
 
 
 CACHES = {
@@ -656,28 +653,18 @@ def test_copies_are_stock(llava: Any, drafter: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-@pytest.mark.parametrize("drafter", ["ngram", "eagle tree"])
-@pytest.mark.every(8)
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "recycle", "eagle tree"])
+@pytest.mark.every(4)
 def test_threads_on_one_model(name: str, drafter: str) -> None:
-    model = tiny_vlms.model(name)
-    prompts = [
-        tiny_vlms.prompt(name, kind, seed=seed)
-        for kind in ("image first", "several images", "text only")
-        for seed in (1, 2)
-    ]
+    model, kinds = tiny_vlms.model(name), ("image first", "several images", "text only")
+    prompts = [tiny_vlms.prompt(name, kind, seed=seed) for kind in kinds for seed in (1, 2)]
     want = [tiny_vlms.generate(model, inputs) for inputs in prompts]
-    got: dict[int, Tensor] = {}
-
-    def work(index: int) -> None:
-        got[index] = tiny_vlms.generate(model, prompts[index])
-
-    with mmspec.enable(model, drafter=DRAFTERS[drafter](model, Oracle({}))) as handle:
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(prompts))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert all(torch.equal(got[i], want[i]) for i in range(len(prompts)))
+    with (
+        mmspec.enable(model, drafter=DRAFTERS[drafter](model, Oracle({}))) as handle,
+        ThreadPoolExecutor(len(prompts)) as pool,
+    ):
+        found = list(pool.map(lambda inputs: tiny_vlms.generate(model, inputs), prompts))
+    assert all(map(torch.equal, found, want))
     assert handle.stats.tokens == 24 * len(prompts)
 
 
@@ -741,27 +728,12 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def comparable(out: Any) -> Tensor:
-    return getattr(out, "sequences", out)
-
-
 @pytest.mark.parametrize("what", CALLS)
 def test_a_call_that_cannot_be_accelerated(what: str) -> None:
-    """Refused with the reason, or stock with one warning; never another distribution."""
     model = copy.deepcopy(tiny_vlms.model("llava"))
     model.set_attn_implementation("eager")  # the only one with attention maps
     options, reason = CALLS[what]
-    torch.manual_seed(2)
-    stock = comparable(tiny_vlms.generate(model, prompt(), **options))
-    with mmspec.enable(model), pytest.raises(UnsupportedError, match=reason) as refused:
-        tiny_vlms.generate(model, prompt(), **options)
-    assert "on_unsupported='fallback'" in str(refused.value)
-    with mmspec.enable(model, on_unsupported="fallback"), warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            torch.manual_seed(2)
-            assert torch.equal(comparable(tiny_vlms.generate(model, prompt(), **options)), stock)
-    assert len([w for w in said if "stock path" in str(w.message)]) == 1
+    refused_or_stock(model, prompt(), reason, **options)
 
 
 def test_an_assistant_of_other_tokens() -> None:
@@ -786,14 +758,8 @@ WINDOWED: dict[str, dict[str, Any]] = {
 def test_sliding_windows_however_they_are_declared(name: str) -> None:
     """Identical or refused: some models have a window on every layer and say so with `sliding_window` alone."""
     model = tiny_vlms.text(name, sliding_window=8, **WINDOWED[name])
-    ids = torch.randint(5, 100, (1, 12))
-    stock = model.generate(ids, max_new_tokens=24, do_sample=False)
-    try:
-        handle = mmspec.enable(model, drafter=Scripted(_random))
-    except UnsupportedError:
-        return
-    with handle:
-        assert torch.equal(model.generate(ids, max_new_tokens=24, do_sample=False), stock)
+    with contextlib.suppress(UnsupportedError):
+        as_stock(model, {"input_ids": torch.randint(5, 100, (1, 12))}, Scripted(_random))
 
 
 def t5() -> Any:
@@ -806,41 +772,20 @@ def mamba() -> Any:
     return T.MambaForCausalLM(T.MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=1))
 
 
+SMALL = {"vocab_size": tiny_vlms.VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
 def qwen3_next() -> Any:
-    return T.Qwen3NextForCausalLM(
-        T.Qwen3NextConfig(
-            vocab_size=tiny_vlms.VOCAB,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-            linear_num_key_heads=1,
-            linear_num_value_heads=2,
-            num_experts=2,
-            num_experts_per_tok=1,
-            moe_intermediate_size=8,
-            shared_expert_intermediate_size=8,
-            layer_types=["linear_attention", "full_attention"],
-        )
-    )
+    linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 1}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    layers = {"linear_num_value_heads": 2, "layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
+    config = T.Qwen3NextConfig(**SMALL, **linear, **experts, **layers, shared_expert_intermediate_size=8)
+    return T.Qwen3NextForCausalLM(config)
 
 
 def lfm2() -> Any:
-    return T.Lfm2ForCausalLM(
-        T.Lfm2Config(
-            vocab_size=tiny_vlms.VOCAB,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            layer_types=["conv", "full_attention"],
-        )
-    )
+    return T.Lfm2ForCausalLM(T.Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]))
 
 
 REFUSED = {
@@ -855,11 +800,8 @@ def test_layers_that_keep_a_state_read_trees(build: Callable[[], Any]) -> None:
     model = build().eval()
     inputs = {"input_ids": torch.randint(5, 60, (2, 9)), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
     inputs["attention_mask"][0, :3] = 0
-    plain = tiny_vlms.generate(model, inputs)
     for drafter in ("random tree", "right within"):
-        guess = DRAFTERS[drafter](model, Oracle.of(inputs["input_ids"], plain))
-        with mmspec.enable(model, guess):
-            assert torch.equal(tiny_vlms.generate(model, inputs), plain)
+        as_stock(model, inputs, drafter)
 
 
 @pytest.mark.parametrize("what", REFUSED)

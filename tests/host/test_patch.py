@@ -314,22 +314,11 @@ def test_an_enabled_model_as_another_ones_assistant() -> None:
     ids = torch.randint(5, 90, (1, 9))
     options = {"max_new_tokens": 20, "do_sample": False}
     stock = model.generate(input_ids=ids, assistant_model=assistant, **options)
-    with mmspec.enable(assistant) as handle, pytest.warns(UserWarning, match="drafts for another model"):
+    with mmspec.enable(assistant) as handle, pytest.warns(UserWarning, match="stock path: it drafts for another"):
         assert torch.equal(model.generate(input_ids=ids, assistant_model=assistant, **options), stock)
         assert handle.stats.tokens == 0
         assistant.generate(input_ids=ids, **options)
         assert handle.stats.tokens == 20
-
-
-def test_early_exit_of_the_model_itself() -> None:
-    model, ids = tiny_vlms.text(num_hidden_layers=3), torch.randint(5, 90, (1, 9))
-    options = {"max_new_tokens": 20, "do_sample": False, "assistant_early_exit": 1}
-    stock = model.generate(input_ids=ids, **options)
-    with mmspec.enable(model), pytest.raises(mmspec.UnsupportedError, match="assisted decoding"):
-        model.generate(input_ids=ids, **options)
-    with mmspec.enable(model, on_unsupported="fallback"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert torch.equal(model.generate(input_ids=ids, **options), stock)
 
 
 # -- threads ---------------------------------------------------------------------------------------------------------

@@ -6,25 +6,23 @@ import pickle
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 import tiny_vlms
 import torch
 import uncompiled
 import vlm_classes as zoo
-from hostile_drafters import DRAFTERS, Oracle, Scripted
+from compared import as_alone, as_stock
+from hostile_drafters import Oracle, Scripted
 from torch import Tensor
 from torch.nn import functional as F
 
 import mmspec
-from mmspec.compile import capture_cache
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.drafters.plain import Plain
 from mmspec.kernels import reference_recurrent as ops
 from mmspec.pipelines.host import recurrent
 from mmspec.pipelines.host.recurrent_state import AcceptedPath, RecurrentLayers
-from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.pipelines.target import captures
 from mmspec.tree import from_parents
 
@@ -141,15 +139,7 @@ def test_rows_enter_and_leave_a_session(name: str) -> None:
         tiny_vlms.prompt(name, kind, seed) for seed, kind in enumerate(["image first", "text only", "image last"] * 2)
     ]
     ends: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": list(range(5, 30))}
-    want = [tiny_vlms.generate(model, one, **ends)[0, one["input_ids"].shape[1] :].tolist() for one in asked]
-    with mmspec.enable(model, right_or_wrong(asked, model, 14)):
-        flow, found = ContinuousBatcher(model, None, 2, **ends), {}
-        waiting = list(enumerate(asked))
-        while waiting or flow.busy:
-            while waiting and flow.free:
-                flow.add(*waiting.pop(0), 0)
-            found |= {end.ticket: end.tokens for end in flow.step()}
-    assert [found[i] for i in range(len(asked))] == want and len({*map(len, want)}) > 1
+    as_alone(model, asked, right_or_wrong(asked, model, 14), 2, ends, lengths=2)
 
 
 def test_a_pickle_is_a_stock_model_and_two_threads_do_not_meet() -> None:
@@ -233,11 +223,7 @@ def test_a_captured_forward_reads_and_leaves_the_same_state(name: str, chained: 
 
 @pytest.mark.full
 def test_by_the_compiler_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_cache, "_OF", WeakKeyDictionary())
-    monkeypatch.setattr(
-        "mmspec.pipelines.target.captured_prompt.MOST", 0
-    )  # prompts are captured in test_compiled_prompt
-    warnings.simplefilter("error", UserWarning)
+    uncompiled.pieces(monkeypatch, None)
     test_a_captured_forward_reads_and_leaves_the_same_state("qwen3_5", False, None)
 
 
@@ -251,10 +237,9 @@ class OffState(PiecewiseFunction):
 
 def test_a_capture_that_would_leave_another_state_is_not_used(capturing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captures, "PiecewiseFunction", OffState)
-    model, inputs = tiny_vlms.model("qwen3_5"), tiny_vlms.prompt("qwen3_5", "text only")
-    full = tiny_vlms.generate(model, inputs, max_new_tokens=6)
-    with mmspec.enable(model, Plain(), compile=True), pytest.warns(UserWarning, match="away from the uncompiled"):
-        assert torch.equal(tiny_vlms.generate(model, inputs, max_new_tokens=6), full)
+    model, call = tiny_vlms.model("qwen3_5"), {"max_new_tokens": 6}
+    with pytest.warns(UserWarning, match="away from the uncompiled"):
+        as_stock(model, tiny_vlms.prompt("qwen3_5", "text only"), Plain(), call=call, compile=True)
     assert not any(captures.of(model)._captures.values())
 
 
@@ -277,7 +262,5 @@ def test_a_scan_that_gates_what_it_reads(gate_norm: bool, rows: int) -> None:
     mask = torch.ones_like(ids)
     mask[1:, :4] = 0
     inputs = {"input_ids": ids * mask, "attention_mask": mask}
-    stock = tiny_vlms.generate(model, inputs)
     for drafter in ("empty", "random tree", "right within"):
-        with mmspec.enable(model, DRAFTERS[drafter](model, Oracle.of(inputs["input_ids"], stock))):
-            assert torch.equal(tiny_vlms.generate(model, inputs), stock)
+        as_stock(model, inputs, drafter)

@@ -34,12 +34,7 @@ def kimi() -> Any:
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "mlp_layer_types": ["dense"] * 3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
     }  # fmt: skip
-    made = T.KimiLinearForCausalLM(T.KimiLinearConfig(**sizes)).eval()
-    with torch.no_grad():
-        for weight in made.parameters():
-            if weight.dim() > 1:
-                weight.normal_(std=tiny_vlms.GAIN / weight[0].numel() ** 0.5)
-    return made
+    return tiny_vlms.enlarged(T.KimiLinearForCausalLM(T.KimiLinearConfig(**sizes)))
 
 
 KINDS = {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny_vlms
 import torch
-from hostile_drafters import DRAFTERS, Oracle
+from compared import as_stock
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask, sdpa_mask
@@ -77,22 +77,15 @@ def name_of(model: Any) -> str:
 @pytest.mark.parametrize("drafter", ["ngram", "random tree", "right within"])
 @pytest.mark.every(4)
 def test_identical_to_stock_with_that_attention(model: Any, kind: str, drafter: str) -> None:
-    inputs = tiny_vlms.prompt(name_of(model), kind)
-    full = tiny_vlms.generate(model, inputs)
-    with mmspec.enable(model, drafter=DRAFTERS[drafter](model, Oracle.of(inputs["input_ids"], full))) as handle:
-        assert torch.equal(tiny_vlms.generate(model, inputs), full)
-    assert handle.stats.rounds
+    assert as_stock(model, tiny_vlms.prompt(name_of(model), kind), drafter).stats.rounds
 
 
 @everywhere(FLASH)
 def test_a_chain_of_one_row_stays_on_flash_attention_and_a_tree_does_not(model: Any) -> None:
     inputs = tiny_vlms.prompt(name_of(model), "image first")
     layers, L = len(decoder(model).layers), inputs["input_ids"].shape[1]
-    full = tiny_vlms.generate(model, inputs)
     for drafter, stays in (("always right", True), ("random tree", False)):
-        seen.clear()
-        with mmspec.enable(model, drafter=DRAFTERS[drafter](model, Oracle.of(inputs["input_ids"], full))) as handle:
-            assert torch.equal(tiny_vlms.generate(model, inputs), full)
+        handle = as_stock(model, inputs, drafter, begun=lambda _: seen.clear())
         prompts, drafts = [q for _, q in seen if q == L], [q for _, q in seen if q < L]
         assert len(prompts) == layers
         if stays:
