@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suites.subject import refuse
 from mmspec import registry, zoo
 from mmspec.app import embedded, enabling
 from mmspec.app.bench import drafters, report
 from mmspec.app.bench.answers import enabled
-from mmspec.app.bench.command import Outcome, matching, say
+from mmspec.app.bench.command import BenchError, Outcome, matching, say
 from mmspec.app.bench.questions import Question, pictures_of, read_questions
 from mmspec.app.compare import Comparison, Method, over
 from mmspec.app.devices import wait
@@ -88,8 +87,8 @@ def questions(args: argparse.Namespace) -> list[Question]:
         some = pictures_of(HELD_OUT, args.seed, args.images)
     else:
         some = read_questions(args.data, args.images)
-        if some[0].prompt:
-            refuse(args, f"the questions of {args.data} have their own prompts", prompt=None)
+        if some[0].prompt and args.prompt is not None:
+            raise BenchError(f"--prompt: the questions of {args.data} have their own prompts; leave it out")
     return [q if q.prompt else Question(q.images, prompts[i % len(prompts)]) for i, q in enumerate(some)]
 
 

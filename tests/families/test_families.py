@@ -45,10 +45,6 @@ COVER = pairwise(AXES, allowed)
 REST = [case for case in EVERY if case not in set(COVER)]
 
 
-def named(cases: list[tuple[Any, ...]]) -> list[Any]:
-    return [pytest.param(*case, id="-".join(case).replace(" ", "_")) for case in cases]
-
-
 @cache
 def answers(name: str, attn: str, kind: str) -> tuple[dict[str, Tensor], Tensor, int, Tensor]:
     """Inputs, what stock decoding gives, a token at which some row ends early, and what stock gives with that one."""
@@ -58,7 +54,16 @@ def answers(name: str, attn: str, kind: str) -> tuple[dict[str, Tensor], Tensor,
     return inputs, full, eos, tiny_vlms.generate(model, inputs, eos_token_id=eos)
 
 
-def identical(name: str, attn: str, kind: str, drafter: str) -> None:
+def named(case: tuple[Any, ...], mark: pytest.MarkDecorator) -> Any:
+    return pytest.param(*case, id="-".join(case).replace(" ", "_"), marks=mark)
+
+
+CASES = [named(case, pytest.mark.every(24)) for case in COVER] + [named(case, pytest.mark.full) for case in REST]
+
+
+@pytest.mark.parametrize(("name", "attn", "kind", "drafter"), CASES)
+def test_token_identical(name: str, attn: str, kind: str, drafter: str) -> None:
+    """The cover by default, every combination with `--full`."""
     inputs, full, eos, ended = answers(name, attn, kind)
     model = tiny_vlms.model(name, attn)
     with mmspec.enable(model, drafter=DRAFTERS[drafter](model, Oracle.of(inputs["input_ids"], full))) as handle:
@@ -69,18 +74,6 @@ def identical(name: str, attn: str, kind: str, drafter: str) -> None:
         assert tau > 2, "the right drafts were not accepted"
     if drafter in ("always wrong", "empty"):
         assert tau == 1
-
-
-@pytest.mark.parametrize(("name", "attn", "kind", "drafter"), named(COVER))
-@pytest.mark.every(24)
-def test_token_identical(name: str, attn: str, kind: str, drafter: str) -> None:
-    identical(name, attn, kind, drafter)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("name", "attn", "kind", "drafter"), named(REST))
-def test_token_identical_in_every_combination(name: str, attn: str, kind: str, drafter: str) -> None:
-    identical(name, attn, kind, drafter)
 
 
 def test_the_cover_has_every_pair_of_values() -> None:

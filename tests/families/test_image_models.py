@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -13,6 +13,7 @@ import tiny_image_models
 import tiny_vlms
 import torch
 import transformers as T
+from compared import as_stock
 from hostile_drafters import DRAFTERS, Oracle, eagle
 from tiny_image_models import PAINTERS, draw
 from torch import Tensor
@@ -85,10 +86,7 @@ def test_greedy_is_token_identical(name: str, how: str) -> None:
 
 @pytest.mark.parametrize("name", STOCK)
 def test_eager_attention_is_token_identical(name: str) -> None:
-    model, call = tiny_image_models.model(name, "eager"), PAINTERS[name].call(3)
-    expected = draw(model, call)
-    with mmspec.enable(model, drafter="jacobi", window=5):
-        assert torch.equal(draw(model, call), expected)
+    as_stock(tiny_image_models.model(name, "eager"), PAINTERS[name].call(3), "jacobi", draw=draw, window=5)
 
 
 @pytest.mark.parametrize("name", PAINTERS)
@@ -294,19 +292,14 @@ def test_guided_rows_join_a_running_batch(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_guidance_without_a_negative_prompt_is_stock() -> None:
-    model, call = tiny_image_models.model("emu3"), PAINTERS["emu3"].call(3)
-    call = {name: value for name, value in call.items() if not name.startswith("negative")}
-    expected = draw(model, call)
-    with mmspec.enable(model, drafter="jacobi"):
-        assert torch.equal(draw(model, call), expected)
+    call = {name: value for name, value in PAINTERS["emu3"].call(3).items() if not name.startswith("negative")}
+    as_stock(tiny_image_models.model("emu3"), call, "jacobi", draw=draw)
 
 
 def test_janus_draws_and_writes_on_one_enabled_model() -> None:
-    model, picture = tiny_image_models.model("janus"), PAINTERS["janus"].call(3)
     text = {**tiny_image_models.ragged(tiny_image_models.PROMPTS), "max_new_tokens": 12, "max_length": None}
-    expected = [draw(model, call) for call in (picture, text)]
-    with mmspec.enable(model, drafter="jacobi", window=6) as handle:
-        assert all(torch.equal(draw(model, call), e) for call, e in zip((picture, text), expected, strict=True))
+    calls = [PAINTERS["janus"].call(3), text]
+    handle = as_stock(tiny_image_models.model("janus"), calls, "jacobi", draw=draw, window=6)
     assert handle.stats.tokens == 3 * 16 + 3 * 12
 
 
@@ -383,11 +376,9 @@ def test_chameleon_writes_as_before() -> None:
 
 @pytest.mark.parametrize("name", ["chameleon", "janus"])
 def test_words_may_be_drafted_as_a_call_asks(name: str) -> None:
-    model, ids = tiny_image_models.model(name), torch.tensor([[1, 5, 6, 7, 8, 9]])
-    call = {"max_new_tokens": 6, "do_sample": False, "prompt_lookup_num_tokens": 2}
-    stock = model.generate(ids, **call)
-    with mmspec.enable(model, drafter="ngram") as handle:
-        assert torch.equal(model.generate(ids, **call), stock) and handle.stats.rounds
+    inputs, call = {"input_ids": torch.tensor([[1, 5, 6, 7, 8, 9]])}, {"max_new_tokens": 6}
+    call["prompt_lookup_num_tokens"] = 2
+    assert as_stock(tiny_image_models.model(name), inputs, "ngram", call=call).stats.rounds
 
 
 def test_chameleon_never_falls_back_to_text() -> None:
@@ -484,19 +475,10 @@ def test_disable_leaves_no_trace(name: str) -> None:
 @pytest.mark.every(8)
 def test_two_threads_draw_on_one_model(name: str) -> None:
     model, calls = tiny_image_models.model(name), [PAINTERS[name].call(rows) for rows in (1, 2, 3)]
-    expected = [plain(name, call) for call in calls]
-    got: dict[int, list[Tensor]] = {0: [], 1: [], 2: []}
-    with mmspec.enable(model, drafter="jacobi", window=4):
-        threads = [
-            threading.Thread(target=lambda i=i: got[i].extend(draw(model, calls[i]) for _ in range(3)))
-            for i in range(len(calls))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for i, tokens in got.items():
-        assert len(tokens) == 3 and all(torch.equal(t, expected[i]) for t in tokens)
+    expected = [plain(name, call) for call in calls] * 3
+    with mmspec.enable(model, drafter="jacobi", window=4), ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda call: draw(model, call), calls * 3))
+    assert all(map(torch.equal, found, expected))
 
 
 # -- a diffusers pipeline --------------------------------------------------------------------------------------------

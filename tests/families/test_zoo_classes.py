@@ -9,7 +9,8 @@ import survey
 import torch
 import transformers
 import vlm_classes as zoo
-from hostile_drafters import DRAFTERS, Oracle, eagle
+from compared import as_alone, as_stock
+from hostile_drafters import DRAFTERS, eagle
 
 import mmspec
 from mmspec.app import cli
@@ -17,7 +18,6 @@ from mmspec.pipelines.families import table as families
 from mmspec.pipelines.families.surveyed import FOUND, VERSION
 from mmspec.pipelines.host import loading
 from mmspec.pipelines.host.names import CACHE
-from mmspec.pipelines.serving.continuous import ContinuousBatcher
 
 TALKING = [case for case in zoo.CASES if zoo.picture_of(case) is not None and FOUND[survey.name_of(case)] is None]
 
@@ -95,10 +95,7 @@ def test_scores_of_an_indexer_that_tie(case: str, drafter: str) -> None:
     model = zoo.model(case)
     for rows in zoo.ROWS:
         inputs = zoo.prompt(case, rows)
-        full = zoo.generate(model, inputs, max_new_tokens=40)
-        with mmspec.enable(model, DRAFTERS[drafter](model, Oracle.of(inputs["input_ids"], full))) as handle:
-            assert torch.equal(zoo.generate(model, inputs, max_new_tokens=40), full)
-        assert handle.stats.rounds
+        assert as_stock(model, inputs, drafter, call={"max_new_tokens": 40}, draw=zoo.generate).stats.rounds
 
 
 def test_padding_in_all_rows_shifts_pools() -> None:
@@ -138,15 +135,9 @@ LAYERS = {
 @pytest.mark.every(12)
 def test_a_seed_gives_what_it_gives_stock(case: str) -> None:
     model, inputs = zoo.model(case), zoo.prompt(case, "ragged")
-
-    def drawn(seed: int) -> torch.Tensor:
-        torch.manual_seed(seed)
-        return zoo.generate(model, inputs, do_sample=True, temperature=0.8, top_k=40)
-
-    stock = [drawn(seed) for seed in range(3)]
-    with mmspec.enable(model, reproducible=True) as handle:
-        assert all(torch.equal(drawn(seed), full) for seed, full in enumerate(stock))
-    assert handle.stats.rounds
+    call = {"do_sample": True, "temperature": 0.8, "top_k": 40}
+    for seed in range(3):
+        assert as_stock(model, inputs, call=call, seed=seed, draw=zoo.generate, reproducible=True).stats.rounds
 
 
 @pytest.mark.parametrize("case", [*LAYERS.values(), "idefics", "phi4_multimodal"])
@@ -154,15 +145,7 @@ def test_a_seed_gives_what_it_gives_stock(case: str) -> None:
 def test_prompts_that_share_their_rows_answer_as_if_alone(case: str) -> None:
     model, options = zoo.model(case), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": list(range(5, 20))}
     asked = [zoo.prompt(case, rows, picture) for picture, rows in enumerate(("one", "early", "late", "one", "early"))]
-    want = [zoo.generate(model, one, **options)[0, one["input_ids"].shape[1] :].tolist() for one in asked]
-    with mmspec.enable(model, drafter=DRAFTERS["random tree"](model, None)):
-        flow = ContinuousBatcher(model, None, 2, **options)
-        found, waiting = {}, list(enumerate(asked))
-        while waiting or flow.busy:
-            while waiting and flow.free:
-                flow.add(*waiting.pop(0))
-            found.update({end.ticket: (end.error, end.tokens) for end in flow.step()})
-    assert [found[number] for number in range(len(asked))] == [(None, tokens) for tokens in want]
+    as_alone(model, asked, DRAFTERS["random tree"](model, None), 2, options, zoo.generate)
 
 
 def test_blocks_of_padding_alone_are_left_to_stock() -> None:
@@ -202,10 +185,8 @@ COMPILED = {"qwen3_5_moe", "lfm3_vl", "nemotron_h_omni", "unlimited_ocr"}  # see
 @pytest.mark.full
 def test_left_uncompiled_the_text_is_the_same(case: str) -> None:
     """From the first round on, whose draft a capture would be compared on."""
-    model, inputs = zoo.model(case), zoo.prompt(case, "ragged")
-    full = zoo.generate(model, inputs)
-    with mmspec.enable(model, compile=True), pytest.warns(UserWarning, match="uncompiled"):
-        assert torch.equal(zoo.generate(model, inputs), full)
+    with pytest.warns(UserWarning, match="uncompiled"):
+        as_stock(zoo.model(case), zoo.prompt(case, "ragged"), draw=zoo.generate, compile=True)
 
 
 @pytest.mark.parametrize("case", ["qwen4_exp", "glm5_next"])
