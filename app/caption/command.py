@@ -141,11 +141,11 @@ class Run:
             return SOME_FAILED if failed_before else OK
         self._write_settings()
         tally = RunTally(len(todo.pending), options.quiet)
-        comparison = None
+        devices = places(options.devices)
+        start: Any = WorkerPool if len(devices) > 1 else SingleWorker
         try:
-            with contextlib.closing(tally), contextlib.closing(_start_workers(self.job, outputs.slots)) as workers:
+            with contextlib.closing(tally), contextlib.closing(start(self.job, devices, outputs.slots)) as workers:
                 workers.run(todo.pending, tally.add)
-                comparison = workers.comparison
         except KeyboardInterrupt as stop:
             self._wind_up(tally)
             print(f"\nstopped: {tally.counted} are in {outputs.folder}; run the same command again to resume")
@@ -154,7 +154,7 @@ class Run:
             self._wind_up(tally)
             raise
         written = self._finish()
-        self._report(tally, workers.summaries, comparison)
+        self._report(tally, workers.summaries, workers.comparison)
         if tally.failed:
             where = outputs.folder / FAILURES
             print(f"{tally.failed} failed" + f": {where} says why" * where.is_file())
@@ -162,7 +162,7 @@ class Run:
         files = [", ".join(map(str, written)), f"a {options.extension} for each" * bool(sidecars)]
         if any(files):
             print("captions: " + ", and ".join(filter(None, files)))
-        print("; ".join(filter(None, [str(tally), str(comparison or "")])))
+        print("; ".join(filter(None, [str(tally), str(workers.comparison or "")])))
         return SOME_FAILED if tally.failed or failed_before else OK
 
     def print_prompts(self) -> None:
@@ -214,9 +214,3 @@ class Run:
                 step()
             except (MediaError, OutputError, OSError) as error:
                 print(f"mmspec caption: {plain(str(error))}", file=sys.stderr)
-
-
-def _start_workers(job: Job, slots: str) -> Any:
-    """One process per device, or a worker in this process."""
-    devices = places(job.options.devices)
-    return WorkerPool(job, devices, slots) if len(devices) > 1 else SingleWorker(job, devices[0], slots)

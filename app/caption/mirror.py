@@ -16,8 +16,7 @@ from mmspec.app.files import stamp, write_whole
 from mmspec.app.media.remote import filesystem, unreachable
 
 EVERY = 300.0  # seconds between two uploads
-LOGS = (".jsonl", ".log")  # files in STATE that only grow
-UPLOADED = (*LOGS, ".yaml")  # files of STATE that are uploaded; locks and partial files are not
+LOGS = (".jsonl", ".log")  # files in STATE that only grow; no others in it are uploaded
 
 
 class Mirror:
@@ -172,7 +171,7 @@ def _hidden(name: str) -> bool:
 
 
 def _uploaded(name: str) -> bool:
-    return not _hidden(name) or (name.startswith(f"{STATE}/") and name.endswith(UPLOADED) and name.count("/") == 1)
+    return not _hidden(name) or _log(name)
 
 
 def _looked_at(name: str, extension: str) -> bool:

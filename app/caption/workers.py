@@ -35,8 +35,8 @@ class KilledWorkerError(Exception):
 class SingleWorker:
     """One worker in this process, and the comparison with stock generate if there is a drafter to compare."""
 
-    def __init__(self, job: Job, place: str, slots: str):
-        self.worker = Worker(job, place, f"{slots}worker-0")
+    def __init__(self, job: Job, places: Sequence[str], slots: str):
+        self.worker = Worker(job, places[0], f"{slots}worker-0")
         print_notes(self.worker.notes)
         self.summaries: list[dict[str, Any]] = []
         self.comparison: Any = None
