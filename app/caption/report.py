@@ -18,7 +18,6 @@ from tqdm import tqdm
 from mmspec.app.caption.journal import Ledger, Record
 from mmspec.app.caption.options import Options
 from mmspec.app.caption.plan import Plan
-from mmspec.app.caption.workers import places
 from mmspec.app.files import inline, write_whole
 from mmspec.app.media.decoder import Decoder, DecoderError
 from mmspec.app.media.items import Item
@@ -100,18 +99,8 @@ def write(
     options: Options, todo: Plan, tally: RunTally, workers: Sequence[Record], comparison: Sampled | None,
     ledger: Ledger, items: Callable[[], Iterable[Item]],
 ) -> None:  # fmt: skip
-    """Write the report as JSON: counts, speeds, acceptance, and provenance; or, where the name ends in .html, as a page
-    with all this and some of the items with their captions."""
-    import torch
-
-    from mmspec.app.devices import EngineError, find_device, find_dtype
-    from mmspec.app.provenance import provenance
-
-    try:
-        device = find_device(places(options.devices)[0])
-    except EngineError:
-        device = torch.device("cpu")
-    dtype = find_dtype(next((worker["dtype"] for worker in workers if "dtype" in worker), options.dtype), device)
+    """Write the report as JSON: counts, speeds, acceptance, and the workers with their provenance; or, where the name
+    ends in .html, as a page with all this and some of the items with their captions."""
     seconds = max(tally.seconds, 1e-9)
     facts = {
         "counts": {
@@ -135,7 +124,6 @@ def write(
         "comparison": comparison.facts if comparison else None,
         "workers": list(workers),
         "options": {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()},
-        "provenance": provenance(device, dtype),
     }
     path = options.report
     assert path is not None, "no --report was given"

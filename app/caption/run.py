@@ -108,11 +108,16 @@ class Worker:
 
     def summary(self) -> dict[str, Any]:
         """Facts about this worker for the report."""
-        dtype = str(getattr(self.engine.model, "dtype", "")).removeprefix("torch.")
+        facts: Record = {"worker": self.slot}
+        model = self.engine.model if self.job.options.report else None
+        if model is not None:
+            from mmspec.app.provenance import provenance
+
+            facts["provenance"] = provenance(model.device, model.dtype)
         if self.flow is None:
-            return facts_of(worker=self.slot, dtype=dtype)
+            return facts
         stats = self.flow.stats
-        facts = facts_of(worker=self.slot, dtype=dtype, rows=self.flow.rows, prefix=stats.prefix or None)
+        facts |= {"rows": self.flow.rows} | facts_of(prefix=stats.prefix or None)
         names = ("target_calls", "row_rounds", "gained", "accepted", "lossless") if stats.rounds else ()
         return facts | {name: getattr(stats, name) for name in names}
 

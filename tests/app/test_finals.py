@@ -114,4 +114,4 @@ def test_a_report_replaces_nothing_but_what_a_run_made(caption, photos: Path, ca
         caption("photos/b.jpg", "--report", "photos/a.png")
     assert stopped.value.code == SENSELESS and (photos / "a.png").read_bytes() == before
     for _ in range(2):
-        assert caption("--report", "r.json") == OK and "provenance" in json.loads(Path("r.json").read_text())
+        assert caption("--report", "r.json") == OK and "workers" in json.loads(Path("r.json").read_text())
