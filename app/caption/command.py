@@ -90,7 +90,7 @@ def _caption(options: Options) -> int:
     how: dict[str, Any] = {"look_only": options.dry_run, "overwrite": options.on_existing == "overwrite"}
     mirror = Mirror(options.out) if is_address(options.out) else None
     if mirror is not None:
-        mirror.pull(options.extension)
+        mirror.pull()
         folder, how = mirror.folder, how | {"fetch": mirror.fetch_logs}
     with contextlib.closing(Outputs(folder, origin, slots, **how)) as outputs:
         listed = [getattr(place, "path", None) for place in inputs.places]  # of lists, tables and tars
@@ -159,7 +159,7 @@ class Run:
             where = outputs.folder / FAILURES
             print(f"{tally.failed} failed" + f": {where} says why" * where.is_file())
         sidecars = tally.captions and any(task.sidecar for task in todo.pending)
-        files = [", ".join(map(str, written)), f"a {options.extension} for each" * bool(sidecars)]
+        files = [", ".join(map(str, written)), "a .txt for each" * bool(sidecars)]
         if any(files):
             print("captions: " + ", and ".join(filter(None, files)))
         print("; ".join(filter(None, [str(tally), str(workers.comparison or "")])))

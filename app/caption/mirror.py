@@ -37,11 +37,8 @@ class Mirror:
         self.folder = home / "mmspec" / "captions" / digest(self.address.encode())[:16]
         self._synced: dict[str, str | None] = {}  # name → local stamp of files that are the same on both sides
 
-    def pull(self, extension: str = ".txt") -> None:
+    def pull(self) -> None:
         """Download the files that a run reads and that differ here; merge journals that both sides have written to.
-
-        Args:
-            extension: extension of caption files.
 
         Raises MediaError: it cannot be reached.
         """
@@ -51,7 +48,7 @@ class Mirror:
                 path.unlink()
         for name, size in sizes.items():
             path, tar = self.folder / name, SHARD.fullmatch(name)
-            if tar or _looked_at(name, extension):
+            if tar or _looked_at(name):
                 if not path.is_file() or path.stat().st_size != size:
                     write_whole(path, b"" if tar else self._read(name))
                 self._synced[name] = stamp(path)
@@ -174,6 +171,6 @@ def _uploaded(name: str) -> bool:
     return not _hidden(name) or _log(name)
 
 
-def _looked_at(name: str, extension: str) -> bool:
+def _looked_at(name: str) -> bool:
     """Whether a run may read or replace a file of that name in its output folder."""
-    return not _hidden(name) and (name in (FAILURES, FILE, *NAMES.values()) or name.endswith(extension))
+    return not _hidden(name) and (name in (FAILURES, FILE, *NAMES.values()) or name.endswith(".txt"))

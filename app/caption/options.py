@@ -17,7 +17,6 @@ from mmspec import media
 from mmspec.app import embedded, enabling
 from mmspec.app.caption.journal import key
 from mmspec.app.media import video
-from mmspec.app.media.items import kind_of
 from mmspec.app.media.remote import is_address
 from mmspec.app.options import DTYPES, above_zero, count, from_zero
 from mmspec.config import size_in_bytes
@@ -63,13 +62,6 @@ def _text(pattern: str, wanted: str) -> Callable[[str], str]:
         return text
 
     return check
-
-
-def _extension(text: str) -> str:
-    text = text if text.startswith(".") else f".{text}"
-    if kind_of(f"x{text}") or text in (".jsonl", ".parquet", ".tar", ".yaml"):
-        raise argparse.ArgumentTypeError(f"{text!r} is the extension of inputs or of other outputs; name another")
-    return _text(r"(\.[A-Za-z0-9_-]+)+", "an extension such as .txt or .caption")(text)
 
 
 def _flag(
@@ -142,7 +134,6 @@ class Options:
         section="outputs")
     format: str | None = _flag("LIST", None, f"any of {','.join(OUTPUTS)}; default: metadata, and txt for items that "
         "are separate files", type=_text("({0})(,({0}))*".format("|".join(OUTPUTS)), f"a list of {','.join(OUTPUTS)}"))
-    extension: str = _flag(".EXT", ".txt", "extension of caption files", type=_extension)
     on_existing: str = _flag(None, "skip", "keep or overwrite captions and final files that mmspec did not write",
         choices=("skip", "overwrite"))
     report: Path | None = _flag("FILE", None, "write speeds and counts as .json, or as a .html page",

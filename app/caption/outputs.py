@@ -34,8 +34,7 @@ class Sidecars:
     All names must be added before the first call of `of`.
     """
 
-    def __init__(self, extension: str = ".txt"):
-        self.extension = extension
+    def __init__(self) -> None:
         self._stems: Counter[str] = Counter()
         self._names: set[str] = set()
 
@@ -51,11 +50,11 @@ class Sidecars:
             raise OutputError(f"the name {name!r} points outside of the output folder; rename it")
         stem = _stem(name)
         before = (record or {}).get("sidecar")
-        if before in (stem + self.extension, name + self.extension):
+        if before in (f"{stem}.txt", f"{name}.txt"):
             return str(before)
         here = stem.casefold()
         alone = self._stems[here] == 1 and (here == name.casefold() or here not in self._names)
-        return (stem if alone else name) + self.extension
+        return f"{stem if alone else name}.txt"
 
 
 class Writer:

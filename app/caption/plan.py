@@ -71,7 +71,7 @@ class Planner:
 
     def plan(self, inputs: Inputs) -> Plan:
         """Sort all items of this run's shard. OutputError if the output folder belongs to another data set."""
-        todo, mine, sidecars = Plan(resumed=self.options.resume), [], Sidecars(self.options.extension)
+        todo, mine, sidecars = Plan(resumed=self.options.resume), [], Sidecars()
         for item in inputs.items():
             sidecars.add(item.name)
             if self._of_this_shard(item.name):

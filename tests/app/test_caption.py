@@ -389,10 +389,9 @@ def test_a_lost_caption_file_is_made_again_and_an_edited_one_is_kept(caption):
 
 
 def test_beside_the_images(caption, photos: Path):
-    (photos / "a.txt").write_text("written by hand")
     paint(photos / "sub" / "e.png")
-    assert caption("--out", "beside", "--recursive", "--extension", "caption") == OK
-    assert set(captions(photos)) == {*GOOD, "sub/e.png"} and (photos / "sub" / "e.caption").exists()
+    assert caption("--out", "beside", "--recursive") == OK
+    assert set(captions(photos)) == {*GOOD, "sub/e.png"} and (photos / "sub" / "e.txt").exists()
     assert not Path("captions").exists()
 
 
@@ -809,10 +808,10 @@ def test_files_of_other_kinds_are_counted(caption, photos: Path, capsys: pytest.
 
 
 def test_config(caption, photos: Path, capsys: pytest.CaptureFixture):
-    config = {"prompt": "w8", "out": "one", "resume": True, "extension": ".cap", "batch-size": "auto", "limit": 2}
+    config = {"prompt": "w8", "out": "one", "resume": True, "batch-size": "auto", "limit": 2}
     Path("run.yaml").write_text(yaml.safe_dump(config))
     assert caption("--config", "run.yaml", "--out", "two") == OK  # the command line wins
-    assert len(captions("two")) == 2 and Path("two/a.cap").read_text().split()[2] == "w8"
+    assert len(captions("two")) == 2 and Path("two/a.txt").read_text().split()[2] == "w8"
     held = yaml.safe_load(Path("two/run.yaml").read_text())
     assert held["out"] == "two" and held["prompt"] == "w8" and "limit" not in held and held["inputs"] == ["photos"]
     assert cli.main(["caption", "--config", "two/run.yaml", "--limit", "9"]) == OK  # the same run again
@@ -880,7 +879,6 @@ def test_fatal_errors_say_what_to_do(caption, truly, photos: Path, capsys: pytes
         ("--devices ,", "',' is not auto, cpu, cuda, mps, or a list as 0,1"),
         ("--max-bytes 2X", "'2X' is not a size"),
         ("--max-memory 0", "'0' is not a size"),
-        ("--extension .png", "'.png' is the extension of inputs"),
         ("--report photos/a.png", "'photos/a.png' is not a report's name"),
         ("--prompt {nam}", "unknown variable {nam}"),
         ("--config no.yaml", "no.yaml cannot be read"),
