@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mmspec.app.media.items import Item
+from mmspec.media import shortened
 
 VARIABLES = ("name", "dir", "existing")
 
@@ -65,11 +66,11 @@ def _check(text: str, what: str) -> None:
     try:
         parts: Sequence[tuple] = list(string.Formatter().parse(text))
     except ValueError as error:
-        raise PromptError(f"the {what} {_short(text)} has an unmatched brace ({error}); {allowed}") from error
+        raise PromptError(f"the {what} {shortened(text)} has an unmatched brace ({error}); {allowed}") from error
     for _, name, form, conversion in parts:
         if name is not None and (name not in VARIABLES or form or conversion):
             given = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
-            raise PromptError(f"unknown variable {{{given}}} in the {what} {_short(text)}; {allowed}")
+            raise PromptError(f"unknown variable {{{given}}} in the {what} {shortened(text)}; {allowed}")
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -95,7 +96,3 @@ def read_prompts(path: Path) -> list[str]:
     if not lines:
         raise PromptError(f"{path} has no prompts; write one per line")
     return lines
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:57]}...")
