@@ -18,8 +18,8 @@ from mmspec.app.files import write_whole
 from mmspec.app.media.decoder import HELP, USUAL, VideoReader
 from mmspec.app.media.video import FramePolicy
 from mmspec.app.options import count, from_zero
-from mmspec.app.untrained import BLOCKS, build, build_for_pictures, check_block, check_drawing, draftable
 from mmspec.checkpoints.save import save_drafter
+from mmspec.drafters import block_config
 from mmspec.registry import DRAFTERS, drafter_class
 from mmspec.train.data import read
 from mmspec.train.distil import Distillation
@@ -35,7 +35,7 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     trained = [name for name, entry in DRAFTERS.items() if entry.trained]
-    others = [name for name in BLOCKS if name not in trained]
+    others = [name for name in block_config.PUBLISHED if name not in trained]
     methods = [*trained, *others, "mtp"]
     parser.description = "Train a drafter on the target's own answers about your data. Rerun the command to resume."
     add = parser.add_argument
@@ -65,6 +65,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
+    from mmspec.pipelines.drafters.untrained import draftable
+
     pictures = draws(args.target, args.data)
     if pictures:
         draftable(args.method)
@@ -127,6 +129,7 @@ def train(
         frames: which frames of a video the model sees; None: eight, evenly spaced.
         drawing: how a model that draws is called, such as its `guidance_scale`.
     """
+    from mmspec.pipelines.drafters.untrained import build, build_for_pictures
     from mmspec.pipelines.host.training import Accelerator
     from mmspec.pipelines.image_teacher import ImageTeacher
     from mmspec.pipelines.prompts import text_alone
@@ -170,6 +173,8 @@ def train(
 
 def _check(drafter: Any, model: Any, processor: Processor | None, recipe: Recipe, drawing: dict[str, Any]) -> None:
     """ValueError for a drafter that cannot be trained for this model, or by this recipe."""
+    from mmspec.pipelines.drafters.untrained import check_block, check_drawing
+
     if processor is None:
         check_drawing(drafter, model, recipe, drawing)
     elif drawing:
@@ -224,7 +229,7 @@ def _opened(target: str, pictures: bool, device: torch.device) -> tuple[Any, Any
 
 
 def run(args: argparse.Namespace) -> int:
-    config = getattr(drafter_class("block" if args.method in BLOCKS else args.method), "Config", None)
+    config = getattr(drafter_class("block" if args.method in block_config.PUBLISHED else args.method), "Config", None)
     known = {name: one for name, one in config.usual().items() if one is not MISSING} if config else {}
     known |= {"intermediate": 0} if config else {}  # by default the target's
     try:

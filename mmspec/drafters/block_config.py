@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mmspec.drafters.dflash_layer import MARKOV
 from mmspec.drafters.shape import MOST, Shape, TreeOptions
 from mmspec.drafters.trained import TrainedConfig
 
+PUBLISHED: dict[
+    str, dict[str, Any]
+] = {  # method of `mmspec train` → what its published drafters add to DFlash's layers
+    "block": {},
+    "dflash": {},
+    "dspark": {"markov_rank": 256, "confidence": True, "confidence_markov": True, "anchored": True, "block": 8},
+}
 NO_CAP = 1e9  # as `softcap`: logits are not capped
 
 _WHOLE = replace(Shape.chain(MOST["depth"]), draws=True)  # cut to the depth of a block

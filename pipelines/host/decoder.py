@@ -1,4 +1,4 @@
-"""Finds a model's text decoder, head and embedding."""
+"""Finds a model's text decoder, head and embedding, and the shape of the decoder's layers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from mmspec.pipelines.host import recurrent
 from mmspec.pipelines.host.exotic import path_readers
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.kinds import GenerativeModel, TextDecoder, Weighted
+from mmspec.pipelines.host.names import origin
 
 
 def decoder(model: GenerativeModel) -> TextDecoder:
@@ -28,6 +29,24 @@ def head(model: GenerativeModel) -> Weighted | None:
 def embedding(model: GenerativeModel) -> Weighted:
     """The embedding of token ids."""
     return model.get_input_embeddings()
+
+
+def layer_of(model: GenerativeModel, hidden: int) -> dict[str, Any]:
+    """The shape of a model's own decoder layer, as values of a drafter's config."""
+    config = model.get_decoder().config
+    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
+    return {
+        "intermediate": config.intermediate_size, "heads": config.num_attention_heads,
+        "head_dim": getattr(config, "head_dim", None) or hidden // config.num_attention_heads,
+        "rope_theta": float(theta), "norm_eps": float(getattr(config, "rms_norm_eps", 1e-6)),
+        "target_revision": origin(model)[1] or "",
+    }  # fmt: skip
+
+
+def key_heads(model: GenerativeModel) -> int:
+    """The number of key and value heads of the decoder's layers."""
+    config = model.get_decoder().config
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def readers(text: TextDecoder) -> list[tuple[nn.Module, type]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.pipelines.host.decoder import embedding
 from mmspec.pipelines.host.kinds import GenerativeModel, PretrainedConfig
 
 # kind → names of its token in the config, and names of the arguments with its grids of patches and its pixels
@@ -22,6 +23,16 @@ _AXES = {"image": 4, "video": 5}  # images [n, 3, height, width], clips [n, fram
 def placeholders(config: PretrainedConfig) -> list[int]:
     """Token ids that are placeholders for visual features in a prompt."""
     return sorted({token for names, *_ in _KINDS.values() for token in _tokens(config, names)})
+
+
+def mask_token(model: GenerativeModel) -> int:
+    """A token that does not occur in text: the padding token, or the placeholder of pictures.
+
+    A padding token whose embedding is zero is not used: all positions of a drafted block would be the same.
+    """
+    padding, table = getattr(model.get_decoder().config, "pad_token_id", None), embedding(model).weight
+    known = [*([] if padding is None else [padding]), *placeholders(model.config), len(table) - 1]
+    return next(i for i in known if i == known[-1] or (i < len(table) and bool(table[i].any())))
 
 
 def media(ids: Tensor, config: PretrainedConfig, arguments: Mapping[str, Any]) -> Tensor:

@@ -25,9 +25,9 @@ from mmspec.app.bench import drafters as named
 from mmspec.app.bench import questions, vlm
 from mmspec.app.bench.answers import TimedCall
 from mmspec.app.bench.command import BenchError
-from mmspec.app.untrained import build
 from mmspec.drafters.block_config import BlockConfig
 from mmspec.drafters.dflash import BlockDrafter
+from mmspec.pipelines.drafters.untrained import build
 from mmspec.statistics import Stats
 
 METHODS = ("eagle", "vispec", "msd", "flash", "specvlm")

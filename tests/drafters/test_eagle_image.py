@@ -17,13 +17,13 @@ from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper
 
 import mmspec
 from mmspec.app import cli
-from mmspec.app.untrained import build_for_pictures
 from mmspec.drafters import static_trees
 from mmspec.drafters.blocks import Rope, rotate
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.kernels import reference as ops
 from mmspec.loop import decode, start
 from mmspec.models import llamagen
+from mmspec.pipelines.drafters.untrained import build_for_pictures
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.host.training import Accelerator
 from mmspec.pipelines.image_teacher import ImageTeacher

@@ -14,8 +14,8 @@ from tiny_image_models import PAINTERS, PROMPTS
 import mmspec
 from mmspec.app import cli
 from mmspec.app.train import train
-from mmspec.app.untrained import build_for_pictures
 from mmspec.config import UnsupportedError
+from mmspec.pipelines.drafters.untrained import build_for_pictures
 from mmspec.pipelines.host.image_models import ImageModel
 from mmspec.pipelines.image_teacher import ImageTeacher
 from mmspec.train.data import TrainingSample

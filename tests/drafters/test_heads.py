@@ -13,9 +13,9 @@ from stopped import goes_on
 
 import mmspec
 from mmspec.app import cli
-from mmspec.app.untrained import build_for_pictures
 from mmspec.compile import capture, capture_cache
 from mmspec.drafters.heads import HeadsConfig, HeadsDrafter, View
+from mmspec.pipelines.drafters.untrained import build_for_pictures
 from mmspec.pipelines.host.training import Accelerator
 from mmspec.pipelines.image_teacher import ImageTeacher
 from mmspec.train.data import TrainingSample

@@ -13,13 +13,13 @@ import transcribed_drafters
 from hostile_drafters import eagle, feature_drafter
 
 import mmspec
-from mmspec.app.untrained import build_for_pictures
 from mmspec.config import SpecConfig
 from mmspec.drafters.block_config import BlockConfig
 from mmspec.drafters.flash_vlm import FlashConfig
 from mmspec.drafters.msd import MsdConfig
 from mmspec.drafters.specvlm import SpecVlmConfig
 from mmspec.drafters.vispec import ViSpecConfig, ViSpecDrafter
+from mmspec.pipelines.drafters.untrained import build_for_pictures
 from mmspec.pipelines.patching.choose import fitted
 from mmspec.protocols import TargetInfo
 from tests.drafters import test_eagle_image as pictures

@@ -22,11 +22,11 @@ import mmspec
 from benchmarks.zoo import sources
 from mmspec.app import cli
 from mmspec.app.train import train
-from mmspec.app.untrained import build
 from mmspec.checkpoints.save import save_drafter
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.drafters.growth import TargetHead
+from mmspec.pipelines.drafters.untrained import build
 from mmspec.pipelines.host.training import Accelerator
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.teacher import Teacher

@@ -15,8 +15,8 @@ from PIL import Image
 import mmspec
 from benchmarks.zoo.recipes.drafters import DRAFTERS
 from mmspec.app.train import train
-from mmspec.app.untrained import build, check_block, layers_read
 from mmspec.drafters.dflash import BlockDrafter
+from mmspec.pipelines.drafters.untrained import build, check_block, layers_read
 from mmspec.pipelines.teacher import Teacher
 from mmspec.train.data import read
 from mmspec.train.objective import _anchors, losses

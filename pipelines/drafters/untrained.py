@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmspec.config import Options
-from mmspec.drafters.block_config import BlockConfig
+from mmspec.drafters.block_config import PUBLISHED, BlockConfig
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.heads import HeadsConfig, HeadsDrafter
+from mmspec.pipelines.drafters.mtp import MtpDrafter
+from mmspec.pipelines.families import table as families
+from mmspec.pipelines.host.decoder import embedding, key_heads, layer_of
+from mmspec.pipelines.host.image_models import SIZE, ImageModel
+from mmspec.pipelines.host.kinds import GenerativeModel
+from mmspec.pipelines.host.vision import mask_token
 from mmspec.protocols import TargetInfo
 from mmspec.registry import drafter_class
 from mmspec.train.recipes import Recipe
 from mmspec.types import FINAL
 
-if TYPE_CHECKING:
-    from mmspec.pipelines.host.kinds import GenerativeModel
-
 FEATURES = 5  # minimum number of layers whose features a block drafter reads; the number in most published files
 DRAWING = ("eagle", "heads")  # methods for models that draw
-BLOCKS: dict[str, dict[str, Any]] = {  # method: what its published drafters add to DFlash's layers
-    "block": {},
-    "dflash": {},
-    "dspark": {"markov_rank": 256, "confidence": True, "confidence_markov": True, "anchored": True, "block": 8},
-}
 
 
 def draftable(method: str) -> None:
@@ -48,24 +46,17 @@ def build(method: str, model: GenerativeModel, **shape: object) -> Any:
     `shape` has other values of the method's config; ValueError if it does not have or does not allow one of them.
     """
     if method == "mtp":
-        from mmspec.pipelines.drafters.mtp import MtpDrafter
-
         if shape:
             raise ValueError("'mtp' trains a layer of the target's own classes, in its shape; leave --shape out")
         return MtpDrafter.untrained(model)
-    from mmspec.pipelines.families import table as families
-
     info = families.of(model).describe(model)
-    if method in BLOCKS:
+    if method in PUBLISHED:
         return _block(method, model, info, **shape)
     return _on_final(method, info, shape, **layer_of(model, info.hidden))
 
 
 def build_for_pictures(method: str, pipe: Any, **shape: object) -> Any:
     """An untrained drafter in the shape of the image model's own layer; for a LlamaGen, with 2-D positions."""
-    from mmspec.pipelines.families import table as families
-    from mmspec.pipelines.host.image_models import ImageModel
-
     draftable(method)
     if isinstance(pipe, ImageModel):
         if method == "heads":
@@ -85,9 +76,6 @@ def build_for_pictures(method: str, pipe: Any, **shape: object) -> Any:
 
 def _what_draws(painter: Any) -> tuple[Any, TargetInfo]:
     """The model or pipeline that draws the tokens, and the TargetInfo that a drafter for its pictures must fit."""
-    from mmspec.pipelines.families import table as families
-    from mmspec.pipelines.host.image_models import ImageModel
-
     model: Any = families.unwrap(painter.target) if isinstance(painter, ImageModel) else painter
     family = families.of(model)
     return model, family.pictures(model) or family.describe(model)
@@ -95,8 +83,6 @@ def _what_draws(painter: Any) -> tuple[Any, TargetInfo]:
 
 def check_drawing(drafter: Any, painter: Any, recipe: Recipe, settings: Options) -> None:
     """ValueError, before anything is drawn, for a drafter, recipe or setting that does not fit the image model."""
-    from mmspec.pipelines.host.image_models import SIZE, ImageModel
-
     info = _what_draws(painter)[1]
     drafter.fit(info, {})
     if recipe.vocabulary and info.ends is None:
@@ -107,18 +93,6 @@ def check_drawing(drafter: Any, painter: Any, recipe: Recipe, settings: Options)
         raise ValueError("'heads' train with the pipeline's own settings; leave --draw out, or change its defaults")
 
 
-def layer_of(model: GenerativeModel, hidden: int) -> dict[str, Any]:
-    """The shape of a target's own decoder layer, as values of a drafter's config."""
-    c = model.get_decoder().config
-    theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
-    return {
-        "intermediate": c.intermediate_size, "heads": c.num_attention_heads,
-        "head_dim": getattr(c, "head_dim", None) or hidden // c.num_attention_heads, "rope_theta": float(theta),
-        "norm_eps": float(getattr(c, "rms_norm_eps", 1e-6)),
-        "target_revision": getattr(model.config, "_commit_hash", None) or "",
-    }  # fmt: skip
-
-
 def layers_read(layers: int, count: int) -> tuple[int, ...]:
     """The decoder layers whose inputs are read: outputs of `count` layers, evenly spaced up to L − 3 (z-lab's code)."""
     last = max(1, layers - 3)
@@ -126,31 +100,19 @@ def layers_read(layers: int, count: int) -> tuple[int, ...]:
     return tuple(sorted({min(i + 1, layers - 1) for i in ids}))
 
 
-def mask_token(model: GenerativeModel) -> int:
-    """The mask token: the padding token, or the placeholder of pictures, neither of which occurs in text.
-
-    A padding token whose embedding is zero is not used: all positions of a block would be the same.
-    """
-    from mmspec.pipelines.host.vision import placeholders
-
-    pad, table = getattr(model.get_decoder().config, "pad_token_id", None), model.get_input_embeddings().weight
-    known = [*([] if pad is None else [pad]), *placeholders(model.config), len(table) - 1]
-    return next(i for i in known if i == known[-1] or (i < len(table) and bool(table[i].any())))
-
-
 def _block(method: str, model: GenerativeModel, info: TargetInfo, **shape: Any) -> Any:
     """An untrained block drafter; by default it has five layers and reads features of five of the target's layers.
 
     Raises ValueError: a value that its config does not have or does not allow; or a mask without an embedding.
     """
-    c, layers = model.get_decoder().config, shape.get("layers", 5)
+    layers = shape.get("layers", 5)
     usual = {
         "hidden": info.hidden, "vocab": info.vocab, "target": info.name, **layer_of(model, info.hidden),
-        "kv_heads": getattr(c, "num_key_value_heads", None) or c.num_attention_heads, "layers": layers,
-        "features": layers_read(info.layers, max(layers, FEATURES)), "mask_token": mask_token(model),
+        "kv_heads": key_heads(model), "layers": layers, "mask_token": mask_token(model),
+        "features": layers_read(info.layers, max(layers, FEATURES)),
     }  # fmt: skip
-    config = BlockConfig.of({**usual, **BLOCKS[method], **shape})
-    table, mask = model.get_input_embeddings().weight, config.mask_token
+    config = BlockConfig.of({**usual, **PUBLISHED[method], **shape})
+    table, mask = embedding(model).weight, config.mask_token
     if not (0 <= mask < len(table) and table[mask].any()):
         raise ValueError(
             f"mask_token {mask} has no embedding, or one of zeros, so that all rows of a block would be the same; "
