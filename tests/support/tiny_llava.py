@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import transformers as T
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 IMAGE_TOKEN = 120
@@ -71,3 +75,17 @@ def save(folder: Path) -> Path:
     model().save_pretrained(folder)
     processor().save_pretrained(folder)
     return folder
+
+
+def noise(folder: Path, count: int) -> list[dict[str, Any]]:
+    """So many pictures of noise in a folder; a question about each, as a line of a list has it."""
+    g = np.random.default_rng(0)
+    for i in range(count):
+        Image.fromarray(g.integers(0, 255, (28, 28, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+    return [{"image": f"{i}.png", "prompt": f"w{5 + i} w9 w{30 + i}"} for i in range(count)]
+
+
+def listed(folder: Path, lines: list[dict[str, Any]]) -> Path:
+    """The list of these lines, in the folder of the pictures."""
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder / "data.jsonl"

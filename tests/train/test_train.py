@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tiny_llava
 import torch
@@ -54,14 +53,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A JSONL of twelve pictures and prompts, one of them with two pictures."""
     folder = tmp_path_factory.mktemp("questions")
-    g = np.random.default_rng(0)
-    lines = []
-    for i in range(12):
-        Image.fromarray(g.integers(0, 255, (28, 28, 3), dtype=np.uint8)).save(folder / f"{i}.png")
-        lines.append({"image": f"{i}.png", "prompt": f"w{5 + i} w9 w{30 + i}"})
+    lines = tiny_llava.noise(folder, 12)
     lines[3] = {"images": ["3.png", "4.png"], "question": "w7 w8"}
-    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    return folder / "data.jsonl"
+    return tiny_llava.listed(folder, lines)
 
 
 def _drafter() -> EagleDrafter:
@@ -207,17 +201,12 @@ def test_bad_data(source: str, word: str, tmp_path: Path) -> None:
 
 def _damaged(folder: Path, names: tuple[str, ...] = ("0", "5", "7")) -> str:
     """A list of eight pictures: the first named is no picture, the second is cut short, the third is not there."""
-    g = np.random.default_rng(0)
-    for i in range(8):
-        noise = g.integers(0, 255, (28, 28, 3), dtype=np.uint8)
-        Image.fromarray(noise).save(folder / f"{i}.png")
+    lines = tiny_llava.noise(folder, 8)
     torn = (folder / f"{names[1]}.png").read_bytes()[:-900]
     for name, content in zip(names, (b"no picture", torn, None), strict=True):
         path = folder / f"{name}.png"
         path.unlink() if content is None else path.write_bytes(content)
-    lines = [{"image": f"{i}.png", "prompt": f"w{5 + i} w9"} for i in range(8)]
-    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    return str(folder / "data.jsonl")
+    return str(tiny_llava.listed(folder, [{**line, "prompt": f"w{5 + i} w9"} for i, line in enumerate(lines)]))
 
 
 def test_pictures_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:

@@ -6,11 +6,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tiny_llava
 import torch
-from PIL import Image
 
 import mmspec
 from benchmarks.zoo.recipes.drafters import DRAFTERS
@@ -21,19 +19,13 @@ from mmspec.pipelines.teacher import Teacher
 from mmspec.train.data import read
 from mmspec.train.objective import _anchors, losses
 from mmspec.train.recipes import RECIPES
-from tests.drafters.test_block import BLOCK, INFO, MADE, MASK, H, Table, literal, put, rounds
-
-assert literal is not None
+from tests.drafters.test_block import BLOCK, INFO, MADE, MASK, H, Table, put, rounds
 
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, g = tmp_path_factory.mktemp("questions"), np.random.default_rng(0)
-    for i in range(10):
-        Image.fromarray(g.integers(0, 255, (28, 28, 3), dtype=np.uint8)).save(folder / f"{i}.png")
-    lines = [json.dumps({"image": f"{i}.png", "prompt": f"w{5 + i} w9 w{30 + i}"}) for i in range(10)]
-    (folder / "data.jsonl").write_text("\n".join(lines))
-    return folder / "data.jsonl"
+    folder = tmp_path_factory.mktemp("questions")
+    return tiny_llava.listed(folder, tiny_llava.noise(folder, 10))
 
 
 @pytest.mark.parametrize("name", ["dflash", "sliding", "dflash2", "dspark"])

@@ -43,8 +43,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
         clips.write_clip(folder / f"{i}.mp4", clips.grey_steps(8 + i))
         lines.append({"video": f"{i}.mp4", "prompt": f"w{5 + i} w9"})
     (folder / "3.mp4").write_bytes(b"#EXTM3U\nhttp://169.254.169.254/\n")
-    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    return folder / "data.jsonl"
+    return tiny_llava.listed(folder, lines)
 
 
 def test_a_line_with_a_video_gives_its_frames(questions: Path, reader: VideoReader) -> None:
