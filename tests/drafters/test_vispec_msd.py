@@ -1,4 +1,4 @@
-"""ViSpec against a literal transcription of the published walk; positions, memory, ablations, what is refused."""
+"""ViSpec and MSD against literal transcriptions of the published walk and rows; positions, memory, ablations."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import transcribed_drafters
 from compared import as_stock
 from hostile_drafters import feature_drafter
 from torch import Tensor
-from transcribed_drafters import H, Row, dense, lively, looked, rms, weights
+from transcribed_drafters import H, More, Row, dense, lively, looked, rms, weights
 
+from mmspec.drafters.eagle import EagleDrafter
+from mmspec.drafters.msd import MsdDrafter
 from mmspec.drafters.vispec import ViSpecConfig, ViSpecDrafter
 
 
-def verify_tree(drafter: Any, e: Tensor, h: Tensor, seen: list[int]) -> tuple[list[Row], transcribed_drafters.More]:
+def walk_of_vispec(drafter: Any, e: Tensor, h: Tensor, seen: list[int]) -> tuple[list[Row], More]:
     """Rows from left to right: text with the g so far; of an image its queries' answers, of which the last is g."""
     w, c = weights(drafter), drafter.config
     D = H // c.heads
@@ -53,6 +55,18 @@ def verify_tree(drafter: Any, e: Tensor, h: Tensor, seen: list[int]) -> tuple[li
     return rows, lambda x, feature: text(x, feature, g)
 
 
+def rows_of_msd(drafter: Any, e: Tensor, h: Tensor, seen: list[int]) -> tuple[list[Row], More]:
+    w, c = weights(drafter), drafter.config
+
+    def text(x: Tensor, feature: Tensor) -> Tensor:
+        return dense(w, "fc", torch.cat([rms(w, "embed_norm", x, c.norm_eps), feature]))
+
+    rows = []
+    for j, medium in enumerate(seen):
+        rows.append((rms(w, "embed_norm", e[j], c.norm_eps) if medium else text(e[j], h[j]), j))
+    return rows, text
+
+
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("published", {"num_q": 2, "media": "merge"}),
     ("biases", {"num_q": 2, "media": "split"}),
@@ -63,24 +77,36 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("switches", "options"), CASES)
-def test_drafts_are_those_of_the_published_walk(switches: str, options: dict[str, Any]) -> None:
-    made = lively(ViSpecDrafter, **transcribed_drafters.SWITCHES[switches], **options)
-    transcribed_drafters.drafts_as_written(made, transcribed_drafters.texts(), verify_tree)
+MSD = [(switches, {}) for switches in transcribed_drafters.SWITCHES]
+WRITTEN = [(ViSpecDrafter, walk_of_vispec, *case) for case in CASES] + [(MsdDrafter, rows_of_msd, *c) for c in MSD]
+TRAINED = [(ViSpecDrafter, walk_of_vispec, *case) for case in CASES[:3]] + WRITTEN[-len(MSD) :]
 
 
-def test_memories_that_join_keep_their_own_images() -> None:
-    transcribed_drafters.drafts_as_written(
-        lively(ViSpecDrafter, num_q=3), transcribed_drafters.texts(1), verify_tree, apart=True
-    )
+@pytest.mark.parametrize(("kind", "enter", "switches", "options"), WRITTEN)
+def test_drafts_are_those_that_were_published(kind: Any, enter: Any, switches: str, options: dict[str, Any]) -> None:
+    made = lively(kind, **transcribed_drafters.SWITCHES[switches], **options)
+    transcribed_drafters.drafts_as_written(made, transcribed_drafters.texts(), enter)
 
 
-@pytest.mark.parametrize(("switches", "options"), CASES[:3])
-def test_training_unroll_is_decoding(switches: str, options: dict[str, Any]) -> None:
-    made = lively(ViSpecDrafter, **transcribed_drafters.SWITCHES[switches], **options)
-    assert (
-        transcribed_drafters.unrolls_as_written(made, transcribed_drafters.texts(2), verify_tree, compressed=True) == 9
-    )
+@pytest.mark.parametrize(("made", "enter"), [(lambda: lively(ViSpecDrafter, num_q=3), walk_of_vispec),
+                                             (lambda: lively(MsdDrafter), rows_of_msd)])  # fmt: skip
+def test_memories_that_join_keep_their_own_images(made: Any, enter: Any) -> None:
+    transcribed_drafters.drafts_as_written(made(), transcribed_drafters.texts(1), enter, apart=True)
+
+
+@pytest.mark.parametrize(("kind", "enter", "switches", "options"), TRAINED)
+def test_training_unroll_is_decoding(kind: Any, enter: Any, switches: str, options: dict[str, Any]) -> None:
+    made, texts = lively(kind, **transcribed_drafters.SWITCHES[switches], **options), transcribed_drafters.texts(2)
+    compressed = kind is ViSpecDrafter
+    assert transcribed_drafters.unrolls_as_written(made, texts, enter, compressed=compressed) == 9
+
+
+def test_text_alone_is_eagle_and_images_are_not() -> None:
+    msd, eagle = lively(MsdDrafter), lively(EagleDrafter)
+    e, h = torch.randn(2, 1, 6, H).double()
+    for seen in (torch.zeros(1, 6, dtype=torch.long), torch.tensor([[0, 1, 1, 0, 0, 0]])):
+        same = torch.equal(msd(e, h, seen, seen >= 0, 1)[0][:, 3:], eagle(e, h, seen, seen >= 0, 1)[0][:, 3:])
+        assert same is not bool(seen.any())
 
 
 def test_gradients_reach_every_weight_through_an_image() -> None:
