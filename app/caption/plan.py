@@ -34,13 +34,11 @@ class Plan:
 
     pending: list[Task] = field(default_factory=list)
     items: int = 0  # of this run's shard
-    elsewhere: int = 0  # items of other shards
     done: int = 0
     kept: int = 0
     failed_before: int = 0
     again: int = 0  # pending items that have a caption by mmspec, with another prompt or other settings
     restored: int = 0
-    resumed: bool = True
     unwritable: list[str] = field(default_factory=list)
 
     def frames(self, policy: FramePolicy) -> int:
@@ -48,15 +46,13 @@ class Plan:
         return policy.most if any(task.item.kind == VIDEO for task in self.pending) else 1
 
     def __str__(self) -> str:
-        why = "the prompt or a setting has changed" if self.resumed else "--no-resume is set"
         parts = {
             "to caption": len(self.pending),
-            f"of them again, since {why}": self.again,
+            "of them again (since the prompt or a setting has changed, or by --no-resume)": self.again,
             "done before": self.done,
             "kept (they have a caption that mmspec did not write; see --on-existing)": self.kept,
             "failed before (--retry-failed retries them)": self.failed_before,
             "missing caption files restored": self.restored,
-            "of other shards": self.elsewhere,
         }
         return ", ".join(f"{count} {what}" for what, count in parts.items() if count or what == "to caption")
 
@@ -71,14 +67,12 @@ class Planner:
 
     def plan(self, inputs: Inputs) -> Plan:
         """Sort all items of this run's shard. OutputError if the output folder belongs to another data set."""
-        todo, mine, sidecars = Plan(resumed=self.options.resume), [], Sidecars()
+        mine, sidecars = [], Sidecars()
         for item in inputs.items():
             sidecars.add(item.name)
             if self._of_this_shard(item.name):
                 mine.append(item)
-            else:
-                todo.elsewhere += 1
-        todo.items = len(mine)
+        todo = Plan(items=len(mine))
         for item in mine:
             kinds = self.options.format  # by default, items that are separate files get a caption file
             beside = item.source.path is not None if kinds is None else "txt" in kinds.split(",")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image
 from tqdm import tqdm
@@ -23,9 +23,6 @@ from mmspec.app.media.decoder import Decoder, DecoderError
 from mmspec.app.media.items import Item
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaError
-
-if TYPE_CHECKING:  # torch is imported only once it is clear that there is something to caption
-    from mmspec.app.caption.compare import Sampled
 
 EVERY = 30.0  # seconds between two states of the progress bar in a log
 SHOWN, SIDE = 48, 320  # number of pictures in the HTML page, and pixels of their longer side
@@ -96,7 +93,7 @@ class RunTally:
 
 
 def write(
-    options: Options, todo: Plan, tally: RunTally, workers: Sequence[Record], comparison: Sampled | None,
+    options: Options, todo: Plan, tally: RunTally, workers: Sequence[Record], comparison: Any,
     ledger: Ledger, items: Callable[[], Iterable[Item]],
 ) -> None:  # fmt: skip
     """Write the report as JSON: counts, speeds, acceptance, and the workers with their provenance; or, where the name
@@ -112,7 +109,6 @@ def write(
             "kept": todo.kept,
             "failed": tally.failed,
             "failed_before": todo.failed_before,
-            "of_other_shards": todo.elsewhere,
             "not_reached": len(todo.pending) - tally.items,
         },
         "failures": dict(tally.errors),

@@ -275,7 +275,7 @@ def test_what_shapes_the_answer_recomputes_it_and_nothing_else_does(caption):
 
 def test_what_is_captioned_anew_is_said(caption, capsys: pytest.CaptureFixture):
     assert caption("--prompt", "w5") == OK and caption("--prompt", "w6") == OK
-    assert "4 of them again, since the prompt or a setting has changed" in capsys.readouterr().out
+    assert "4 of them again (since the prompt or a setting has changed" in capsys.readouterr().out
     assert caption("--prompt", "w6", "--no-resume") == OK and len(journal()) == 12
 
 
