@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -27,6 +28,9 @@ Tabs = dict[str, Callable[[], None]]  # by title, functions that build a tab in 
 ABOUT = (
     "The same words and pictures from the same models in fewer steps: guess ahead, check the whole guess in one call."
 )
+CONDITION = {"batch": "batch {}", "rows": "{} rows", "temperature": "temperature {:g}", "prompt": "{} answers"}
+PATHS = ("mmspec", "without mmspec")
+COLOURS = dict(zip(PATHS, ("#16a34a", "#788496"), strict=True))
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 STYLE = Path(__file__).with_name("demo.css")
 HARD = " (hard to draft)"
@@ -174,19 +178,48 @@ def load_images(args: argparse.Namespace) -> Tabs:
 
 
 def show_results(folder: Path) -> None:
-    """Build the Results tab in the current page: one of the bench's pages at a time."""
+    """Build the Results tab in the current page: the bench's pages, one at a time, below bars of the speed-ups."""
     import gradio as gr
+    import pandas as pd
 
     from mmspec.app.demo.race_tab import QUICK
 
-    pages = {path.stem: path for path in sorted(folder.glob("*.md"))}
+    pages = {path.stem.replace("-", " "): path for path in sorted(folder.glob("*.md"))}
     if not pages:
         gr.HTML(NO_RESULTS.format(folder))
         return
-    first = "drafters" if "drafters" in pages else next(iter(pages))
+    first = "round video" if "round video" in pages else next(iter(pages))
     chosen = gr.Dropdown([*pages], value=first, label="Measurements")
+    plot = gr.BarPlot(
+        x="method", y="times as fast", color="path", color_map=COLOURS, sort="-y", x_title=" ", color_title="",
+        x_label_angle=-30, tooltip="all", height=320, elem_id="mm-bars",
+    )  # fmt: skip
     page = gr.Markdown(elem_id="mm-results")
-    gr.on(None, lambda name: pages[name].read_text(encoding="utf-8"), chosen, page, **QUICK)  # also as the page opens
+
+    def show(name: str) -> tuple[object, str]:
+        rows, title = speedups(pages[name].with_suffix(".json"))
+        bars = gr.BarPlot(pd.DataFrame(rows), title=title, visible=True) if rows else gr.BarPlot(visible=False)
+        return bars, pages[name].read_text(encoding="utf-8")
+
+    gr.on(None, show, chosen, [plot, page], **QUICK)  # also as the page opens
+
+
+def speedups(file: Path) -> tuple[list[dict[str, object]], str]:
+    """The speed-ups of the first condition among a bench's records, and a title; none if the file has none."""
+    try:
+        every = json.loads(file.read_text(encoding="utf-8"))["records"]
+        records = [r for r in every if r.get("speedup_e2e") and "kernel" not in r]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # no such file, or not the bench's
+        return [], ""
+    first = {name: value for name in CONDITION if (value := next(iter(records), {}).get(name)) not in (None, "")}
+    same = [r for r in records if all(r.get(name) == value for name, value in first.items())]
+    rows: list[dict[str, object]] = [
+        {"method": r["method"], "times as fast": round(r["speedup_e2e"], 2), "path": PATHS[bool(r.get("stock_path"))]}
+        for r in same
+    ]
+    return rows, ", ".join(
+        ["Against plain decoding, end to end", *(CONDITION[name].format(value) for name, value in first.items())]
+    )
 
 
 def build(tabs: Tabs) -> Blocks:

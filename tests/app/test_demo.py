@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import gc
 import inspect
+import json
 import re
 import socket
 import threading
@@ -544,6 +545,9 @@ def served(
     results, own = tmp_path_factory.mktemp("results"), {"note": "knows drawn scenes only", "draw": scenes.drawn}
     (results / "image.md").write_text("# Pictures")
     (results / "drafters.md").write_text("# Texts")
+    rows = [("stock", 1.0, 1, True), ("eagle", 2.351, 1, False), ("eagle", 2.0, 4, False), ("refused", None, 1, False)]
+    records = [{"method": m, "speedup_e2e": s, "batch": b, "stock_path": p} for m, s, b, p in rows]
+    (results / "drafters.json").write_text(json.dumps({"records": records}))
     page = demo.build({
         "Caption": partial(caption_tab.build, asks, Path(picture).parent, {PROMPT: PROMPT, "w9": "hard"}, **own),
         "Image": partial(image_tab.build, draws),
@@ -626,9 +630,18 @@ def test_the_embedded_model_is_asked_what_it_knows(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_page_of_results_is_shown(served: Any) -> None:
-    (show,) = (f for f in served.page.fns.values() if f.outputs and f.outputs[0] is parts(served.page)["mm-results"])
+    (show,) = (f for f in served.page.fns.values() if parts(served.page)["mm-results"] in f.outputs)
     assert show.inputs[0].value == "drafters"
-    assert [show.fn(name) for name in ("drafters", "image")] == ["# Texts", "# Pictures"]
+    bars, text = show.fn("drafters")
+    assert text == "# Texts" and bars.value["data"] == [["stock", 1.0, "without mmspec"], ["eagle", 2.35, "mmspec"]]
+    bars, text = show.fn("image")  # without records
+    assert text == "# Pictures" and not bars.visible
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"records": 3}', '{"records": [3]}', '{"records": []}'])
+def test_other_files_have_no_speedups(content: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(content)
+    assert demo.speedups(tmp_path / "a.json")[0] == demo.speedups(tmp_path / "missing.json")[0] == []
 
 
 HOSTILE = {"pdf": b"%PDF-1.4", "html": b"<html>", "heic": b"\0\0\0\x18ftypheic", "nothing": b""}
