@@ -211,7 +211,7 @@ def speedups(file: Path) -> tuple[list[dict[str, object]], str]:
         records = [r for r in every if r.get("speedup_e2e") and "kernel" not in r]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # no such file, or not the bench's
         return [], ""
-    first = {name: value for name in CONDITION if (value := next(iter(records), {}).get(name)) not in (None, "")}
+    first = {name: r[name] for r in records[:1] for name in CONDITION if r.get(name) not in (None, "")}
     same = [r for r in records if all(r.get(name) == value for name, value in first.items())]
     rows: list[dict[str, object]] = [
         {"method": r["method"], "times as fast": round(r["speedup_e2e"], 2), "path": PATHS[bool(r.get("stock_path"))]}

@@ -10,6 +10,8 @@ from typing import Any
 from mmspec.checkpoints.files import CONFIG, locate, read_config
 from mmspec.checkpoints.load import drafter_of, load_drafter
 from mmspec.config import Options, SpecConfig, option_names
+from mmspec.drafters.shape import Shape
+from mmspec.drafters.static_trees import DYNAMIC
 from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.host import hooks, loading
 from mmspec.pipelines.host.kinds import GenerativeModel
@@ -37,7 +39,20 @@ def chosen(drafter: Any, given: Options, target: TargetInfo, model: GenerativeMo
         TypeError: an option that no drafter has.
     """
     named, rest = _instance(drafter, given)
-    return fitted(_shipped(model, target) if named is None else named, rest, target, model), rest
+    built = _built(_shipped(model, target) if named is None else named, target, model)
+    if drafter is None or isinstance(drafter, (str, Path)):
+        rest = _flat(built, rest, target)
+    return fitted(built, rest, target), rest
+
+
+def _flat(drafter: Any, given: dict[str, Any], target: TargetInfo) -> dict[str, Any]:
+    """The options with width=1 if the drafter's file recommends a tree and the model runs on a CPU, where every node
+    takes time; not if the user said anything about the shape but its depth."""
+    recommended = getattr(getattr(drafter, "config", None), "shape", None)
+    if target.device.type != "cpu" or not isinstance(recommended, Shape) or recommended.tree != DYNAMIC:
+        return given
+    said = any(given.get(name) is not None for name in ("width", "size", "tree", "draws"))
+    return given if said else {**given, "width": 1}
 
 
 def _instance(drafter: Any, given: Options) -> tuple[Any, dict[str, Any]]:

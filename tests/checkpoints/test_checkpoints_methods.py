@@ -172,8 +172,23 @@ def test_from_a_file_into_generate(tmp_path, monkeypatch, family, method, layout
 
     monkeypatch.setattr(FeatureDrafter, "propose", record)
     for each in (drafter, str(tmp_path)):
-        with mmspec.enable(model, drafter=each):
+        with mmspec.enable(model, drafter=each, tree=drafter.config.shape.tree):
             assert torch.equal(tiny_vlms.generate(model, inputs, max_new_tokens=6), want)
     first, second = proposed[: len(proposed) // 2], proposed[len(proposed) // 2 :]
     assert len(first) == len(second) > 1
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+GIVEN = [({}, (3, 1, 4)), ({"depth": 2}, (2, 1, 3)), ({"width": 2}, (3, 2, 10)), ({"tree": "dynamic"}, (3, 3, 10))]
+
+
+@pytest.mark.parametrize(("given", "shape"), GIVEN, ids=[str(given) for given, _ in GIVEN])
+def test_a_file_that_recommends_a_tree_drafts_chains_on_a_cpu(tmp_path, given, shape):
+    """Unless the user says otherwise: there every node takes time."""
+    model = tiny_vlms.model("llava")
+    save.save_drafter(feature_drafter("eagle", model, depth=3, width=3, size=10), tmp_path)
+    with mmspec.enable(model, drafter=tmp_path, **given) as handle:
+        o = handle.drafter.options
+        assert (o.depth, o.width, o.size) == shape and handle.drafter.config.shape.width == 3
+    with mmspec.enable(model, drafter=handle.drafter) as handle:  # an object is taken as it is
+        assert handle.drafter.options.width == 3
