@@ -182,13 +182,16 @@ def test_from_a_file_into_generate(tmp_path, monkeypatch, family, method, layout
 GIVEN = [({}, (3, 1, 4)), ({"depth": 2}, (2, 1, 3)), ({"width": 2}, (3, 2, 10)), ({"tree": "dynamic"}, (3, 3, 10))]
 
 
+@pytest.mark.parametrize("method", ["eagle", "vispec", "msd", "flash", "specvlm"])
 @pytest.mark.parametrize(("given", "shape"), GIVEN, ids=[str(given) for given, _ in GIVEN])
-def test_a_file_that_recommends_a_tree_drafts_chains_on_a_cpu(tmp_path, given, shape):
+def test_a_file_that_recommends_a_tree_drafts_chains_on_a_cpu(tmp_path, method, given, shape):
     """Unless the user says otherwise: there every node takes time."""
-    model = tiny_vlms.model("llava")
-    save.save_drafter(feature_drafter("eagle", model, depth=3, width=3, size=10), tmp_path)
+    model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "image first")
+    want = tiny_vlms.generate(model, inputs, max_new_tokens=6)
+    save.save_drafter(feature_drafter(method, model, tree="dynamic", depth=3, width=3, size=10), tmp_path)
     with mmspec.enable(model, drafter=tmp_path, **given) as handle:
         o = handle.drafter.options
         assert (o.depth, o.width, o.size) == shape and handle.drafter.config.shape.width == 3
+        assert torch.equal(tiny_vlms.generate(model, inputs, max_new_tokens=6), want)
     with mmspec.enable(model, drafter=handle.drafter) as handle:  # an object is taken as it is
         assert handle.drafter.options.width == 3
