@@ -12,7 +12,6 @@ SUITES = command.SUITES | {
     "pictures": ("benchmarks.suites.pictures", "CLIP score, inception score and FID of folders of pictures"),
     "round": ("benchmarks.suites.round", "where the time of a round goes, and what it is against a plain step"),
     "shapes": ("benchmarks.suites.shapes", "what a round costs at the shapes of published models, with random weights"),
-    "nodes": ("benchmarks.suites.nodes", "what verifying N nodes costs against one, on a hybrid with random weights"),
     "turns": ("benchmarks.suites.turns", "the first token of a second question and a second turn, with prefix_cache"),
     "prompts": ("benchmarks.suites.prompts", "several prompts about each picture in one run, beside a run for each"),
     "json": ("benchmarks.suites.json_captions", "captions that a JSON schema rules: valid, identical, and how fast"),

@@ -1,4 +1,4 @@
-"""The smaller suites, each run on tiny models: turns, json, nodes, and the MAR methods of image."""
+"""The smaller suites, each run on tiny models: turns, json, and the MAR methods of image."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from benchmarks.__main__ import parser as workshop
 from benchmarks.suites import json_captions
 from benchmarks.suites import mar as judged_mar
 from benchmarks.suites import mar_ways as mar
-from benchmarks.suites.nodes import hybrid
 from mmspec.app import cli
 from mmspec.app.mar import draws
 
@@ -35,7 +34,6 @@ def by_method(folder: Path, *words: Any) -> dict[str, dict[str, Any]]:
     ("words", "told"),
     [
         (["turns", "--enable", "prefix_cache=much"], "is not a size; write one like 512M"),
-        (["nodes", "--width", "100"], "--width is a multiple of 128"),
         (["kernels", "--device", "foo"], "no device 'foo' here"),
     ],
 )
@@ -69,16 +67,6 @@ def test_captions_of_a_schema_are_counted_and_timed(tmp_path: Path, capsys: pyte
     assert "100.0% valid" in capsys.readouterr().err
     assert json_captions.valid('{"n": 2}', SCHEMA)
     assert not any(json_captions.valid(text, SCHEMA) for text in ('{"n": 3}', '{"n": 1', "one", '{"n": 1, "m": 0}'))
-
-
-def test_drafts_of_every_size_are_timed(tmp_path: Path) -> None:
-    small = ["--width", 128, "--depth", 4, "--context", 9, "--tokens", 4, "--repeats", 1]
-    found = by_method(tmp_path, "nodes", *small, "--nodes", 3, 6, "--no-compile")
-    assert list(found) == ["stock", "1 nodes", "3 nodes", "6 nodes"]
-    assert found["1 nodes"]["over_one"] == 1 and all(not r["note"] for r in found.values())
-    assert all(found[f"{n} nodes"]["over_one"] > 0 and found[f"{n} nodes"]["parts_ms"]["verify"] for n in (3, 6))
-    kinds = hybrid(128, 8, 0).config.text_config.layer_types
-    assert [i for i, kind in enumerate(kinds) if kind == "full_attention"] == [3, 7] and len(kinds) == 8
 
 
 # -- pictures of continuous tokens -----------------------------------------------------------------------------------
