@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import mmspec
-from mmspec.app.options import did_you_mean
 
 HIDDEN = ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")  # these are for developers
 COMMANDS = {  # command: (module with configure(parser) and run(args) -> exit code, one line of help)
@@ -66,7 +65,7 @@ def _short(message: Warning | str, category: type[Warning], filename: str, linen
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are two lines and suggest corrections."""
+    """An argument parser whose errors are two lines; a command without arguments prints its help."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if not args and self._subparsers is not None:
@@ -74,8 +73,7 @@ class Parser(argparse.ArgumentParser):
             self.exit(2)
         known, strange = super().parse_known_args(args, namespace)
         if strange:
-            near = did_you_mean(strange[0], self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(strange)}{near}")
+            self.error(f"unrecognized arguments: {' '.join(strange)}")
         return known, strange
 
     def error(self, message: str) -> NoReturn:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -22,11 +22,6 @@ WARM_UPS = 6  # maximum number of runs until a compiled path stops compiling
 PEAKS = 3  # runs whose peak memory is measured
 COMPILED = "compiled during a timed call: its time is overstated"
 OWN = "mmspec runs"  # mmspec's warnings that say how a call is run begin with this
-
-
-class Named(Protocol):
-    @property
-    def name(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -55,34 +50,31 @@ class Method:
 
 PLAIN = Method("plain")  # without mmspec
 
-M = TypeVar("M", bound=Named)
 Q = TypeVar("Q")  # a request
 R = TypeVar("R")  # the result of a run
 
 
-class Comparison(Generic[M, Q, R]):
+class Comparison(Generic[Q, R]):
     """Runs several methods on the same requests; one that fails in its warm-up gets a note and is left out.
 
     Attributes:
         run: one timed run of a method on a request.
-        able: the methods that have not failed in the warm-up.
+        able: the methods (anything with a name) that have not failed in the warm-up.
         results: by method, the results of its runs, one per request.
         notes: by method, why it failed, or a remark about its runs.
         peaks: by method, peak memory of a run in MiB; None if unknown.
     """
 
-    def __init__(self, methods: Sequence[M], run: Callable[[M, Q], R]) -> None:
+    def __init__(self, methods: Sequence[Any], run: Callable[[Any, Q], R]) -> None:
         self.run, self.able = run, list(methods)
         self.results: dict[str, list[R]] = {}
         self.notes: dict[str, str] = {}
         self.peaks: dict[str, float | None] = {}
 
     def warm_up(self, request: Q, needed: Collection[str] = (), device: torch.device | None = None) -> None:
-        """Run each method until nothing compiles any more; drop those that fail.
+        """Run each method until nothing compiles any more; drop those that fail, but raise errors of `needed` ones.
 
-        Args:
-            needed: methods whose failure is raised, since there is nothing to compare without them.
-            device: where peak memory is measured; None: it is not.
+        Peak memory is measured on `device`.
         """
         for method in self.able[:]:
             try:

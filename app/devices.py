@@ -6,12 +6,10 @@ import importlib
 import re
 from pathlib import Path
 
-import huggingface_hub
 import torch
 
 from mmspec.app import embedded
 from mmspec.app.extras import EngineError as EngineError  # also for those who import it from here
-from mmspec.app.options import did_you_mean
 
 
 def first_line(error: Exception) -> str:
@@ -64,29 +62,9 @@ def find_model(name: str) -> str:
         where = embedded.resolve(name)
     except FileNotFoundError as error:
         raise EngineError(f"cannot load the model {name!r}. {error}") from error
-    if not Path(where).exists():
-        if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-            near = did_you_mean(name, embedded.DRAFTERS) or "."
-            raise EngineError(f"there is no folder {name!r}{near} A name on the Hub has the form owner/name")
-        _look_for_hub()
+    if not Path(where).exists() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        raise EngineError(f"there is no folder {name!r}. A name on the Hub has the form owner/name")
     return where
-
-
-def unloadable(name: str, error: Exception) -> EngineError:
-    """The error for a model that cannot be loaded."""
-    missing = isinstance(error, OSError) and not Path(embedded.resolve(name)).exists()
-    here = f"There is no folder {name!r} here. " * missing
-    return EngineError(f"cannot load the model {name!r}. {here}{first_line(error)}")
-
-
-def _look_for_hub() -> None:
-    """Switch to offline mode if the Hub cannot be reached, since a request for each file of the cache would be slow."""
-    constants = huggingface_hub.constants
-    if not constants.is_offline_mode():
-        try:
-            huggingface_hub.get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-        except Exception:  # the HTTP library depends on the version
-            constants.HF_HUB_OFFLINE = True
 
 
 def load_quietly(*libraries: str) -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 import mmspec
 from mmspec.app import embedded
 from mmspec.app.captioner import Captioner, ProcessorThreads
-from mmspec.app.devices import EngineError, find_device, find_model, first_line, free_memory, load_quietly, unloadable
+from mmspec.app.devices import EngineError, find_device, find_model, first_line, free_memory, load_quietly
 from mmspec.app.embedded import STOCK
 from mmspec.app.prompt import PromptChoice
 from mmspec.drafters.plain import Plain
@@ -155,7 +155,7 @@ def load(
         network, processor = model_and_processor(where, kind)
         network = network.to(place)
     except Exception as error:  # a missing folder, no network, an unknown architecture, too little memory
-        raise unloadable(model, error) from error
+        raise EngineError(f"cannot load the model {model!r}. {first_line(error)}") from error
     try:
         chosen = None if drafter == STOCK else embedded.resolve(embedded.fitting(drafter, model))
         return Engine(network, processor, chosen, max_new_tokens, temperature, options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import errno
 import io
 import os
 from collections.abc import Iterator
@@ -37,14 +36,9 @@ def replacing(path: Path, partial: Path | None = None, durable: bool = True) -> 
 
 
 def write_whole(path: Path, data: bytes, partial: Path | None = None, durable: bool = True) -> None:
-    """Replace a file in one step; if `partial` is on another disk, use a temporary file in the same folder."""
-    try:
-        with replacing(path, partial or path.parent / ".mmspec.partial", durable) as file:
-            file.write(data)
-    except OSError as error:
-        if error.errno != errno.EXDEV or partial is None or partial.parent == path.parent:
-            raise
-        write_whole(path, data, durable=durable)  # a subfolder may be on another disk
+    """Replace a file in one step."""
+    with replacing(path, partial or path.parent / ".mmspec.partial", durable) as file:
+        file.write(data)
 
 
 def stamp(path: Path) -> str | None:

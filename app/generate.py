@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from mmspec.app import embedded, enabling
 from mmspec.app.embedded import STOCK
+from mmspec.app.extras import EngineError
 from mmspec.app.options import count, from_zero, where
+from mmspec.app.prompt import read_prompts
 
 if TYPE_CHECKING:
     from mmspec.app.compare import Method
@@ -33,10 +35,6 @@ class DrawingOrder:
     path: Path
 
 
-class GenerateError(Exception):
-    """Invalid arguments; the message says what was given, what is allowed and what to do."""
-
-
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Draw pictures from prompts. Without a rule their distribution is the model's own; a relaxed rule, for speed, "
@@ -45,13 +43,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("prompt", nargs="*", help="one or several prompts, each in quotes (or class numbers)")
     add("-o", "--out", type=Path, metavar="PATH", help="a file for one picture, else a folder (default: picture.png)")
-    add("--prompts", type=Path, metavar="FILE", help="a file of prompts, one per line; the pictures go into a folder")
+    add("--prompts", type=read_prompts, metavar="FILE", help="prompts, one per line; the pictures go into a folder")
     add("--images", type=count, default=1, metavar="N", help="pictures of each prompt, each with its own seed")
     add("--compare", action="store_true", help="draw each by plain decoding too, and print the difference")
     add("--batch-size", type=count, default=4, metavar="N", help="pictures drawn together (%(default)s)")
     add("--seed", type=int, default=0, help="seed of the first picture; it counts up for the next ones (%(default)s)")
     model = parser.add_argument_group("the model")
-    model.add_argument("--model", default=embedded.IMAGE_MODEL, help="a LlamaGen, a MAR, or mar (%(default)s)")
+    model.add_argument("--model", default=embedded.IMAGE_MODEL, help="a LlamaGen, MAR, Janus or Emu3, mar (embedded), "
+        "or a Python file of your own (%(default)s)")  # fmt: skip
     where(model)
     model.add_argument("--guidance", type=from_zero, help="how closely to follow the prompt; 1 is not guided")
     model.add_argument("--top-k", type=int, help="sample from the k likeliest tokens, 0 from all (the model's own)")
@@ -62,26 +61,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mmspec.app import mar, painter
-    from mmspec.app.devices import EngineError
-    from mmspec.app.prompt import PromptError, read_prompts
+    from mmspec.app import image_model, painter
 
     try:
-        prompts = [*args.prompt, *(read_prompts(args.prompts) if args.prompts is not None else ())]
+        prompts = [*args.prompt, *(args.prompts or ())]
         if not prompts or not all(prompt.strip() for prompt in prompts):
-            raise GenerateError("no prompt; write one in quotes, or name a file of them with --prompts, one per line")
-        continuous = mar.draws(args.model)
+            raise EngineError("no prompt; write one in quotes, or name a file of them with --prompts, one per line")
+        continuous = image_model.is_mar(args.model)
         options = _options(args, continuous)
         orders = _orders(args, prompts)
         settings = {"guidance_scale": args.guidance, "top_k": args.top_k, "temperature": args.temperature}
         say(f"loading {args.model}")
-        subject = (mar if continuous else painter).load(args.model, args.device, args.dtype, **settings)
+        subject = image_model.load(args.model, args.device, args.dtype, **settings)
         method = _method(args, subject, options)
         orders = [replace(order, condition=subject.label(order.condition)) for order in orders]
-        if args.model == embedded.IMAGE_MODEL and (unknown := painter.unknown_words(prompts)):
-            print(painter.NOTE.format(", ".join(unknown[:8])), file=sys.stderr)
+        if args.model == embedded.IMAGE_MODEL:
+            say(painter.NOTE)
         print("\n".join(_summary(*_draw(subject, method, orders, args), options, args.drafter)))
-    except (GenerateError, EngineError, PromptError, enabling.EnableError) as error:
+    except (EngineError, enabling.EnableError) as error:
         print(f"mmspec generate: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except OSError as error:
@@ -96,10 +93,11 @@ def _draw(
     """Draw in batches and write each at once; returns the results of the calls, and those of plain decoding."""
     from mmspec.app.compare import PLAIN, Comparison
 
-    comparison: Comparison[Method, Sequence[DrawingOrder], Any] = Comparison(
-        [method, PLAIN][: 1 + args.compare],
-        lambda one, some: subject.draw([o.condition for o in some], [o.seed for o in some], one),
-    )
+    def draw(one: Method, some: Sequence[DrawingOrder]) -> Any:
+        subject.go(one)
+        return subject.paint([order.condition for order in some], [order.seed for order in some])
+
+    comparison = Comparison([method, PLAIN][: 1 + args.compare], draw)
     say(f"drawing {len(orders)} picture{'s' * (len(orders) != 1)}, {min(len(orders), args.batch_size)} at a time")
     batches = [orders[start : start + args.batch_size] for start in range(0, len(orders), args.batch_size)]
     if args.compare:
@@ -123,17 +121,17 @@ def say(line: str) -> None:
 def _options(args: argparse.Namespace, continuous: bool) -> dict[str, Any]:
     """The options of `mmspec.enable`, checked as far as possible without a model, or of a MAR's speculation."""
     if continuous and args.top_k is not None:
-        raise GenerateError("--top-k is for models that draw token ids; this one is a MAR")
+        raise EngineError("--top-k is for models that draw token ids; this one is a MAR")
     options = enabling.unchecked(args.enable) if continuous else enabling.given(args.enable, args.drafter)
     if args.drafter == STOCK and options:
-        raise GenerateError(f"{next(iter(options))} needs a drafter; {STOCK!r} decodes one token after the other")
+        raise EngineError(f"{next(iter(options))} needs a drafter; {STOCK!r} decodes one token after the other")
     return options
 
 
 def _method(args: argparse.Namespace, subject: ImageSubject, options: dict[str, Any]) -> Method:
     """How to draw; with a MAR, `jacobi`, the default drafter, means that the MAR drafts for itself."""
     from mmspec.app.compare import Method
-    from mmspec.app.mar import MarSubject
+    from mmspec.app.image_model import MarSubject
 
     plain = args.drafter == STOCK
     if not isinstance(subject, MarSubject):
@@ -152,9 +150,9 @@ def _orders(args: argparse.Namespace, prompts: list[str]) -> list[DrawingOrder]:
     out = args.out or Path("picture.png" if one else "pictures")
     picture = out.suffix.lower() in ENDINGS
     if one and not picture:
-        raise GenerateError(f"a picture is a file ending in {', '.join(ENDINGS)}; got {str(out)!r}")
+        raise EngineError(f"a picture is a file ending in {', '.join(ENDINGS)}; got {str(out)!r}")
     if not one and (picture or out.is_file()):
-        raise GenerateError(f"{len(conditions)} pictures do not fit into {str(out)!r}; name a folder")
+        raise EngineError(f"{len(conditions)} pictures do not fit into {str(out)!r}; name a folder")
     slugs = (re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture" for prompt in conditions)
     paths = [out if one else out / f"{i:04d}-{slug}.png" for i, slug in enumerate(slugs)]
     return [DrawingOrder(prompt, args.seed + i, paths[i]) for i, prompt in enumerate(conditions)]

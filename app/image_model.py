@@ -1,4 +1,4 @@
-"""Image models other than LlamaGen: transformers models, diffusers pipelines, and a user's own Python file."""
+"""Loads image models: LlamaGen, MAR, transformers models, diffusers pipelines, and a user's own Python file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec import zoo
 from mmspec.app import painter
 from mmspec.app.compare import PLAIN, Method
 from mmspec.app.devices import EngineError, find_device, find_dtype, find_model, first_line, load_quietly
+from mmspec.app.embedded import MAR_DRAFT, MAR_MODEL
 from mmspec.app.painter import ImageResult, ImageSubject
 from mmspec.pipelines.families.table import unwrap
 from mmspec.pipelines.host import image_models
@@ -24,6 +26,8 @@ from mmspec.pipelines.patching.handle import Handle, Patch
 from mmspec.statistics import Stats
 from mmspec.types import NO_TOKEN
 
+MAR = "mar"  # short name of the embedded model
+OWN_MARS = (MAR, MAR_MODEL)
 OWN_FILE = (
     "name a Python file with `load(device, dtype)`, which returns what mmspec.enable takes, and `draw(model, prompts, "
     "**settings)`, which returns a picture for each prompt"
@@ -99,11 +103,70 @@ class ModelSubject(ImageSubject):
         return out
 
 
+class MarSubject(ImageSubject):
+    """A MARPipeline with the arguments for its calls, and the embedded draft model if it is the embedded one.
+
+    A method with a drafter has the arguments of `enable_speculation` as its options. Call `singly` first unless only
+    plain methods are drawn.
+    """
+
+    def __init__(self, pipe: Any, draft: Any = None, **settings: object) -> None:
+        super().__init__(pipe, **settings)
+        self.draft = draft
+
+    def go(self, method: Method) -> None:
+        self.pipe.disable_speculation()
+        if method.drafter is not None:
+            try:
+                self.pipe.enable_speculation(**method.options)
+            except (ValueError, TypeError) as error:
+                raise EngineError(str(error)) from error
+
+    def _facts(self, out: Any) -> dict[str, Any]:
+        return {"stats": out.stats.summary() if out.stats else {}, "work": out.work}
+
+    def singly(self) -> str:
+        """Draw one token per iteration from now on, as speculation does, with a sampler that suits the exact rule.
+
+        Returns: a note of what that changes; empty if the model is drawn so anyway.
+        """
+        from mmspec.models.mar_scheduler import MARScheduler
+        from mmspec.pipelines.mar.pipeline import DEFAULTS
+
+        changed, config = [], self.pipe.scheduler.config
+        iterations = {**DEFAULTS, **self.pipe.config.defaults}["num_inference_steps"]
+        if iterations < self.tokens:
+            changed.append(f"one token per iteration, not {self.tokens} in {iterations}")
+        self.settings["num_inference_steps"] = self.tokens
+        if not config.final_noise:
+            changed.append("noise at the last denoising step too, and none of the first step")
+            self.pipe.scheduler = MARScheduler.from_config(config, final_noise=True, skip_terminal=True)
+        return f"not drawn by the model's own sampler: {'; '.join(changed)}" if changed else ""
+
+    def small(self, name: str) -> Any:
+        """A draft model: from a folder, or the embedded one. Raises EngineError: it cannot be loaded."""
+        from mmspec.models.mar import MARTransformer2DModel
+
+        try:
+            draft = MARTransformer2DModel.from_pretrained(zoo.path(name) if name == MAR_DRAFT else name)
+        except (ValueError, TypeError, OSError) as error:
+            raise EngineError(f"cannot load the draft {name}: {first_line(error)}") from error
+        return draft.to(self.model.device, self.model.dtype).eval()
+
+
+def is_mar(model: str) -> bool:
+    """Whether this is a MARPipeline: the embedded one, or a folder."""
+    index = Path(model) / "model_index.json"
+    return model in OWN_MARS or (index.is_file() and '"MARPipeline"' in index.read_text())
+
+
 def load(model: str, device: str, dtype: str, **settings: object) -> ImageSubject:
-    """Load a subject: a LlamaGenPipeline, another model or pipeline, or the user's own Python file.
+    """Load a subject: a LlamaGenPipeline, a MAR, another model or pipeline, or the user's own Python file.
 
     Raises EngineError: there is no such model, or mmspec cannot decode its pictures.
     """
+    if is_mar(model):
+        return load_mar(model, device, dtype, **settings)
     place = find_device(device)
     found = open_model(model, place, find_dtype(dtype, place))
     return (ModelSubject if isinstance(found, ImageModel) else ImageSubject)(found, **settings)
@@ -145,3 +208,24 @@ def of_file(path: Path, device: torch.device, dtype: torch.dtype) -> ImageModel:
     about = f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()[:10]}"
 
     return ImageModel(target, partial(draw, target), image_models.codes_of(unwrap(target)), about)
+
+
+def load_mar(model: str, device: str, dtype: str, **settings: object) -> MarSubject:
+    """The embedded model, `mar`, or a folder; float32 unless `dtype` says otherwise.
+
+    Raises EngineError: it cannot be loaded.
+    """
+    from mmspec.pipelines.mar.pipeline import MARPipeline
+
+    load_quietly("diffusers")
+    place, own = find_device(device), model in OWN_MARS
+    kind = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    try:
+        pipe = MARPipeline.from_pretrained(zoo.path(MAR_MODEL) if own else model, torch_dtype=kind).to(place)
+    except Exception as error:  # missing weights, other files, too little memory
+        raise EngineError(f"cannot load {model}: {first_line(error)}") from error
+    pipe.set_progress_bar_config(disable=True)
+    subject = MarSubject(pipe, **settings)
+    if own:
+        subject.draft = subject.small(MAR_DRAFT)
+    return subject

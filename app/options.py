@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import ipaddress
 import math
-import socket
-from collections.abc import Iterable
 
-CLOSE = 0.75  # similarity of names, from 0 to 1, from which on one is taken for a misspelling of the other
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -35,17 +31,6 @@ def is_local(host: str) -> bool:
         return False
 
 
-def check_port(host: str, port: int, otherwise: str) -> None:
-    """OSError if the port is in use; its message ends with the advice `otherwise`."""
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as listening:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(address)
-    except (OSError, OverflowError) as error:
-        raise OSError(f"cannot listen at {host}:{port} ({error}); {otherwise}") from error
-
-
 def from_zero(text: str) -> float:
     return _number(text, "from 0 on", open_end=False)
 
@@ -68,9 +53,3 @@ def where(parser: argparse._ActionsContainer) -> None:
     """Add `--device` and `--dtype` to a parser, or to a group of one."""
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="dtype of the weights (%(default)s)")
-
-
-def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """A "did you mean" for a misspelled name; empty if no name is similar."""
-    near = difflib.get_close_matches(word.partition("=")[0], names, 1, cutoff=CLOSE)
-    return "".join(f"; did you mean {one}?" for one in near)

@@ -1,4 +1,4 @@
-"""Loads an image model, enables mmspec on it, and draws pictures from prompts."""
+"""Draws pictures from prompts by a LlamaGenPipeline, with mmspec enabled on it or not."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from torch import Tensor
 import mmspec
 from mmspec.app import embedded
 from mmspec.app.compare import Method
-from mmspec.app.devices import EngineError, find_device, find_dtype, find_model, first_line, load_quietly
+from mmspec.app.devices import EngineError, find_model, first_line, load_quietly
 from mmspec.app.embedded import STOCK
 from mmspec.pipelines.families import table as families
 from mmspec.registry import DRAFTERS, resolve_rule
 from mmspec.rules import Rule
 from mmspec.statistics import Stats
 from mmspec.types import NO_TOKEN
-from mmspec.zoo import pictures
 
 NOTE = (
-    "note: scenes-llamagen, the model that comes with mmspec, draws one or two coloured shapes and does not know: {}. "
-    "It knows prompts like 'a small red striped circle left of a large blue square on a grey background'. For others "
-    "name a LlamaGen model of your own: --model FOLDER"
+    "note: scenes-llamagen, the model that comes with mmspec, knows only prompts like 'a small red striped circle left "
+    "of a large blue square on a grey background'. For others name a LlamaGen model of your own: --model FOLDER"
 )
 
 
@@ -157,16 +155,6 @@ class ImageSubject:
     def _facts(self, out: Any) -> dict[str, Any]:
         return {"stats": out.stats, "spent": out.spent}
 
-    def draw(
-        self, conditions: Sequence[str | int], seeds: Sequence[int], method: Method, **settings: object
-    ) -> ImageResult:
-        """Like `paint`, by this method.
-
-        Raises EngineError: the drafter or an option does not fit, or the pipeline refuses the prompts or its settings.
-        """
-        self.go(method)
-        return self.paint(conditions, seeds, **settings)
-
     @property
     def names(self) -> list[str]:
         """Names of the classes by number; the number itself if a class has no name."""
@@ -191,15 +179,6 @@ class ImageSubject:
         )
 
 
-def load(model: str, device: str, dtype: str, **settings: object) -> ImageSubject:
-    """Load an ImageSubject: the embedded model, a folder or a name on the Hub.
-
-    Raises EngineError: there is no such model, or it is not a LlamaGenPipeline.
-    """
-    place = find_device(device)
-    return ImageSubject(pipeline(model, place, find_dtype(dtype, place)), **settings)
-
-
 def pipeline(model: str, device: torch.device, dtype: torch.dtype) -> Any:
     """The LlamaGenPipeline of that name. EngineError: there is no such model, or it is another one."""
     from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
@@ -211,21 +190,14 @@ def pipeline(model: str, device: torch.device, dtype: torch.dtype) -> Any:
     except Exception as error:  # a missing folder, no network, another pipeline, too little memory
         raise EngineError(
             f"cannot load the model {model!r}: {first_line(error).rstrip('.')}. It must be a LlamaGenPipeline; convert "
-            "the authors' files with `mmspec convert llamagen`. For other image models use mmspec.enable in Python; "
-            "`mmspec bench image` and `mmspec train` also take your own Python file"
+            "the authors' files with `mmspec convert llamagen`. For other image models name your own Python file, or "
+            "use mmspec.enable in Python"
         ) from error
     for part in (pipe.transformer, pipe.text_encoder):  # the picture decoder keeps its dtype: it is cheap and exact
         if part is not None and part.dtype != dtype:  # transformers loads a text encoder in the dtype of its file
             part.to(dtype)
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-def unknown_words(prompts: Sequence[str]) -> list[str]:
-    """Words that are not in the embedded model's vocabulary, in order of appearance."""
-    known = set(pictures.vocabulary())
-    words = (word.strip(".,;:!?\"'()").lower() for prompt in prompts for word in prompt.split())
-    return [word for word in dict.fromkeys(words) if word and word not in known]
 
 
 def _message(error: Exception) -> str:

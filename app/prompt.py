@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import argparse
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ class PromptChoice:
         return f"{self.prepend}{answer.strip()}{self.append}"
 
 
-class PromptError(Exception):
-    """A prompt is invalid."""
+class PromptError(argparse.ArgumentTypeError):
+    """A prompt is invalid; of the file of a flag, argparse prints the message."""
 
 
 @dataclass(frozen=True)
@@ -73,26 +73,13 @@ def _check(text: str, what: str) -> None:
             raise PromptError(f"unknown variable {{{given}}} in the {what} {shortened(text)}; {allowed}")
 
 
-def read_prompts(path: Path) -> list[str]:
-    """The prompts in a file: its lines that are not empty, or the first caption of each picture in COCO's .json.
-
-    Raises PromptError: it cannot be read, or holds none.
-    """
+def read_prompts(path: str | Path) -> list[str]:
+    """The prompts in a file: its lines that are not empty. PromptError if it cannot be read, or holds none."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"cannot read the prompts of {str(path)!r}: {error}") from error
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if path.suffix.lower() == ".json":
-        try:
-            captions = json.loads(text)["annotations"]
-            first = {one["image_id"]: " ".join(one["caption"].split()) for one in reversed(captions)}
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise PromptError(
-                f"{path} is not a file of COCO captions, whose `annotations` have `image_id` and `caption`; write your "
-                "own prompts in a text file, one per line"
-            ) from error
-        lines = [first[image] for image in dict.fromkeys(one["image_id"] for one in captions)]
     if not lines:
         raise PromptError(f"{path} has no prompts; write one per line")
     return lines

@@ -126,9 +126,11 @@ def measure_rows(
     engine: Engine, prompts: list[BatchFeature], rows: int, chosen: list[Method], turns: int
 ) -> list[report.Record]:
     """Warm each method up, measure its memory, then time all of them in turn."""
-    comparison: Comparison[Method, list[BatchFeature], CaptionRun] = Comparison(
-        chosen, lambda method, some: run(engine, some, method, rows)
-    )
+
+    def timed(method: Method, some: list[BatchFeature]) -> CaptionRun:
+        return run(engine, some, method, rows)
+
+    comparison = Comparison(chosen, timed)
     comparison.warm_up(prompts[: rows + 2], [BASE], engine.model.device)  # more than one batch, so that rows are reused
     runs = comparison.measure([prompts] * turns)
     return [

@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mmspec.app.bench import report
-from mmspec.app.compare import Named
 from mmspec.app.devices import EngineError
 from mmspec.app.enabling import EnableError
 from mmspec.app.files import write_whole
@@ -23,7 +22,6 @@ from mmspec.app.provenance import load_average
 from mmspec.media import MediaError
 
 T = TypeVar("T")
-N = TypeVar("N", bound=Named)
 SUITES = {  # name: (module with configure(parser) and measure(args, outcome), one line of help)
     "vlm": ("mmspec.app.bench.vlm", "answers of a vision-language model, by stock paths and drafters"),
     "caption": ("mmspec.app.bench.caption", "many captions: static and continuous batches, with and without drafters"),
@@ -106,7 +104,7 @@ def _save(path: Path | None, outcome: Outcome) -> None:
         write_whole(path, json.dumps(short, indent=0).encode())
 
 
-def matching(methods: Sequence[N], patterns: Sequence[str] | None, without: Sequence[str] = ()) -> list[N]:
+def matching(methods: Sequence[Any], patterns: Sequence[str] | None, without: Sequence[str] = ()) -> list[Any]:
     """The methods whose names match a pattern (all if None); the first, plain decoding, is always included.
 
     Raises BenchError: a pattern that matches nothing, or plain decoding left out by its name.

@@ -7,7 +7,6 @@ import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,11 +17,10 @@ from mmspec.app.bench.command import BenchError, Outcome, batches, matching, say
 from mmspec.app.bench.report import Record, spread
 from mmspec.app.compare import Comparison, Method, over
 from mmspec.app.devices import wait
-from mmspec.app.image_model import load
-from mmspec.app.mar import draws
+from mmspec.app.image_model import is_mar, load
 from mmspec.app.options import count, from_zero, where
 from mmspec.app.painter import ImageResult, ImageSubject, together
-from mmspec.app.prompt import PromptError, read_prompts
+from mmspec.app.prompt import read_prompts
 from mmspec.app.provenance import provenance
 from mmspec.zoo import pictures
 
@@ -59,8 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "file of your own with `load` and `draw` (%(default)s)",
     )
     drafters.configure(parser)
-    add("--prompts", type=Path, metavar="FILE", help="your own prompts, one per line, or the captions of COCO "
-        "(.json) (default: held-out scenes)")  # fmt: skip
+    add("--prompts", type=read_prompts, metavar="FILE", help="your own, one per line (default: held-out scenes)")
     add("--images", type=count, default=12, help="prompts timed side by side (%(default)s)")
     add("--batch", type=count, nargs="+", default=[1, 4], help="pictures per timed call (default: 1 4)")
     add("--methods", nargs="+", metavar="PATTERN", help="ar and only these, such as 'jacobi-*' 'eagle*'")
@@ -82,7 +79,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
 
 def begin(args: argparse.Namespace, outcome: Outcome) -> ImageBench:
     """Load the model, and describe the run."""
-    if draws(args.model):
+    if is_mar(args.model):
         raise BenchError(
             f"{args.model} is a MAR: `mmspec generate --model {args.model} --compare` prints its speed, and in a clone "
             "`python -m benchmarks image` measures all its methods"
@@ -152,13 +149,9 @@ def timings(
 def prompts(painter: ImageSubject, args: argparse.Namespace, count: int) -> Sequence[str | int]:
     """The user's prompts, repeated as needed; or random classes, or prompts of held-out scenes."""
     if args.prompts is not None:
-        try:
-            lines = read_prompts(args.prompts)
-        except PromptError as error:
-            raise BenchError(str(error)) from error
         if painter.classes:
             raise BenchError(f"{args.model} draws classes, not prompts; leave --prompts out")
-        return [lines[i % len(lines)] for i in range(count)]
+        return [args.prompts[i % len(args.prompts)] for i in range(count)]
     if painter.classes:
         return np.random.default_rng([HELD_OUT, args.seed]).integers(painter.classes, size=count).tolist()
     return [caption for _, caption in pictures.held_out(count, HELD_OUT + args.seed)]

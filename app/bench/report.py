@@ -78,10 +78,6 @@ def total(calls: Sequence[Any]) -> Stats:
     return whole
 
 
-def acceptance_by_depth(stats: Stats) -> list[float]:
-    return [round(stats.acceptance(depth), 4) for depth in sorted(stats.accepted_by_depth)]
-
-
 def sections(records: Sequence[Record]) -> dict[str, list[Record]]:
     """The records of each cell, under the cell's title."""
     cells: dict[str, list[Record]] = {}

@@ -191,7 +191,7 @@ def figures(name: str, calls: dict[str, list[TimedCall]], best: str, greedy: boo
     gain = sum(c.later for c in own) / row_steps if row_steps else (1.0 if own else None)
     rows = [(a, b) for m, s in zip(own, base, strict=False) for a, b in zip(m.answers, s.answers, strict=True)]
     prompts = whole.drafter.get("prompts", 0)
-    by_depth = report.acceptance_by_depth(whole)
+    by_depth = [round(whole.acceptance(depth), 4) for depth in sorted(whole.accepted_by_depth)]
     read = {name: much / prompts for name, much in whole.drafter.items() if name != "prompts"} if prompts else {}
     return {
         "best_stock": best,

@@ -29,14 +29,14 @@ from mmspec.app.media.remote import is_address
 from mmspec.app.prompt import PromptError, Prompts
 from mmspec.media import MediaError
 
-OK, FATAL, SENSELESS, SOME_FAILED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
+OK, FATAL, SENSELESS, SOME_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Caption images and videos. Run the same command again to resume after a stop: finished items are skipped. "
         "Exit codes: 0 success, 3 some items failed (see failed.jsonl), 1 nothing could be done or the run was given "
-        "up, 2 invalid options, 130 stopped by Ctrl-C, 143 stopped by SIGTERM, which SLURM and containers send."
+        "up, 2 invalid options, 130 stopped by Ctrl-C, or by SIGTERM, which SLURM and containers send."
     )
     settings.configure(parser)
 
@@ -46,8 +46,6 @@ def run(args: argparse.Namespace) -> int:
         with _terminable():
             options = settings.resolve(args)
             return _caption(options)
-    except TerminatedError:  # before there was anything to finish
-        return TERMINATED
     except (MediaError, PromptError, SettingsError, OutputError, FatalError, EnableError) as error:
         print(f"mmspec caption: {plain(str(error))}", file=sys.stderr)
         return SENSELESS if isinstance(error, PromptError | SettingsError | EnableError) else FATAL
@@ -56,17 +54,13 @@ def run(args: argparse.Namespace) -> int:
         return FATAL
 
 
-class TerminatedError(KeyboardInterrupt):
-    """SIGTERM arrived; the run ends in the same way as on Ctrl-C."""
-
-
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Raise TerminatedError on the first SIGTERM inside the block; ignore later ones, so that the run can finish up."""
+    """Treat the first SIGTERM inside the block as Ctrl-C; ignore later ones, so that the run can finish up."""
 
     def stop(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise TerminatedError
+        raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
@@ -146,10 +140,10 @@ class Run:
         try:
             with contextlib.closing(tally), contextlib.closing(start(self.job, devices, outputs.slots)) as workers:
                 workers.run(todo.pending, tally.add)
-        except KeyboardInterrupt as stop:
+        except KeyboardInterrupt:
             self._wind_up(tally)
             print(f"\nstopped: {tally.counted} are in {outputs.folder}; run the same command again to resume")
-            return TERMINATED if isinstance(stop, TerminatedError) else INTERRUPTED
+            return INTERRUPTED
         except FatalError:
             self._wind_up(tally)
             raise
@@ -177,9 +171,8 @@ class Run:
         """Print how much there is to do, and what is left out."""
         options, inputs, todo = self.options, self.inputs, self.todo
         print(f"{todo.items} item{'s' * (todo.items != 1)}: {todo}")
-        if others := inputs.left_out():
-            kinds = ", ".join(f"{count} {plain(kind) or 'without extension'}" for kind, count in others.most_common())
-            print(f"skipped what is no image or video by its name: {kinds}")
+        if count := inputs.subfolders():
+            print(f"{count} subfolder(s) are not read (--recursive reads them too)")
         if damaged := self.outputs.ledger.damaged:
             print(f"ignored {damaged} broken line(s) in {self.outputs.state} (a run was killed while it wrote them)")
         for trouble in todo.unwritable:

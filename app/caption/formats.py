@@ -84,7 +84,7 @@ FORMATS: dict[str, Callable[..., Iterator[Path]]] = {"metadata": metadata, "parq
 
 def _sample(record: Record, data: bytes) -> dict[str, bytes]:
     """The files of one sample by extension."""
-    _, extension = sniff(data[:HEAD]) or ("", Path(record["file_name"]).suffix.lower() or ".bin")
+    extension = sniff(data[:HEAD]) or Path(record["file_name"]).suffix.lower() or ".bin"
     facts = {name: record[name] for name in COLUMNS if record.get(name) is not None}
     return {
         extension[1:]: data, "txt": str(record["text"]).encode("utf-8", "replace"), "json": json.dumps(facts).encode()

@@ -61,12 +61,6 @@ class Journal:
             os.fsync(handle)
             os.close(handle)
 
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def append(self, record: Record) -> None:
         """Write one line and wait until it is on the disk."""
         self._file.write(line_of(record))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
 import re
@@ -133,7 +134,7 @@ class Finals:
     def note(self, path: Path) -> None:
         """Record that a file is about to be put at `path`; only one run at a time calls this."""
         if (name := self._name(path)) not in self.noted():
-            with Journal(self.log) as log:
+            with contextlib.closing(Journal(self.log)) as log:
                 log.append({"file": name})
 
     def drop_shards(self, written: Collection[Path]) -> None:

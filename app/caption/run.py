@@ -27,7 +27,6 @@ SIZED = 4  # pictures to decode before the batch size is chosen by their sizes
 PATIENCE = 5  # failures after which the run is given up if the model has never answered
 LOST = "AcceleratorError"  # an error of torch after which the device usually fails on every call, quickly
 TOKENS = 1280  # limit of visual tokens per picture, for models whose token count grows with the pixels
-PICTURE = (1024, 768)  # assumed size of a picture until the first one is seen
 PAYS = 10_000  # rounds from which on compiling pays: it takes a minute or two, and saves some 10 ms a round
 COMPILING = "the model is compiled first, which takes a minute or two"
 
@@ -139,7 +138,8 @@ class Worker:
         """Open the model's batch, sized for the largest picture so far; compile the model first where that pays."""
         sizes = [frame.size for _, media in self._waiting for frame in media.frames]
         largest = max(sizes, key=lambda size: size[0] * size[1])
-        rows = rows_for(self.job.options.batch_size, self.job.frames, self.engine, largest)
+        wanted = self.job.options.batch_size
+        rows = self.engine.suggest_rows(self.job.frames, largest) if wanted == AUTO else int(wanted)
         self.rows = min(rows, max(1, self.job.items))
         if self._compiles:  # the decoders go on meanwhile
             task, media = self._waiting[0]
@@ -226,18 +226,14 @@ def load(options: Options, place: str) -> Any:
         raise FatalError(str(error) if named else f"{type(error).__name__}: {error}") from error
 
 
-def rows_for(wanted: int | str, frames: int, engine: Any, size: tuple[int, int] = PICTURE) -> int:
-    """The batch size for items with so many frames of this size; `wanted` is the value of --batch-size."""
-    return int(engine.suggest_rows(frames, size) if wanted == AUTO else wanted)
-
-
 def compiles(options: Options, items: int, frames: int, engine: Any) -> tuple[bool, str]:
     """Whether a worker with so many items compiles its model, and a note for the user if it does, or cannot."""
     chosen = options.enabled.get("compile", options.compile)
     if chosen is not None or not engine.compilable:
         note = COMPILING if engine.compilable else "this model cannot be compiled"
         return bool(chosen) and engine.compilable, note * bool(chosen)
-    rounds = items * options.max_new_tokens / (2 * rows_for(options.batch_size, frames, engine))
+    rows = engine.suggest_rows(frames) if options.batch_size == AUTO else int(options.batch_size)
+    rounds = items * options.max_new_tokens / (2 * rows)
     note = f"{items} items are about {rounds:,.0f} rounds: {COMPILING} (--no-compile skips it)"
     return rounds >= PAYS, note * (rounds >= PAYS)
 

@@ -12,10 +12,9 @@ import gradio as gr
 from gradio.utils import get_upload_folder
 from PIL import Image, ImageOps
 
-from mmspec.app.demo import race_tab
+from mmspec.app.demo import race as races
 from mmspec.app.demo.captions import MAX_PROMPT, NOUNS, PICTURE, PLAIN, VIDEO, CaptionRace, CaptionRequest, Token, Turn
-from mmspec.app.demo.race import RefusedError
-from mmspec.app.demo.race_tab import QUICK, control, headline, hint, moment
+from mmspec.app.demo.race import QUICK, RefusedError, control, headline, hint, moment
 from mmspec.app.files import inline
 from mmspec.app.media.items import kind_of
 
@@ -35,14 +34,14 @@ START = hint(
 )
 
 
-def run(race: CaptionRace, kind: str, image: Any, video: Any, *values: Any) -> Iterator[race_tab.Shown]:
+def run(race: CaptionRace, kind: str, image: Any, video: Any, *values: Any) -> Iterator[races.Shown]:
     """Answer a question; the arguments are the page's, see FIELDS and OPTIONS."""
     request = dict(zip((*FIELDS, *OPTIONS), values, strict=True), kind=kind)
 
     def turn() -> Turn:
         return Turn.of(CaptionRequest(media=_upload(video if kind == VIDEO else image), **request))
 
-    yield from race_tab.run(race, turn, lambda turn: (show_headline(turn), show_texts(turn)), empty(race))
+    yield from races.run(race, turn, lambda turn: (show_headline(turn), show_texts(turn)), empty(race))
 
 
 def _upload(file: dict[str, Any] | None) -> str | None:
@@ -78,7 +77,7 @@ def build(
                 next(iter(prompts)), label="Prompt", lines=1, max_lines=5, max_length=MAX_PROMPT,
                 placeholder="What to ask about it", elem_id="mm-prompt",
             )  # fmt: skip
-            start, stop = race_tab.buttons("caption", "Run")
+            start, stop = races.buttons("caption", "Run")
             drafter = gr.Dropdown(list(race.drafters), value=race.name, label="Drafter", elem_id="mm-drafter")
             gr.Examples(
                 [[text] for text in prompts], [prompt], label="Prompts", elem_id="mm-prompts",
@@ -87,8 +86,8 @@ def build(
             with gr.Accordion("Options", open=False, elem_id="mm-options"):
                 inputs = [*media, prompt, drafter, *(control(CaptionRequest, name) for name in OPTIONS)]
         with gr.Column(scale=5, min_width=320):
-            panes = race_tab.panes("caption", START, empty(race), LEGEND)
-    race_tab.connect([start.click, prompt.submit], partial(run, race), inputs, panes, stop)
+            panes = races.panes("caption", START, empty(race), LEGEND)
+    races.connect([start.click, prompt.submit], partial(run, race), inputs, panes, stop)
 
 
 def _media(examples: Path, note: str, draw: Callable[[], object] | None) -> list[Any]:
@@ -129,13 +128,13 @@ def show_token(token: Token, at: float = 0.0, fast: float = 1.0) -> str:
 
 
 def show_texts(turn: Turn) -> str:
-    fast, bodies = race_tab.speed_factor(turn), []
-    for title, answer in zip(race_tab.TITLES, (turn.plain, turn.fast), strict=True):
+    fast, bodies = races.speed_factor(turn), []
+    for title, answer in zip(races.TITLES, (turn.plain, turn.fast), strict=True):
         tokens = "".join(show_token(one, at, fast) for one, at in zip(answer.tokens, answer.at, strict=True)) or EMPTY
         bodies.append(f'<div class="mm-text" tabindex="0" role="region" aria-label="{title}: text">{tokens}</div>')
     drafts = f"{turn.question.drafter} drafts ahead; one call checks the whole draft"
     frames = _frames(turn.frames) if turn.question.kind == VIDEO else ""
-    return frames + race_tab.stage(turn, ("stock generate: one call of the model for each token", drafts), bodies)
+    return frames + races.stage(turn, ("stock generate: one call of the model for each token", drafts), bodies)
 
 
 def _frames(frames: Sequence[Image.Image]) -> str:

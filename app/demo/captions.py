@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -196,7 +197,9 @@ class CaptionRace(Race):
         with self._drafting(question) if answer.accelerated else contextlib.nullcontext():
             torch.manual_seed(question.seed)
             answer.state = RUNNING
-            steps = stream(self.model, inputs, limits.stop, max_time=limits.left, **question.settings)
+            steps = stream(
+                self.model, inputs, limits.stop, max_time=limits.deadline - time.monotonic(), **question.settings
+            )
             with contextlib.closing(steps):
                 for step in steps:
                     answer.take(step)

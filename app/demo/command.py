@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import mmspec
 from mmspec import zoo
 from mmspec.app import embedded, enabling
-from mmspec.app.options import above_zero, check_port, is_local, port, where
+from mmspec.app.options import above_zero, is_local, port, where
 
 if TYPE_CHECKING:
     from gradio import Blocks
@@ -82,8 +82,6 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         auth = credentials(args.host, args.auth or os.environ.get("MMSPEC_DEMO_AUTH"))
-        if args.port is not None:  # check before the slow loading of the models
-            check_port(args.host, args.port, "choose another --port, or none: a free one is found")
         with captions.media_decoder() as decoder:
             page = load(args, decoder)
             quietly = {"quiet": True, "prevent_thread_lock": True}  # no advice to create a public link
@@ -138,17 +136,12 @@ def load_captions(args: argparse.Namespace, decoder: Decoder) -> Tabs:
 def fitting(engine: Engine, model: str) -> dict[str, object]:
     """All drafters that fit a loaded model, by method; the engine's own is first.
 
-    These are those of an embedded model, one that is published for the model, if it is in the Hub's cache, the MTP
-    heads in the model's own files, and those without weights. None is downloaded.
+    These are those of an embedded model, the MTP heads in the model's own files, and those without weights.
     """
-    from huggingface_hub import try_to_load_from_cache
-
-    from mmspec.registry import OF_TEXT, PUBLISHED, name_of
+    from mmspec.registry import OF_TEXT, name_of
 
     titled = {name_of(engine.drafter): engine.drafter}
-    published = PUBLISHED.get(model.rpartition("/")[2].lower(), "")
-    cached = [published] if published and isinstance(try_to_load_from_cache(published, "config.json"), str) else []
-    for name in (*embedded.drafters(model), *cached, "mtp", *OF_TEXT):
+    for name in (*embedded.drafters(model), "mtp", *OF_TEXT):
         with contextlib.suppress(ValueError, TypeError, OSError):  # it does not fit
             drafter = mmspec.enable(engine.model, drafter=embedded.resolve(name)).drafter
             titled.setdefault(name_of(drafter), drafter)
@@ -158,22 +151,26 @@ def fitting(engine: Engine, model: str) -> dict[str, object]:
 
 def load_images(args: argparse.Namespace) -> Tabs:
     """The Image tab of --image-model; with the embedded one also the tab of the embedded MAR."""
-    from mmspec.app import mar, painter
+    from mmspec.app import image_model
     from mmspec.app.demo import image_tab
     from mmspec.app.demo.images import ImageRace, MarRace
+    from mmspec.app.devices import EngineError
 
     own = args.image_model == embedded.IMAGE_MODEL
+    names = [args.image_model] if args.image_model != NONE else []
+    names += [image_model.MAR] if own and (zoo.weights() / embedded.MAR_MODEL).is_dir() else []
     tabs: Tabs = {}
-    if args.image_model != NONE and not mar.draws(args.image_model):
-        drafter = embedded.IMAGE_DRAFTER if own else None
-        if args.image_drafter:
-            drafter = embedded.fitting(args.image_drafter, args.image_model)
-        race = ImageRace(painter.load(args.image_model, args.device, args.dtype), drafter, args.time_limit)
-        tabs["Image"] = partial(image_tab.build, race, WISHES if own else (), own)
-    with_mar = own and (zoo.weights() / mar.MAR_MODEL).is_dir()
-    if with_mar or mar.draws(args.image_model):
-        model = mar.load(mar.NAME if with_mar else args.image_model, args.device, args.dtype)
-        tabs["Image, continuous" if tabs else "Image"] = partial(image_tab.build, MarRace(model, args.time_limit))
+    for name in names:
+        subject = image_model.load(name, args.device, args.dtype)
+        if isinstance(subject, image_model.ModelSubject):
+            raise EngineError(f"the Image tab needs a LlamaGen or a MAR, and {name} is neither; see --image-model")
+        if isinstance(subject, image_model.MarSubject):
+            tabs["Image, continuous" if tabs else "Image"] = partial(image_tab.build, MarRace(subject, args.time_limit))
+            continue
+        drafter = args.image_drafter or (embedded.IMAGE_DRAFTER if own else None)
+        drafter = embedded.fitting(drafter, name) if drafter else None
+        race = ImageRace(subject, drafter, args.time_limit)
+        tabs["Image"] = partial(image_tab.build, race, WISHES if own else ())
     return tabs
 
 
@@ -182,7 +179,7 @@ def show_results(folder: Path) -> None:
     import gradio as gr
     import pandas as pd
 
-    from mmspec.app.demo.race_tab import QUICK
+    from mmspec.app.demo.race import QUICK
 
     pages = {path.stem.replace("-", " "): path for path in sorted(folder.glob("*.md"))}
     if not pages:

@@ -10,12 +10,11 @@ from typing import Any
 import gradio as gr
 from gradio.components import Component
 
-from mmspec.app.demo import race_tab
+from mmspec.app.demo import race as races
 from mmspec.app.demo.captions import MAX_PROMPT
 from mmspec.app.demo.images import CSPD, EXACT, OF_MAR, RELAXED, Drawing, ImageRace, MarRace, Pair, TokenGrid
-from mmspec.app.demo.race_tab import control, headline, hint, moment
+from mmspec.app.demo.race import control, headline, hint, moment
 from mmspec.app.files import inline
-from mmspec.app.painter import unknown_words
 
 LEGEND = '<span><i class="mm-dot"></i> first token of a forward, which gives all tokens up to the next dot</span>'
 START = (
@@ -25,25 +24,19 @@ START = (
 KEPT = "kept", "✓ same distribution, lossless: another picture, with its own noise"
 
 
-def run(race: ImageRace, own: bool, *values: Any) -> Iterator[race_tab.Shown]:
-    """Draw; the values are the page's, see `fields`.
-
-    Args:
-        own: whether the model is the embedded one, which knows few words.
-    """
-
-    def look(pair: Pair) -> race_tab.Shown:
-        words = unknown_words([pair.drawing.prompt]) if own else []
-        unknown = f"This model does not know: {escape(', '.join(words))}." if words else ""
-        return show_headline(pair, unknown), show_pictures(pair)
-
+def run(race: ImageRace, *values: Any) -> Iterator[races.Shown]:
+    """Draw; the values are the page's, see `fields`."""
     request = dict(zip(fields(race), values, strict=True))
-    yield from race_tab.run(race, lambda: race.pair(Drawing(**request)), look, empty(race))
+
+    def look(pair: Pair) -> races.Shown:
+        return show_headline(pair), show_pictures(pair)
+
+    yield from races.run(race, lambda: race.pair(Drawing(**request)), look, empty(race))
 
 
 def fields(race: ImageRace) -> list[str]:
     """The fields of a Drawing on the page, in order."""
-    rule = ["prefill"] if isinstance(race, MarRace) else ["rule"]
+    rule = [] if isinstance(race, MarRace) else ["rule"]
     return ["prompt", "method", "window", *rule, "seed", *race.sampling]
 
 
@@ -52,7 +45,7 @@ def empty(race: ImageRace) -> str:
     return show_pictures(race.pair(Drawing(prompt="", method=race.usual)))
 
 
-def build(race: ImageRace, prompts: Sequence[str] = (), own: bool = False) -> None:
+def build(race: ImageRace, prompts: Sequence[str] = ()) -> None:
     """Build a tab in the current page and connect its events."""
     mar = isinstance(race, MarRace)
     name = "class" if mar else "image"
@@ -60,11 +53,11 @@ def build(race: ImageRace, prompts: Sequence[str] = (), own: bool = False) -> No
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
             prompt: Any = _class(race) if mar else _prompt(race, prompts)
-            draw, stop = race_tab.buttons(name, "Draw")
+            draw, stop = races.buttons(name, "Draw")
             label = "Rule and drafts" if mar else "Method"
             method = gr.Dropdown(race.methods, value=race.usual, label=label, elem_id=f"mm-{name}-method")
             window = control(Drawing, "window", 4 if mar else None)
-            rule = [control(Drawing, "prefill")] if mar else _rule(race.rules)
+            rule = [] if mar else _rule(race.rules)
             with gr.Accordion("Sampling", open=False):
                 sampling = [control(Drawing, field, value) for field, value in race.sampling.items()]
                 inputs = [prompt, method, window, *rule, control(Drawing, "seed"), *sampling]
@@ -73,9 +66,9 @@ def build(race: ImageRace, prompts: Sequence[str] = (), own: bool = False) -> No
                 gr.Examples(ready, [prompt], label="Prompts", elem_id="mm-wishes", api_visibility="private")
         with gr.Column(scale=5, min_width=320):
             start = hint(START.format("class" if mar else "prompt"))
-            panes = race_tab.panes(name, start + note, empty(race), "" if mar else LEGEND)
+            panes = races.panes(name, start + note, empty(race), "" if mar else LEGEND)
     triggers = [draw.click] if mar else [draw.click, prompt.submit]
-    race_tab.connect(triggers, partial(run, race, own), inputs, panes, stop)
+    races.connect(triggers, partial(run, race), inputs, panes, stop)
 
 
 def _class(race: ImageRace) -> Component:
@@ -103,10 +96,10 @@ def _rule(specs: Sequence[str]) -> list[Component]:
 
 
 def show_pictures(pair: Pair) -> str:
-    fast, mar = race_tab.speed_factor(pair), pair.drawing.method in OF_MAR  # a MAR's tokens come in any order
+    fast, mar = races.speed_factor(pair), pair.drawing.method in OF_MAR  # a MAR's tokens come in any order
     boards = [_board(pair.plain, fast, False), _board(pair.fast, fast, not mar)]
     drafts = f"{pair.drawing.used}: one forward verifies many tokens"
-    return race_tab.stage(pair, ("one forward of the model for each token", drafts), boards)
+    return races.stage(pair, ("one forward of the model for each token", drafts), boards)
 
 
 def _board(picture: TokenGrid, fast: float, marked: bool) -> str:
@@ -124,12 +117,10 @@ def _board(picture: TokenGrid, fast: float, marked: bool) -> str:
     )
 
 
-def show_headline(pair: Pair, *notes: str) -> str:
+def show_headline(pair: Pair) -> str:
     """The speed-up, tokens per forward, how the picture relates to the plain one, and the cost of a rule."""
-    if pair.ended:
-        notes = (_cost(pair), *notes)
     per_forward = pair.fast.count / max(1, pair.fast.forwards)
-    return headline(pair, pair.speed_up, per_forward, acceptance(pair), *notes)
+    return headline(pair, pair.speed_up, per_forward, acceptance(pair), _cost(pair) if pair.ended else "")
 
 
 def acceptance(pair: Pair) -> tuple[str, str]:

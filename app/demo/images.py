@@ -16,7 +16,7 @@ from torch import Tensor
 from mmspec.app.compare import PLAIN, Method
 from mmspec.app.demo.captions import MAX_PROMPT, MAX_SEED, WARM_UP
 from mmspec.app.demo.race import DONE, RUNNING, TIME_LIMIT, TIMED_OUT, Limits, Race, RaceSide, RaceView, RefusedError
-from mmspec.app.mar import MarSubject
+from mmspec.app.image_model import MarSubject
 from mmspec.app.painter import ImageSubject
 from mmspec.pipelines.llamagen.pipeline import CLASS, TEXT
 
@@ -25,9 +25,7 @@ SEED_EXACT, COUPLED = "jacobi, seed-exact", "jacobi, maximal coupling"
 METHODS: dict[str, dict[str, object]] = {  # options of the Jacobi drafter; the page adds the window
     SEED_EXACT: {"reproducible": True},
     COUPLED: {"coupling": "maximal"},
-    "jacobi, gumbel coupling": {"coupling": "gumbel"},
     "jacobi, uncoupled (SJD)": {"coupling": "none"},
-    "jacobi, proactive tree (SJD-PAC)": {"coupling": "maximal", "proactive": (3, 3)},
 }
 TRAINED: dict[str, dict[str, object]] = {"trained drafter": {}, "trained drafter, seed-exact": {"reproducible": True}}
 RELAXED = {SEED_EXACT: COUPLED, "trained drafter, seed-exact": "trained drafter"}  # seed-exact → that of relaxed rules
@@ -51,7 +49,6 @@ class Drawing(BaseModel, frozen=True):
     method: str = SEED_EXACT
     window: int = Field(default=16, ge=1, le=64, title="Window", description="tokens verified in one forward")
     rule: str = Field(default=EXACT, max_length=MAX_PROMPT)
-    prefill: float = Field(default=0.0, ge=0, le=1, title="Prefill", description="share of tokens drawn without drafts")
     seed: int = Field(default=0, ge=0, le=MAX_SEED, title="Seed", description="of both pictures")
     guidance: float = Field(default=3.0, ge=1, le=20, title="Guidance", description="how closely to follow the prompt")
     temperature: float = Field(default=1.0, ge=0, le=2, title="Temperature", description="0 is greedy decoding")
@@ -184,7 +181,7 @@ class MarRace(ImageRace):
         self.methods = [OWN_DRAFTS, *((SMALL_DRAFTS, CSPD) if subject.draft is not None else ())]
 
     def method(self, drawing: Drawing) -> Method:
-        options: dict[str, object] = {"ahead": drawing.window, "prefill": drawing.prefill}
+        options: dict[str, object] = {"ahead": drawing.window}
         options |= {} if drawing.method == OWN_DRAFTS else {"draft": self.subject.draft}
         options |= {"rule": "cspd"} if drawing.method == CSPD else {}
         return Method(drawing.method, drawing.method, options)

@@ -6,16 +6,15 @@ import glob
 import hashlib
 import itertools
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 from mmspec import media
 from mmspec.app.media import hub, tables, tars
-from mmspec.app.media.items import IMAGE, VIDEO_EXTENSIONS, Item, broken, file_item, kind_of, kind_of_file, need
+from mmspec.app.media.items import IMAGE, VIDEO_EXTENSIONS, Item, broken, file_item, kind_of, need
 from mmspec.app.media.remote import Remote, is_address
 from mmspec.app.media.tables import Columns
 from mmspec.media import MediaError
@@ -24,7 +23,6 @@ KNOWN = (
     "images, videos, folders, globs (*.jpg), lists (.txt .lst), .jsonl .csv .tsv .parquet, webdataset .tar, "
     "hf:owner/name, s3:// gs:// hf:// folders and files"
 )
-SUBFOLDERS = "subfolder(s) (--recursive reads them too)"
 SAVED_DATASET = ("state.json", "dataset_dict.json")  # what `save_to_disk` leaves in a folder
 
 
@@ -52,29 +50,17 @@ class Files:
 
 @dataclass(frozen=True)
 class Folder:
-    """The images and videos of a folder by their extensions, subfolders last; hidden files and folders are skipped.
-
-    Attributes:
-        others: counts, by extension, of what is left out; filled while the items are listed.
-    """
+    """The images and videos of a folder by their extensions, subfolders last; hidden files and folders are skipped."""
 
     root: Path
     recursive: bool
-    others: Counter[str] = field(default_factory=Counter)
 
     def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
-        self.others.clear()
         errors: list[OSError] = []
         for folder, below, files in os.walk(self.root, onerror=errors.append):  # follows no links to folders
-            below[:] = sorted(name for name in below if not name.startswith("."))
-            if not self.recursive and below:
-                self.others[SUBFOLDERS] += len(below)
-                below.clear()
-            for name in sorted(name for name in files if not name.startswith(".")):
-                if kind_of(name):
-                    yield file_item(Path(folder, name), name_of)
-                else:
-                    self.others[os.path.splitext(name)[1].lower()] += 1
+            below[:] = sorted(name for name in below if self.recursive and not name.startswith("."))
+            for name in sorted(name for name in files if kind_of(name) and not name.startswith(".")):
+                yield file_item(Path(folder, name), name_of)
         for error in errors:
             reason = f"cannot be listed ({error.strerror or error})"
             yield broken(name_of(Path(error.filename)), MediaError(error.filename, reason, "check its permissions"))
@@ -116,9 +102,10 @@ class Inputs:
         except MediaError as error:
             yield broken(self._name_of(error.path), error)
 
-    def left_out(self) -> Counter[str]:
-        """Counts, by extension, of what is no image or video, and of subfolders; known once the items were listed."""
-        return sum((place.others for place in self.places if isinstance(place, Folder | Remote)), Counter())
+    def subfolders(self) -> int:
+        """The number of subfolders that are not read."""
+        folders = [place.root for place in self.places if isinstance(place, Folder) and not place.recursive]
+        return sum(path.is_dir() and not path.name.startswith(".") for root in folders for path in root.iterdir())
 
     def _name_of(self, path: Path) -> str:
         """Path relative to the root; the full path for files outside of it, which a list may name."""
@@ -197,7 +184,7 @@ def _place(path: Path, recursive: bool, columns: Columns) -> Place:
         return CONTAINERS[path.suffix.lower()](path, columns)
     if path.name.lower().endswith(tars.PACKED):
         raise MediaError(path, "is a compressed tar, which cannot be read by byte offsets", "unpack it to a .tar")
-    if kind_of_file(path) is None:
+    if kind_of(path.name) is None:
         raise MediaError(path, f"is of no known kind ({path.suffix or 'no extension'})", f"give {KNOWN}")
     return Files((path,), path.parent)
 
@@ -226,7 +213,4 @@ def _common(folders: Sequence[Path]) -> Path:
     """The deepest folder that contains all of these; a single one is returned as it was given."""
     if len(set(folders)) == 1:
         return folders[0]
-    try:
-        return Path(os.path.commonpath([os.path.abspath(folder) for folder in folders]))
-    except ValueError:  # several drives on Windows
-        return Path(os.path.abspath(folders[0]).partition(os.sep)[0] + os.sep)
+    return Path(os.path.commonpath([os.path.abspath(folder) for folder in folders]))

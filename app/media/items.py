@@ -20,25 +20,25 @@ VIDEO_EXTENSIONS = {
     *(".3gp", ".avi", ".flv", ".m2ts", ".m4v", ".mkv", ".mov", ".mp4"),
     *(".mpeg", ".mpg", ".mts", ".ogv", ".webm", ".wmv"),
 }
-# (offset, bytes there, kind, extension): how files begin, whatever their names; the first match counts
+# (offset, bytes there, extension): how files begin, whatever their names; the first match counts
 SIGNATURES = (
-    (0, b"\xff\xd8\xff", IMAGE, ".jpg"),
-    (0, b"\x89PNG\r\n\x1a\n", IMAGE, ".png"),
-    (0, b"GIF8", IMAGE, ".gif"),
-    (0, b"BM", IMAGE, ".bmp"),
-    (0, b"II*\0", IMAGE, ".tif"),
-    (0, b"MM\0*", IMAGE, ".tif"),
-    *((0, b"P%d%c" % (digit, blank), IMAGE, ".ppm") for digit in range(1, 7) for blank in b"\n\r\t "),
-    (8, b"WEBP", IMAGE, ".webp"),
-    (4, b"ftypavi", IMAGE, ".avif"),
-    *((4, b"ftyp" + brand, IMAGE, ".heic") for brand in (b"hei", b"hev", b"mif1", b"msf1")),
-    (4, b"ftyp", VIDEO, ".mp4"),
-    (0, b"\x1aE\xdf\xa3", VIDEO, ".mkv"),
-    (8, b"AVI ", VIDEO, ".avi"),
-    (0, b"\0\0\1\xba", VIDEO, ".mpg"),
-    (0, b"\0\0\1\xb3", VIDEO, ".mpg"),
-    (0, b"FLV\1", VIDEO, ".flv"),
-    (0, b"OggS", VIDEO, ".ogv"),
+    (0, b"\xff\xd8\xff", ".jpg"),
+    (0, b"\x89PNG\r\n\x1a\n", ".png"),
+    (0, b"GIF8", ".gif"),
+    (0, b"BM", ".bmp"),
+    (0, b"II*\0", ".tif"),
+    (0, b"MM\0*", ".tif"),
+    *((0, b"P%d%c" % (digit, blank), ".ppm") for digit in range(1, 7) for blank in b"\n\r\t "),
+    (8, b"WEBP", ".webp"),
+    (4, b"ftypavi", ".avif"),
+    *((4, b"ftyp" + brand, ".heic") for brand in (b"hei", b"hev", b"mif1", b"msf1")),
+    (4, b"ftyp", ".mp4"),
+    (0, b"\x1aE\xdf\xa3", ".mkv"),
+    (8, b"AVI ", ".avi"),
+    (0, b"\0\0\1\xba", ".mpg"),
+    (0, b"\0\0\1\xb3", ".mpg"),
+    (0, b"FLV\1", ".flv"),
+    (0, b"OggS", ".ogv"),
 )
 HEAD = 16  # bytes that `sniff` reads
 
@@ -111,27 +111,14 @@ def kind_of(name: str) -> str | None:
     return IMAGE if suffix in media.EXTENSIONS else VIDEO if suffix in VIDEO_EXTENSIONS else None
 
 
-def kind_of_file(path: Path) -> str | None:
-    """The kind of a file by its extension, or else by its first bytes; IMAGE if it cannot be read, None if unknown."""
-    kind = kind_of(path.name)
-    if kind is None:
-        try:
-            with open(path, "rb") as file:
-                kind, _ = sniff(file.read(HEAD)) or (None, "")
-        except (OSError, ValueError):  # the error is reported when the item is read; ValueError: an invalid path
-            kind = IMAGE
-    return kind
-
-
-def sniff(head: bytes) -> tuple[str, str] | None:
-    """Kind and usual extension of a file that begins with these bytes; None if unknown."""
-    fitting = (entry for entry in SIGNATURES if head[entry[0] :].startswith(entry[1]))
-    return next(((kind, extension) for *_, kind, extension in fitting), None)
+def sniff(head: bytes) -> str | None:
+    """The usual extension of a file that begins with these bytes; None if unknown."""
+    return next((extension for place, mark, extension in SIGNATURES if head[place:].startswith(mark)), None)
 
 
 def file_item(path: Path, name_of: Callable[[Path], str], existing: str | None = None, named: str = "") -> Item:
-    """A file as an item; errors come when it is read."""
-    return Item(name_of(path), kind_of_file(path) or IMAGE, file_source(path, named), existing)
+    """A file as an item, a picture if it has no known extension; errors come when it is read."""
+    return Item(name_of(path), kind_of(path.name) or IMAGE, file_source(path, named), existing)
 
 
 def need(module: str, what_for: str) -> Any:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -49,13 +48,11 @@ class Remote:
 
     Attributes:
         whole: name items by their full path instead of the path in the folder, for several folders at once.
-        others: counts, by extension, of files that are no images or videos; filled while the items are listed.
     """
 
     address: str
     recursive: bool = False
     whole: bool = False
-    others: Counter[str] = field(default_factory=Counter, compare=False)
     root: ClassVar[None] = None
 
     def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
@@ -80,13 +77,11 @@ class Remote:
                 return {path: fs.info(path)}
         except Exception as error:
             raise unreachable(self.address, error) from error
-        files = {
+        return {
             name: facts
             for name, facts in sorted(listed.items())
-            if facts.get("type") != "directory" and "/." not in name.removeprefix(path)
+            if facts.get("type") != "directory" and kind_of(name) and "/." not in name.removeprefix(path)
         }
-        self.others.update(Path(name).suffix.lower() for name in files if not kind_of(name))
-        return {name: facts for name, facts in files.items() if kind_of(name)}
 
 
 def _read(address: str, size: int | None, max_bytes: int = media.MAX_BYTES) -> bytes:

@@ -113,9 +113,6 @@ class TableRows(Container):
         suffix = self.path.suffix.lower()
         ends = "" if suffix in SHEETS else None  # csv splits lines by itself
         with open(self.path, encoding="utf-8-sig", errors="surrogateescape", newline=ends) as file:
-            if file.read(2) in ("\udcff\udcfe", "\udcfe\udcff"):
-                raise ValueError("it is UTF-16")
-            file.seek(0)
             if suffix in SHEETS:
                 yield from _cells(file, "\t" if suffix == ".tsv" else ",")
             else:
@@ -162,13 +159,7 @@ class Parquet(Container):
     def _column(self, schema: Schema) -> tuple[str, bool, str]:
         """The column of media, whether it holds paths, and their kind (IMAGE or VIDEO)."""
         types = need("pyarrow", str(self.path)).types
-        features: Any = json_object((schema.metadata or {}).get(b"huggingface", b"{}"))
-        for part in ("info", "features"):
-            features = features.get(part) if isinstance(features, dict) else None
-        features = features if isinstance(features, dict) else {}
-        kinds = {name: entry.get("_type") for name, entry in features.items() if isinstance(entry, dict)}
-        typed = {n: kind for n, kind in kinds.items() if kind in ("Image", "Video") and n in schema.names}
-        column, kind = self.columns.choose(schema.names, self.path, typed)
+        column, kind = self.columns.choose(schema.names, self.path)
         form = schema.field(column).type
         paths = types.is_string(form) or types.is_large_string(form)
         binary = types.is_binary(form) or types.is_large_binary(form)

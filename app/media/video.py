@@ -27,12 +27,6 @@ FULL_HD = 1920 * 1080
 T = TypeVar("T")
 MAX_FRAMES, MAX_RATE = 32, 1000  # frames of one video, and of one second of it
 CONVERT = "convert it to MP4 (ffmpeg -i IN OUT.mp4)"
-NOT_VIDEOS = {
-    b"#EXTM3U": "is a playlist, not a video",
-    b"ffconcat": "is a list of videos, not a video",
-    b"<": "is a web page or other text, not a video",
-    b"%PDF": "is a PDF document, not a video",
-}
 
 
 class FramePolicyError(argparse.ArgumentTypeError, ValueError):
@@ -135,8 +129,7 @@ def _opened(data: bytes, path: Path | str, limits: MediaLimits) -> Iterator[tupl
         with av.open(io.BytesIO(data), "r", container_options=rules, metadata_errors="replace") as container:
             stream = next((one for one in container.streams.video if not _is_cover(one)), None)
             if stream is None:
-                reason = "has sound but no video" if container.streams.audio else "has no video in it"
-                raise MediaError(path, reason, "leave it out")
+                raise MediaError(path, "has no video in it", "leave it out")
             codec = stream.codec_context
             if codec is None:
                 raise MediaError(path, "has a video codec that cannot be decoded here", CONVERT)
@@ -153,9 +146,7 @@ def _opened(data: bytes, path: Path | str, limits: MediaLimits) -> Iterator[tupl
         raise media.too_much_memory(path) from error
     except Exception as error:  # hostile bytes may make the demuxer raise any error
         why = f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"
-        known = (reason for mark, reason in NOT_VIDEOS.items() if data[:512].lstrip().startswith(mark))
-        reason = next(known, f"is damaged, cut off or no video ({why})")
-        raise MediaError(path, reason, f"{COPY_AGAIN}, or {CONVERT}") from error
+        raise MediaError(path, f"is damaged, cut off or no video ({why})", f"{COPY_AGAIN}, or {CONVERT}") from error
 
 
 def _packets(container: InputContainer, stream: VideoStream) -> Iterator[Packet]:

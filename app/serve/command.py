@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from mmspec.app import embedded, enabling
-from mmspec.app.options import check_port, count, from_zero, is_local, port, where
+from mmspec.app.options import count, from_zero, is_local, port, where
 from mmspec.media import MAX_PIXELS, MediaLimits
 
 
@@ -38,7 +38,6 @@ def run(args: argparse.Namespace) -> int:
     try:
         if not (key or is_local(args.host)):
             raise OSError(f"--host {args.host} lets others on the network in: add --key KEY, or set MMSPEC_API_KEY")
-        check_port(args.host, args.port, "choose another --port")  # check before the slow loading of the model
         drafter = args.drafter or embedded.drafter(args.model)
         options = enabling.given(args.enable, drafter)
         _serve(args, key, drafter, options)

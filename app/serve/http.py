@@ -27,7 +27,7 @@ from mmspec.pipelines.prompts import inputs_of
 from mmspec.pipelines.serving.batcher import Batcher, cut_off
 from mmspec.statistics import Stats
 
-ADDRESSES = ("POST /v1/chat/completions", "GET /v1/models", "GET /v1/models/NAME", "GET /health")
+ADDRESSES = ("POST /v1/chat/completions", "GET /v1/models", "GET /health")
 T = TypeVar("T")
 KEEP_ALIVE = 75  # seconds that an idle connection stays open; clients that reuse it wait less between two requests
 UPLOAD = 60.0  # seconds within which a request's body must arrive
@@ -151,12 +151,6 @@ class Service:
         if self.key is not None and not secrets.compare_digest(given.encode(), self.key.encode()):
             raise ChatError(401, "an API key is required: Authorization: Bearer KEY", None, "invalid_api_key")
 
-    def model(self, name: str) -> dict[str, object]:
-        """The description of the model; ChatError 404 for another name."""
-        if name != self.name:
-            raise ChatError(404, f"no model {name!r} here; this is {self.name!r}", "model", "model_not_found")
-        return {"id": self.name, "object": "model", "created": 0, "owned_by": "mmspec"}
-
     async def answer(self, body: ChatRequest) -> AsyncIterator[Piece]:
         """Yield the pieces of an answer; the first one is empty and comes once the prompt is prepared."""
         began = time.perf_counter()
@@ -234,18 +228,16 @@ def build(service: Service) -> FastAPI:
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, object]:
         service.check_key(request)
-        return {"object": "list", "data": [service.model(service.name)]}
-
-    @app.get("/v1/models/{name:path}")
-    async def model(request: Request, name: str) -> dict[str, object]:
-        service.check_key(request)
-        return service.model(name)
+        model = {"id": service.name, "object": "model", "created": 0, "owned_by": "mmspec"}
+        return {"object": "list", "data": [model]}
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Any:
         service.check_key(request)
         body = ChatRequest.parse(await service.body(request))
-        service.model(body.model or service.name)
+        if body.model not in (None, service.name):
+            why = f"no model {body.model!r} here; this is {service.name!r}"
+            raise ChatError(404, why, "model", "model_not_found")
         pieces = service.answer(body)
         frame = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": service.name}
         if body.stream:

@@ -27,8 +27,7 @@ from mmspec.app.bench.image import BASE, SPEED, ImageBench, charges, facts, with
 from mmspec.app.bench.report import Record
 from mmspec.app.compare import Method
 from mmspec.app.devices import EngineError
-from mmspec.app.image_model import ModelSubject
-from mmspec.app.mar import draws
+from mmspec.app.image_model import ModelSubject, is_mar
 from mmspec.app.media.inputs import images
 from mmspec.app.options import count
 from mmspec.app.painter import ImageSubject
@@ -66,6 +65,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     image.configure(parser)
     images = next(action for action in parser._actions if action.dest == "images")
     images.type, images.help = int, "prompts timed side by side; 0: no timing (%(default)s)"
+    listed = next(action for action in parser._actions if action.dest == "prompts")
+    listed.type, listed.help = measures.read_captions, measures.CAPTIONS + " (default: held-out scenes)"
     parser.add_argument("--grid", type=Path, metavar="FILE", help="a sheet of pictures of all methods, same seeds")
     parser.add_argument("--resume", action="store_true", help="continue with the records of an earlier run's --json")
     measures.configure(parser)
@@ -85,7 +86,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """Measure timings, then standard quality measures, then quality; skips what an earlier run has measured."""
-    if draws(args.model):
+    if is_mar(args.model):
         refuse(args, "a MAR draws classes by its own drafts, so this bench has no use for that here", **OF_TOKENS)
         yield from mar.measure(args, outcome)
         return

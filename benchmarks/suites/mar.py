@@ -17,7 +17,7 @@ from benchmarks.zoo import classes
 from mmspec.app.bench.command import Outcome, say, seeds_of
 from mmspec.app.bench.report import Record
 from mmspec.app.compare import Method
-from mmspec.app.mar import OWN, MarSubject
+from mmspec.app.image_model import OWN_MARS, MarSubject
 
 QUALITY = "mar-quality"  # the suite of its records
 
@@ -38,7 +38,7 @@ def judged(
     """The quality of every method, except those that draw the pictures of another (plain head, compiled)."""
     count, size = args.quality_images, args.quality_batch
     labels = [sample.label % bench.pipe.transformer.config.classes for sample in samples]
-    real = [classes.render(sample) for sample in samples[:count]] if args.model in OWN else []
+    real = [classes.render(sample) for sample in samples[:count]] if args.model in OWN_MARS else []
     scenes = [sample.picture for sample in samples[:count]] if real else []
 
     def draw(way: Method, run: int) -> Gallery:

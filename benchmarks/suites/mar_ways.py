@@ -14,7 +14,7 @@ from mmspec.app.bench.command import BenchError, Outcome, batches, matching, say
 from mmspec.app.bench.report import Record, spread
 from mmspec.app.compare import Comparison, Method, over
 from mmspec.app.devices import EngineError
-from mmspec.app.mar import MarSubject, load
+from mmspec.app.image_model import MarSubject, load_mar
 from mmspec.app.painter import ImageResult
 from mmspec.app.provenance import provenance
 from mmspec.config import Options
@@ -73,7 +73,8 @@ def _draft(bench: MarSubject, name: str) -> object:
 
 
 def call(model: MarSubject, way: Method, labels: Sequence[int], seeds: Sequence[int]) -> ImageResult:
-    return model.draw(labels, seeds, way, **way.arguments)
+    model.go(way)
+    return model.paint(labels, seeds, **way.arguments)
 
 
 Further = Callable[[MarSubject, list[Method]], Iterator[None]]  # is measured after the times
@@ -88,7 +89,9 @@ def measure(
         labels: classes to draw; default: uniformly random ones.
     """
     try:
-        bench = load(args.model, args.device, args.dtype, guidance_scale=args.guidance, temperature=args.temperature)
+        bench = load_mar(
+            args.model, args.device, args.dtype, guidance_scale=args.guidance, temperature=args.temperature
+        )
     except EngineError as error:
         raise BenchError(str(error)) from error
     drafts = {DRAFT: bench.draft} if bench.draft is not None else {}
@@ -115,7 +118,7 @@ def measure(
 def timed(bench: MarSubject, chosen: list[Method], labels: list[int], batch: int, seed: int) -> list[Record]:
     """Warm up each method, then run all in turn on each batch of classes and seeds."""
     groups = batches(list(zip(labels, seeds_of(1, len(labels), seed), strict=True)), batch)
-    comparison: Comparison[Method, list[tuple[int, int]], ImageResult] = Comparison(
+    comparison: Comparison[list[tuple[int, int]], ImageResult] = Comparison(
         chosen, lambda way, group: call(bench, way, *zip(*group, strict=True))
     )
     comparison.warm_up(groups[0], [chosen[0].name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from pathlib import Path
@@ -22,6 +23,7 @@ from mmspec.app.compare import Method
 from mmspec.app.devices import EngineError, find_model, first_line, load_quietly
 from mmspec.app.extras import installing
 from mmspec.app.media.inputs import images
+from mmspec.app.prompt import PromptError, read_prompts
 from mmspec.media import load_image
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ POOLED, LOGITS = "2048", "logits_unbiased"  # its layers for FID and for the inc
 FETCHED = ""  # --inception without a file
 BATCH = 32
 SPLITS = 10  # of the inception score
+CAPTIONS = "your own prompts, one per line, or the captions of COCO (.json)"
 SUITE = "image-measures"  # the suite of these records
 NOTHING: Record = dict.fromkeys(
     ("clip", "inception_score", "inception_score_std", "fid", "compression", "seconds_per_image")
@@ -48,6 +51,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "weights of torch-fidelity (default: downloaded)")  # fmt: skip
     add("--reference", type=Path, metavar="PATH", help="with --inception also FID, to a folder of pictures or to an "
         ".npz of mu and sigma")  # fmt: skip
+
+
+def read_captions(path: str | Path) -> list[str]:
+    """The prompts in a file: one per line, or the first caption of each picture in COCO's .json.
+
+    Raises PromptError: it cannot be read, or holds none.
+    """
+    lines = read_prompts(path)
+    if Path(path).suffix.lower() != ".json":
+        return lines
+    try:
+        captions = json.loads("\n".join(lines))["annotations"]
+        first = {one["image_id"]: " ".join(one["caption"].split()) for one in reversed(captions)}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise PromptError(
+            f"{path} is not a file of COCO captions, whose `annotations` have `image_id` and `caption`; write your "
+            "own prompts in a text file, one per line"
+        ) from error
+    return [first[image] for image in dict.fromkeys(one["image_id"] for one in captions)]
 
 
 def wanted(args: argparse.Namespace) -> bool:

@@ -195,7 +195,7 @@ def measure_cell(
     Args:
         notes: warnings by method and batch; a shape that cannot be compiled is reported once.
     """
-    comparison: Comparison[Method, Inputs, TimedCall] = Comparison(methods, bench.call)
+    comparison: Comparison[Inputs, TimedCall] = Comparison(methods, bench.call)
     comparison.warm_up(inputs, device=bench.bench.model.device)
     notes |= {(name, cell.batch): note for name, note in comparison.notes.items() if note.startswith(OWN)}
     calls = comparison.measure([inputs] * repeats)

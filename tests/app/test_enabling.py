@@ -40,12 +40,9 @@ def test_words_become_values(word: str, drafter: str | None, value: Any) -> None
 @pytest.mark.parametrize(
     ("word", "drafter", "said"),
     [
-        ("dept=6", "eagle", "no 'dept' with the drafter eagle; did you mean depth? It takes rule, budget,"),
+        ("dept=6", "eagle", "no 'dept' with the drafter eagle. It takes rule, budget,"),
         ("window=8", "eagle", "no 'window' with the drafter eagle"),
         ("tree=chain", "ngram", "no 'tree' with the drafter ngram"),
-        ("depth=0", "eagle", "depth must be a whole number from 1 to 128"),
-        ("depth=x", "/some/folder", "depth must be a whole number from 1 to 128"),
-        ("prune=2", None, "prune must be a share from 0 to 1"),
         ("compile=maybe", None, "compile must be True or False; got 'maybe'. Write True"),
         ("budget=-1", None, "budget must be a distance ≥ 0"),
         ("depth", None, "takes NAME=VALUE, such as depth=6; got 'depth'"),
@@ -59,7 +56,7 @@ def test_what_cannot_be_meant_says_what_can(word: str, drafter: str | None, said
 
 
 def test_no_word_needs_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(enabling, "kinds_of", lambda _: pytest.fail("looked up"))
+    monkeypatch.setattr(enabling, "names_of", lambda _: pytest.fail("looked up"))
     assert enabling.given([]) == {}
 
 
@@ -75,7 +72,7 @@ def test_every_verb_takes_it() -> None:
         importlib.import_module(cli.COMMANDS["bench"][0]).configure(parser, SUITES)
         args = parser.parse_args([suite, "--enable", "compile=true", "depth=3"])
         assert enabling.given(args.enable) == OPTIONS
-    with pytest.raises(EnableError, match="did you mean depth"):
+    with pytest.raises(EnableError, match=r"no 'dept'\. It takes .*depth"):
         enabling.given(["dept=3"])
 
 
@@ -117,8 +114,8 @@ def test_a_wrong_word_ends_a_verb_before_its_model_is_loaded(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["caption", "--modle", "x"], "mmspec caption: error: unrecognized arguments: --modle; did you mean --model?"),
-        (["bench", "vlm", "--drafers=eagle"], "bench vlm: error: unrecognized arguments: --drafers=eagle; did you"),
+        (["caption", "--modle", "x"], "mmspec caption: error: unrecognized arguments: --modle\n"),
+        (["bench", "vlm", "--drafers=eagle"], "bench vlm: error: unrecognized arguments: --drafers=eagle\n"),
         (["bench", "vlm", "--repeats", "2"], "bench vlm: error: unrecognized arguments: --repeats 2\n"),
         (["captoin"], "argument VERB: invalid choice: 'captoin' (choose from"),
         (["demo", "--port", "99999"], "'99999' is not a port; one is a number from 1 to 65535"),

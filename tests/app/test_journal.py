@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -16,7 +17,7 @@ RECORDS = [{"file_name": "a", "text": "ein Hügel, 山"}, {"file_name": "b", "te
 
 
 def filled(path: Path) -> bytes:
-    with Journal(path) as journal:
+    with contextlib.closing(Journal(path)) as journal:
         for record in RECORDS:
             journal.append(record)
     return path.read_bytes()
@@ -30,7 +31,7 @@ def known(*paths: Path) -> dict[str, dict]:
 
 
 def test_every_line_is_readable_as_soon_as_append_returns(tmp_path: Path):
-    with Journal(tmp_path / "sub" / "j.jsonl") as journal:
+    with contextlib.closing(Journal(tmp_path / "sub" / "j.jsonl")) as journal:
         for count, record in enumerate(RECORDS, 1):
             journal.append(record)
             lines = journal.path.read_text(encoding="utf-8").splitlines()
@@ -45,7 +46,7 @@ def test_a_kill_after_any_byte_costs_at_most_the_line_being_written(tmp_path: Pa
         complete = RECORDS[: whole[: size + 1].count(b"\n")]  # a line that lacks only its end is whole
         ledger = Ledger([path])
         assert list(ledger.all_captions()) == complete, size
-        with Journal(path) as journal:
+        with contextlib.closing(Journal(path)) as journal:
             journal.append({"file_name": "c"})
         assert list(known(path).values()) == [*complete, {"file_name": "c"}], size
 
@@ -54,7 +55,7 @@ def test_broken_lines_in_the_middle_are_counted_and_passed_over(tmp_path: Path):
     path = tmp_path / "j.jsonl"
     first, second = filled(path).splitlines(keepends=True)
     path.write_bytes(first + b"\0" * 9 + b"\n" + b"[1, 2]\n\n" + b"\xff\xfe\n" + second)
-    with Journal(path) as journal:
+    with contextlib.closing(Journal(path)) as journal:
         journal.append({"file_name": "c"})
     ledger = Ledger([path])
     assert list(ledger.all_captions()) == [*RECORDS, {"file_name": "c"}] and ledger.damaged == 3
@@ -63,7 +64,7 @@ def test_broken_lines_in_the_middle_are_counted_and_passed_over(tmp_path: Path):
 def test_the_newest_line_counts_whichever_journal_it_is_in(tmp_path: Path):
     lines = {"one": [("x", 3), ("x", 5), ("y", 1)], "two": [("x", 4), ("y", 2), ("z", 1)]}
     for name, told in lines.items():
-        with Journal(tmp_path / f"{name}.jsonl") as journal:
+        with contextlib.closing(Journal(tmp_path / f"{name}.jsonl")) as journal:
             for item, time in told:
                 journal.append({"file_name": item, "text": f"{item}{time}", "time": time})
     for order in (("one", "two"), ("two", "one")):
@@ -74,7 +75,7 @@ def test_the_newest_line_counts_whichever_journal_it_is_in(tmp_path: Path):
 
 def test_a_failure_stands_until_a_caption_comes(tmp_path: Path):
     path = tmp_path / "j.jsonl"
-    with Journal(path) as journal:
+    with contextlib.closing(Journal(path)) as journal:
         for status in (FAILED, None, FAILED):
             journal.append({"file_name": "x", "text": "t"} | ({"status": status} if status else {}))
             ledger = Ledger([path])
@@ -83,14 +84,14 @@ def test_a_failure_stands_until_a_caption_comes(tmp_path: Path):
 
 
 def test_one_process_at_a_time_holds_a_journal(tmp_path: Path):
-    with Journal(tmp_path / "j.jsonl"), pytest.raises(OSError, match="another process"):
+    with contextlib.closing(Journal(tmp_path / "j.jsonl")), pytest.raises(OSError, match="another process"):
         Journal(tmp_path / "j.jsonl")
     Journal(tmp_path / "j.jsonl").close()
 
 
 def test_a_name_that_is_no_unicode_can_be_recorded(tmp_path: Path):
     record = {"file_name": b"\xff.png".decode("utf-8", "surrogateescape")}
-    with Journal(tmp_path / "j.jsonl") as journal:
+    with contextlib.closing(Journal(tmp_path / "j.jsonl")) as journal:
         journal.append(record)
     assert list(known(tmp_path / "j.jsonl").values()) == [record]
     (tmp_path / "j.jsonl").read_text(encoding="utf-8")

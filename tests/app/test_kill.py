@@ -95,7 +95,7 @@ def test_sigterm_winds_up(devices: str, group: bool, photos: Path, tmp_path: Pat
         assert run.poll() is None and time.monotonic() < patience
         time.sleep(0.01)
     (os.killpg if group else os.kill)(run.pid, signal.SIGTERM)
-    assert run.wait(PATIENCE) == 143
+    assert run.wait(PATIENCE) == 130
     names = [json.loads(line)["file_name"] for line in (out / "metadata.jsonl").read_text().splitlines()]
     assert names and sorted(names) == sorted(line["file_name"] for line in whole_lines(out))
     assert not (out / "failed.jsonl").exists() and not list(out.rglob("*partial*"))

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import tiny_mar as tiny
 
-from mmspec.app import generate, mar
+from mmspec.app import generate
 from mmspec.app.demo import command as demo
 from mmspec.app.demo import image_tab
 from mmspec.app.demo.images import CSPD, OWN_DRAFTS, SMALL_DRAFTS, Drawing, MarRace
 from mmspec.app.demo.race import DONE, MODELS, TIMED_OUT
+from mmspec.app.image_model import MarSubject
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def race() -> MarRace:
-    return MarRace(mar.MarSubject(tiny.pipeline(), tiny.transformer(2)))
+    return MarRace(MarSubject(tiny.pipeline(), tiny.transformer(2)))
 
 
 def run(folder: Path, *words: object) -> int:
@@ -90,7 +91,7 @@ def test_bad_input_says_why(folder, words, why, tmp_path, capsys):
 
 @pytest.mark.parametrize("method", [OWN_DRAFTS, SMALL_DRAFTS, CSPD])
 def test_two_pictures_side_by_side(race, method):
-    drawing = Drawing(prompt="blue star", method=method, window=3, prefill=0.2, seed=5, guidance=1.5)
+    drawing = Drawing(prompt="blue star", method=method, window=3, seed=5, guidance=1.5)
     *_, two = race.run(race.pair(drawing))
     assert two.over and two.plain.state == two.fast.state == DONE and two.speed_up > 0
     assert len(two.plain.calls) == 16 == two.fast.count and all(two.fast.at) and two.fast.image is not None
@@ -118,7 +119,7 @@ def test_a_run_can_be_stopped(race):
     assert two.plain.state == TIMED_OUT
 
 
-VALUES = {"prompt": "red circle", "method": OWN_DRAFTS, "window": 4, "prefill": 0.1, "seed": 7, "guidance": 2.0}
+VALUES = {"prompt": "red circle", "method": OWN_DRAFTS, "window": 4, "seed": 7, "guidance": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -126,16 +127,15 @@ VALUES = {"prompt": "red circle", "method": OWN_DRAFTS, "window": 4, "prefill": 
     [
         ({"prompt": "teapot"}, "&#x27;teapot&#x27; is none"),
         ({"window": 99}, "window: Input should be less than or equal to 64."),
-        ({"prefill": 1.5}, "prefill: Input should be less than or equal to 1."),
     ],
 )
 def test_a_picture_that_is_not_drawn_says_why(race, change, why):
-    *_, refused = image_tab.run(race, False, *{**VALUES, **change}.values())
+    *_, refused = image_tab.run(race, *{**VALUES, **change}.values())
     assert 'role="alert"' in refused[0] and why in refused[0]
 
 
 def test_the_tabs_events(race):
-    *_, (summary, stage) = image_tab.run(race, False, *VALUES.values())
+    *_, (summary, stage) = image_tab.run(race, *VALUES.values())
     assert "same distribution" in summary and stage.count('src="data:image/png;base64,') == 2
 
 

@@ -122,8 +122,7 @@ def test_a_length_that_is_none(folder: Path, number: str, capsys: pytest.Capture
         (["--drafter", "nosuch"], "unknown drafter 'nosuch'"),
         (["--device", "foo"], "no device 'foo' here"),
         (["--model", "nosuch"], "no folder 'nosuch'"),
-        (["--model", "scenes-hybird"], "no folder 'scenes-hybird'; did you mean scenes-hybrid?"),
-        (["--model", "no/such"], "There is no folder 'no/such' here. OSError"),
+        (["--model", "no/such"], "cannot load the model 'no/such'. OSError"),
         (["--model", "scenes-llamagen"], "is a pipeline that draws; see `mmspec generate --help`"),
     ],
 )

@@ -301,7 +301,6 @@ def test_a_failing_method_is_a_result(classes: Path, tmp_path: Path) -> None:
         (["--methods", "jacoby"], "no method matches 'jacoby'; choose from ar,"),
         (["--images", 0, "--quality-images", 3], "--quality-images must be more than 3"),
         (["--images", 0, "--quality-images", 5, "--backbone", "resnet5000"], "no pretrained timm backbone"),
-        (["--prompts", "/absent.txt"], "cannot read the prompts of '/absent.txt'"),
         (["--resume"], "name it with --json"),
         (["--model", "nowhere"], "no folder 'nowhere'"),
     ],

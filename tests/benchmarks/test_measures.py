@@ -18,7 +18,7 @@ from PIL import Image
 from benchmarks.suites import SUITES, measures
 from benchmarks.suites.measures import Inception
 from mmspec.app.bench import command as bench
-from mmspec.app.prompt import read_prompts
+from mmspec.app.prompt import PromptError
 
 needs_fidelity = pytest.mark.skipif(importlib.util.find_spec("torch_fidelity") is None, reason="needs torch-fidelity")
 WORDS = ["a", "red", "blue", "circle", "square", "on", "white"]
@@ -161,7 +161,7 @@ def test_bench_pictures_measures_folders(
     near, far = folder_of(drawn(12, 1), tmp_path / "near"), folder_of([Image.new("RGB", (9, 9))] * 12, tmp_path / "far")
     notes = [{"image_id": i // 2, "id": i, "caption": f"a red circle\n{'on ' * i}"} for i in range(24)]
     (tmp_path / "captions.json").write_text(json.dumps({"annotations": notes}))
-    assert read_prompts(tmp_path / "captions.json")[1] == "a red circle on on"  # the first of each picture
+    assert measures.read_captions(tmp_path / "captions.json")[1] == "a red circle on on"  # the first of each picture
     words = ["--clip", clip, "--prompts", tmp_path / "captions.json", "--inception", "--reference", real]
     assert run("pictures", near, far, *words, "--device", "cpu", "--json", tmp_path / "out.json") == 0
     one, other = json.loads((tmp_path / "out.json").read_text())["records"]
@@ -200,13 +200,14 @@ def test_what_is_missing_is_said(
         ([], "nothing to do; give --clip or --inception"),
         (["--clip", clip], "name the file with --prompts"),
         (["--clip", clip, "--prompts", tmp_path / "one.txt"], "has 2 pictures"),
-        (["--clip", clip, "--prompts", tmp_path / "other.json"], "is not a file of COCO captions"),
         (["--clip", "nowhere", "--prompts", tmp_path / "one.txt"], "--clip nowhere: there is no folder 'nowhere'"),
         (["--clip", tmp_path, "--prompts", tmp_path / "one.txt"], f"--clip {tmp_path}: "),
         (["--reference", some], "add --inception"),
     ):
         assert run("pictures", some, *words, "--device", "cpu") == 1
         assert told in capsys.readouterr().err
+    with pytest.raises(PromptError, match="is not a file of COCO captions"):
+        measures.read_captions(tmp_path / "other.json")
     assert run("image", "--clip", clip, "--device", "cpu") == 1
     assert "--quality-images N" in capsys.readouterr().err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -16,7 +16,7 @@ from benchmarks.suites import json_captions
 from benchmarks.suites import mar as judged_mar
 from benchmarks.suites import mar_ways as mar
 from mmspec.app import cli
-from mmspec.app.mar import draws
+from mmspec.app.image_model import is_mar
 
 
 def records(folder: Path, *words: Any) -> list[dict[str, Any]]:
@@ -138,4 +138,4 @@ def test_a_folder_that_is_none_is_told(tmp_path: Path, capsys: pytest.CaptureFix
     assert "cannot load" in capsys.readouterr().err
     assert cli.main(["bench", "image", "--model", str(tmp_path)]) == 1
     assert "generate --model" in capsys.readouterr().err
-    assert [draws(model) for model in ("mar", "scenes-mar", "scenes-llamagen")] == [True, True, False]
+    assert [is_mar(model) for model in ("mar", "scenes-mar", "scenes-llamagen")] == [True, True, False]

@@ -119,22 +119,18 @@ def test_a_file_with_brackets_in_its_name_is_no_pattern(tmp_path: Path):
     assert names(tmp_path / "a[1]{2}.png") == ["a[1]{2}.png"]
 
 
-@pytest.mark.parametrize("data, kind", [(MP4, "video"), (png(1), "image"), (b"no media", None)])
-def test_a_file_without_an_extension_is_known_by_its_beginning(tmp_path: Path, data: bytes, kind: str | None):
-    (tmp_path / "0a1b2c").write_bytes(data)
-    if kind:
-        assert [item.kind for item in items(tmp_path / "0a1b2c")] == [kind]
-    else:
-        with pytest.raises(MediaError, match=r"no known kind \(no extension\); give images, videos"):
-            items(tmp_path / "0a1b2c")
+def test_a_file_without_an_extension_is_of_no_known_kind(tmp_path: Path):
+    (tmp_path / "0a1b2c").write_bytes(png(1))
+    with pytest.raises(MediaError, match=r"no known kind \(no extension\); give images, videos"):
+        items(tmp_path / "0a1b2c")
 
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if form != "PPM"])
 def test_signatures_are_those_that_pillow_writes(form: str):
     out = io.BytesIO()
     Image.new("RGB", (4, 4)).save(out, form)
-    kind, extension = sniff(out.getvalue())
-    assert kind == "image" and extension in EXTENSIONS and extension[1:3] in form.lower().replace("jpeg", "jpg")
+    extension = sniff(out.getvalue())
+    assert extension in EXTENSIONS and extension[1:3] in form.lower().replace("jpeg", "jpg")
 
 
 # lists and tables
@@ -246,16 +242,10 @@ def test_a_parquet_struct_may_name_a_file_and_an_empty_cell_fails_alone(tmp_path
         assert "not an image or video" in trouble(item) and "t.parquet: row" in trouble(item)
 
 
-def test_the_kind_of_bytes_is_what_the_features_or_the_column_say(tmp_path: Path):
+def test_the_kind_of_bytes_is_what_the_column_says(tmp_path: Path):
     for column, kind in {"video": "video", "mp4": "video", "image": "image"}.items():
         table = write(tmp_path / f"{column}.parquet", {column: MP4})
         assert [item.kind for item in items(table)] == [kind]
-    features = datasets.Features({"a": datasets.Image(), "b": datasets.Video(), "c": datasets.Value("string")})
-    datasets.Dataset.from_dict({"a": [None], "b": [None], "c": ["x"]}, features=features).to_parquet(
-        tmp_path / "f.parquet"
-    )
-    assert [item.kind for item in items(tmp_path / "f.parquet")] == ["image"]
-    assert [item.kind for item in items(tmp_path / "f.parquet", column_image="b")] == ["video"]
 
 
 @pytest.mark.parametrize("cell", [3, 0.5, [1], ["1.png"]])
@@ -561,7 +551,6 @@ for where in ("{tmp_path}/{{1,2}}.png", "hf:a/b", {str(write(tmp_path / "t.parqu
         ("x.parquet", b"PAR1", "not a parquet file"),
         ("x.jsonl", b"", "names no files"),
         ("x.txt", b"\n \n", "names no files"),
-        ("x.txt", b"\xff\xfe", "cannot be read"),
         ("x.csv", b"path\n", "names no files"),
         ("x.json", b"{}", r"is of no known kind \(.json\)"),
         ("x.zip", b"PK", r"is of no known kind \(.zip\)"),

@@ -149,7 +149,7 @@ def test_a_playlist_opens_no_other_file(tmp_path: Path):
         "dash": f'<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011"><BaseURL>{secret}</BaseURL></MPD>',
     }
     for name, text in playlists.items():
-        with pytest.raises(MediaError, match="not a video"):
+        with pytest.raises(MediaError, match="no video"):
             assert not frames_of(text.encode()), name
 
 
@@ -160,7 +160,7 @@ def test_the_sleeve_of_a_song_is_no_video(tmp_path: Path):
     song = song[:42] + b"\x06" + len(block).to_bytes(3, "big") + block + song[42:]  # after fLaC and STREAMINFO
     with av.open(io.BytesIO(song)) as container:
         assert len(container.streams.video) == 1
-    with pytest.raises(MediaError, match="sound but no video"):
+    with pytest.raises(MediaError, match="no video"):
         frames_of(song)
 
 

@@ -50,7 +50,7 @@ class Quick:
         self.rows = rows
         return self
 
-    def suggest_rows(self, frames: int, size: tuple[int, int]) -> int:
+    def suggest_rows(self, frames: int, size: tuple[int, int] = (1024, 768)) -> int:
         return 4
 
     @property
