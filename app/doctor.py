@@ -18,10 +18,6 @@ from mmspec.pipelines.host import contract
 PACKAGES = ("torch", "torchvision", "transformers", "diffusers", "accelerate")
 OPTIONAL = ("peft", "triton")
 TOKENS = 8
-HOW = (
-    "How this was proved: tiny random models of these very classes, greedy, float32, one row and three rows of unequal "
-    "length;\n  twelve families also with sdpa and eager attention, one row and four (docs/models.md)"
-)
 GOOD, NOTE, BAD = "ok", "--", "NO"  # fine; may matter; must be fixed
 _FOLDERS = re.compile(r"(?<![\w:/\\.])(?:~|[A-Za-z]:)?(?:[/\\][\w.+@-]+)+[/\\]")  # the folders of an absolute path
 
@@ -51,7 +47,6 @@ def run(args: argparse.Namespace) -> int:
     """Print the findings line by line; returns 1 if something must be fixed."""
     if args.supported:
         mmspec.supported()
-        print(HOW)
         return 0
     wrong = 0
     for finding in findings(args.device):

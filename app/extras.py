@@ -7,6 +7,7 @@ import importlib.metadata
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -14,6 +15,11 @@ from multiprocessing.process import BaseProcess
 
 class EngineError(Exception):
     """The model or the drafter cannot be used at all."""
+
+
+def say(line: str) -> None:
+    """Print progress to stderr."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def cores() -> int:

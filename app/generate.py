@@ -6,7 +6,6 @@ import argparse
 import re
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmspec.app import embedded, enabling
 from mmspec.app.embedded import STOCK
-from mmspec.app.extras import EngineError
+from mmspec.app.extras import EngineError, say
 from mmspec.app.options import count, from_zero, where
 from mmspec.app.prompt import read_prompts
 
@@ -102,20 +101,12 @@ def _draw(
     batches = [orders[start : start + args.batch_size] for start in range(0, len(orders), args.batch_size)]
     if args.compare:
         comparison.warm_up(batches[0], [OWN, PLAIN.name])
-    done, began = 0, time.monotonic()
     for batch, drawn in zip(batches, comparison.turns(batches), strict=True):
         for order, picture in zip(batch, drawn[OWN].images, strict=True):
             order.path.parent.mkdir(parents=True, exist_ok=True)
             picture.save(order.path)
             print(order.path)
-        done += len(batch)
-        if done < len(orders):
-            say(f"{done} of {len(orders)} pictures, {time.monotonic() - began:.0f} s")
     return comparison.results[OWN], comparison.results.get(PLAIN.name, [])
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _options(args: argparse.Namespace, continuous: bool) -> dict[str, Any]:
@@ -165,10 +156,7 @@ def _summary(results: Sequence[Any], base: Sequence[Any], options: dict[str, Any
     count = sum(len(each.images) for each in results)
     yield f"{count} picture{'s' * (count != 1)} in {seconds:.1f} s; {_work(results)}"
     if rule == "cspd":
-        from mmspec.continuous import cspd
-
-        width = options.get("width", cspd.WIDTH)
-        yield f"not lossless: cspd(width={width:g}) changes the distribution; by how much is not measured"
+        yield "not lossless: cspd changes the distribution; by how much is not measured"
     elif relaxed:
         spent = [cost for each in results for cost in each.spent]
         yield (

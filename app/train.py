@@ -27,7 +27,7 @@ from mmspec.train.heads import HeadsTraining
 from mmspec.train.recipes import RECIPES, Recipe
 
 if TYPE_CHECKING:
-    from mmspec.pipelines.host.kinds import GenerativeModel, Processor
+    from mmspec.pipelines.host.kinds import Processor
 
 DRAW = {"guidance_scale": 3.0, "temperature": 1.0, "top_k": 0, "image_area": 0}  # names of --draw, with their types
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list", str: "a word"}
@@ -129,6 +129,7 @@ def train(
         frames: which frames of a video the model sees; None: eight, evenly spaced.
         drawing: how a model that draws is called, such as its `guidance_scale`.
     """
+    from mmspec.pipelines.drafters import mtp_files
     from mmspec.pipelines.drafters.untrained import build, build_for_pictures
     from mmspec.pipelines.host.training import Accelerator
     from mmspec.pipelines.image_teacher import ImageTeacher
@@ -165,7 +166,10 @@ def train(
         )
         tau = run.run()
     if run.accelerator.is_main_process:
-        write(drafter.eval(), model, out / "drafter")
+        if drafter.method == "mtp":  # in the format of the model's checkpoint
+            mtp_files.save(model, drafter.eval().heads, out / "drafter")
+        else:
+            save_drafter(drafter.eval(), out / "drafter")
         facts = {"method": method, "data": data, "samples": len(samples), **({"draw": drawing} if drawing else {})}
         _report(run, tau, time.monotonic() - began, facts)
     return drafter
@@ -197,15 +201,6 @@ def _report(run: Distillation, tau: float, seconds: float, facts: dict[str, Any]
     chain = "drawn chain" if recipe.overlap else "chain"
     what = "window" if run.drafter.method == "heads" else f"{chain} of {recipe.unroll}"
     print(f"held-out tau {tau:.2f} ({what}, bonus token included); drafter in {out / 'drafter'}")
-
-
-def write(drafter: Any, model: GenerativeModel, folder: Path) -> None:
-    """Write a trained drafter as files that `enable` reads; an MTP head in the format of the model's checkpoint."""
-    if drafter.method != "mtp":
-        return save_drafter(drafter, folder)
-    from mmspec.pipelines.drafters import mtp_files
-
-    mtp_files.save(model, drafter.heads, folder)
 
 
 def _opened(target: str, pictures: bool, device: torch.device) -> tuple[Any, Any]:

@@ -71,10 +71,9 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     ]
     outcome.provenance = provenance(model.device, model.dtype) | {"model": args.model}
     chosen = matching(methods(model, args), None, args.without)
-    kind = f"{args.prompt} captions" if args.prompt else "captions"
     for rows in args.rows:
         records = measure_rows(engine, prompts, rows, chosen, args.turns)
-        outcome.records += [record | {"asked": kind} for record in records]
+        outcome.records += records
         speeds = [f"{r['method']} {r['captions_per_s']:.2f}" for r in records if r["n"]]
         say(f"{rows} at once, captions/s: {', '.join(speeds)}")
         yield

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from mmspec.app.bench import report
 from mmspec.app.devices import EngineError
 from mmspec.app.enabling import EnableError
+from mmspec.app.extras import say as say  # also for the suites
 from mmspec.app.files import write_whole
 from mmspec.app.provenance import load_average
 from mmspec.media import MediaError
@@ -129,8 +130,3 @@ def batches(some: Sequence[T], size: int) -> list[list[T]]:
 def seeds_of(run: int, count: int, seed: int) -> list[int]:
     """Seeds of `count` pictures; run 0 is the plain reference, and no two runs share seeds."""
     return [BLOCK * (1 + run) + seed * 10**5 + i for i in range(count)]
-
-
-def say(line: str) -> None:
-    """Print progress to stderr."""
-    print(line, file=sys.stderr, flush=True)

@@ -50,12 +50,6 @@ def read(args: argparse.Namespace, model: GenerativeModel | None = None) -> dict
         if name == ALL and not here:
             raise BenchError(f"--drafters {ALL}: no drafter comes with {args.model!r}; name the drafters to measure")
         names += list(here) if name == ALL else [embedded.fitting(name, args.model)]
-        if name in DRAFTERS and DRAFTERS[name].trained and names[-1] == name:
-            there = f"those of {', '.join(here.values())} do" if here else "none does"
-            raise BenchError(
-                f"--drafters {name}: no drafter of this method comes with {args.model!r} ({there}); name a folder, or "
-                f"train one with `mmspec train --method {name} --target {args.model}`"
-            )
     loaded: dict[str, Drafter] = {}
     try:
         for name in dict.fromkeys(names):

@@ -33,9 +33,6 @@ OWN: dict[str, Callable[[Record], str]] = {  # fields with their own format
 }
 TITLES: dict[str, Callable[[Record], str]] = {  # titles that need more than a format string
     "vlm": lambda r: r["cell"] + (f", {r['category']}" if r["category"] != "all" else ""),
-    "caption": lambda r: (
-        f"{r['captions']} {r.get('asked', 'captions')}, {r['rows']} row{'s' * (r['rows'] > 1)} at once"
-    ),
 }
 
 

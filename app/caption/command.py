@@ -130,7 +130,7 @@ class Run:
         failed_before = todo.failed_before + len(todo.unwritable)
         if not todo.pending:
             self._finish()
-            self._report(RunTally(0, shown=False))
+            self._report(RunTally(0))
             print(f"nothing to do; the captions are in {options.out if is_address(options.out) else outputs.folder}")
             return SOME_FAILED if failed_before else OK
         self._write_settings()

@@ -80,7 +80,7 @@ class Mirror:
         Raises OutputError: an upload failed; the files stay on this disk.
         """
         here = {path.relative_to(self.folder).as_posix(): path for path in sorted(self.folder.rglob("*"))}
-        here = {name: path for name, path in here.items() if _uploaded(name) and path.is_file()}
+        here = {name: path for name, path in here.items() if (_log(name) or not _hidden(name)) and path.is_file()}
         try:
             for name in sorted(here, key=lambda name: not name.startswith(STATE)):
                 now = stamp(here[name])
@@ -165,10 +165,6 @@ def _log(name: str) -> bool:
 
 def _hidden(name: str) -> bool:
     return any(part.startswith(".") for part in name.split("/"))  # .. as well
-
-
-def _uploaded(name: str) -> bool:
-    return not _hidden(name) or _log(name)
 
 
 def _looked_at(name: str) -> bool:

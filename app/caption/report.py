@@ -43,7 +43,6 @@ pre{overflow:auto}
 class RunTally:
     total: int
     quiet: bool = False
-    shown: bool = True
     items: int = 0  # finished, captioned or failed
     captioned: int = 0  # of these
     captions: int = 0  # one for each prompt of an item
@@ -56,7 +55,7 @@ class RunTally:
         self._begun = 0.0
         self.seconds = 0.0  # wall time, without loading the model
         pause = 0.1 if sys.stderr.isatty() else EVERY
-        self._bar = tqdm(total=self.total, unit="item", disable=not self.shown, dynamic_ncols=True, mininterval=pause)
+        self._bar = tqdm(total=self.total, unit="item", disable=not self.total, dynamic_ncols=True, mininterval=pause)
 
     def add(self, record: Record) -> None:
         """Count an item, which is on the disk already; the clock starts when the first answer was begun."""
@@ -99,6 +98,7 @@ def write(
     """Write the report as JSON: counts, speeds, acceptance, and the workers with their provenance; or, where the name
     ends in .html, as a page with all this and some of the items with their captions."""
     seconds = max(tally.seconds, 1e-9)
+    rounds, gained = (sum(worker.get(name, 0) for worker in workers) for name in ("row_rounds", "gained"))
     facts = {
         "counts": {
             "items": todo.items,
@@ -116,7 +116,7 @@ def write(
         "items_per_second": round(tally.captioned / seconds, 4),
         "tokens": tally.tokens,
         "tokens_per_second": round(tally.tokens / seconds, 2),
-        "acceptance": _acceptance(workers),
+        "tokens_per_target_call": round(gained / rounds, 4) if rounds else None,
         "comparison": comparison.facts if comparison else None,
         "workers": list(workers),
         "options": {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()},
@@ -134,14 +134,6 @@ def write(
 def plain(text: str) -> str:
     """Text safe for a terminal: on one line, with the control characters of file names and answers escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
-
-
-def _acceptance(workers: Sequence[Record]) -> dict[str, float] | None:
-    rounds, gained, accepted = (sum(w.get(name, 0) for w in workers) for name in ("row_rounds", "gained", "accepted"))
-    if not rounds:
-        return None
-    means = {"tokens_per_target_call": gained / rounds, "accepted_draft_tokens_per_call": accepted / rounds}
-    return {name: round(mean, 4) for name, mean in means.items()}
 
 
 def _page(

@@ -117,7 +117,7 @@ class Worker:
             return facts
         stats = self.flow.stats
         facts |= {"rows": self.flow.rows} | facts_of(prefix=stats.prefix or None)
-        names = ("target_calls", "row_rounds", "gained", "accepted", "lossless") if stats.rounds else ()
+        names = ("target_calls", "row_rounds", "gained", "lossless") if stats.rounds else ()
         return facts | {name: getattr(stats, name) for name in names}
 
     def _decode(self) -> None:

@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         auth = credentials(args.host, args.auth or os.environ.get("MMSPEC_DEMO_AUTH"))
         with captions.media_decoder() as decoder:
-            page = load(args, decoder)
+            tabs = load_captions(args, decoder) | load_images(args)
+            page = build(tabs | {"Results": partial(show_results, args.results)})
             quietly = {"quiet": True, "prevent_thread_lock": True}  # no advice to create a public link
             _, address, _ = launch(page, args.host, args.port, auth, inbrowser=args.open, **quietly)
             print(f"the demo is at {address} (Ctrl-C ends it)", flush=True)
@@ -108,18 +109,11 @@ def credentials(host: str, auth: str | None) -> tuple[str, str] | None:
     return user, password
 
 
-def load(args: argparse.Namespace, decoder: Decoder) -> Blocks:
-    """Load the models and build the page."""
-    tabs = load_captions(args, decoder) | load_images(args)
-    return build(tabs | {"Results": partial(show_results, args.results)})
-
-
 def load_captions(args: argparse.Namespace, decoder: Decoder) -> Tabs:
     from mmspec.app import engine as engines
     from mmspec.app.demo import caption_tab
     from mmspec.app.demo.captions import CaptionRace
     from mmspec.app.devices import EngineError
-    from mmspec.zoo import scenes
 
     drafter = args.drafter or embedded.drafter(args.model)
     options = enabling.given(args.enable, drafter)
@@ -130,7 +124,7 @@ def load_captions(args: argparse.Namespace, decoder: Decoder) -> Tabs:
     if not embedded.speaks(args.model):
         return {"Caption": partial(caption_tab.build, race, args.examples, PROMPTS)}
     note = embedded.NOTE.format(args.model).removeprefix("note: ")
-    return {"Caption": partial(caption_tab.build, race, args.examples, OWN_PROMPTS, note=note, draw=scenes.drawn)}
+    return {"Caption": partial(caption_tab.build, race, args.examples, OWN_PROMPTS, note=note)}
 
 
 def fitting(engine: Engine, model: str) -> dict[str, object]:

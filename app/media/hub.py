@@ -1,4 +1,4 @@
-"""Data sets of the `datasets` library, from the Hub or a folder; pictures in them are not decoded here."""
+"""Data sets of the Hub, or of a folder in its format; pictures in them are not decoded here."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SPLIT = "train"  # where nothing names a split
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set of the `datasets` library: `hf:owner/name`, `hf:owner/name/config:split`, or one saved to a folder.
+    """A data set by its address: `hf:owner/name` or `hf:owner/name/config:split`.
 
     Attributes:
-        split: the split of a data set of the Hub whose address names none; None: all of them.
+        split: where the address names none; None: all of them.
     """
 
     where: str
@@ -33,7 +33,7 @@ class Dataset:
 
     def items(self, name_of: Callable[[Path], str]) -> Iterator[Item]:
         parts = self.parts
-        address = self.where.removeprefix("hf:").partition(":")[0] if self.where.startswith("hf:") else self.where
+        address = self.where.removeprefix("hf:").partition(":")[0]
         folders = tuple(media.dataset_folders(address))
         whole = Path(address).resolve().name if Path(address).is_dir() else address
         for split, part in parts.items():
@@ -48,14 +48,11 @@ class Dataset:
     @cached_property
     def parts(self) -> dict[str, Any]:
         """The chosen splits, with decoding turned off."""
-        datasets, split = need("datasets", self.where), None
+        datasets = need("datasets", self.where)
+        address, _, named = self.where.removeprefix("hf:").partition(":")
+        split = named or self.split
         try:
-            if self.where.startswith("hf:"):
-                address, _, named = self.where.removeprefix("hf:").partition(":")
-                split = named or self.split
-                loaded = datasets.load_dataset(*_name_and_config(address), split=split)
-            else:
-                loaded = datasets.load_from_disk(self.where)
+            loaded = datasets.load_dataset(*_name_and_config(address), split=split)
         except Exception as error:  # no network, no such data set or split, a damaged cache; the message says which
             reason = f"cannot be loaded ({type(error).__name__}: {error})"
             raise MediaError(self.where, reason, "check the name (owner/name:split) and the network") from error

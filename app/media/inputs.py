@@ -23,7 +23,6 @@ KNOWN = (
     "images, videos, folders, globs (*.jpg), lists (.txt .lst), .jsonl .csv .tsv .parquet, webdataset .tar, "
     "hf:owner/name, s3:// gs:// hf:// folders and files"
 )
-SAVED_DATASET = ("state.json", "dataset_dict.json")  # what `save_to_disk` leaves in a folder
 
 
 class Place(Protocol):
@@ -178,12 +177,9 @@ def _places(name: str, recursive: bool, columns: Columns) -> Iterator[Place]:
 
 def _place(path: Path, recursive: bool, columns: Columns) -> Place:
     if path.is_dir():
-        saved = any((path / name).is_file() for name in SAVED_DATASET)
-        return hub.Dataset(str(path), columns) if saved else Folder(path, recursive)
+        return Folder(path, recursive)
     if path.suffix.lower() in CONTAINERS:
         return CONTAINERS[path.suffix.lower()](path, columns)
-    if path.name.lower().endswith(tars.PACKED):
-        raise MediaError(path, "is a compressed tar, which cannot be read by byte offsets", "unpack it to a .tar")
     if kind_of(path.name) is None:
         raise MediaError(path, f"is of no known kind ({path.suffix or 'no extension'})", f"give {KNOWN}")
     return Files((path,), path.parent)

@@ -17,7 +17,6 @@ from mmspec.media import COPY_AGAIN, MediaError
 
 if TYPE_CHECKING:  # an extra
     from pyarrow import Schema
-    from pyarrow.parquet import ParquetFile
 
 LISTS, LINES, SHEETS, PARQUETS = {".txt", ".lst"}, {".jsonl", ".ndjson"}, {".csv", ".tsv"}, {".parquet"}
 USUAL = (  # columns that are tried, in this order, if none is named
@@ -126,7 +125,7 @@ class Parquet(Container):
     def items(self, name_of: Namer) -> Iterator[Item]:
         name, number = name_of(self.path), 0
         try:
-            file = self._open()
+            file = need("pyarrow.parquet", str(self.path)).ParquetFile(self.path, pre_buffer=False)
             column, paths, kind = self._column(file.schema_arrow)
             for group in range(file.num_row_groups):
                 small = [name for name in (self.columns.text, column if paths else None) if name]
@@ -148,13 +147,6 @@ class Parquet(Container):
             raise
         except Exception as error:  # a damaged file may make the reader raise any error
             raise MediaError(self.path, f"is damaged ({type(error).__name__}: {error})", COPY_AGAIN) from error
-
-    def _open(self) -> ParquetFile:
-        parquet = need("pyarrow.parquet", str(self.path))
-        try:
-            return parquet.ParquetFile(self.path, pre_buffer=False)
-        except Exception as error:
-            raise MediaError(self.path, f"is not a parquet file ({error})", COPY_AGAIN) from error
 
     def _column(self, schema: Schema) -> tuple[str, bool, str]:
         """The column of media, whether it holds paths, and their kind (IMAGE or VIDEO)."""
@@ -181,10 +173,8 @@ def json_object(line: bytes | str) -> dict | str:
     """The JSON object in a line, or a message that says what is wrong with it."""
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"is not JSON ({error})"
-    except RecursionError:
-        return "is not JSON that can be read (nested too deep)"
     return row if isinstance(row, dict) else f"is JSON of a {type(row).__name__}, not an object with a path"
 
 

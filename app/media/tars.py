@@ -15,7 +15,6 @@ from mmspec.app.media.items import Item, Source, kind_of
 from mmspec.app.media.tables import Container, json_object, text_of
 from mmspec.media import COPY_AGAIN, MediaError
 
-PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
 LONGEST = 2**20  # bytes of a .txt or .json in a tar; longer ones are ignored
 Member = tuple[str, str, tarfile.TarInfo]  # key, extension and the tar's entry
 SAMPLE = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)")  # key and extension, split as webdataset does

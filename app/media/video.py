@@ -29,10 +29,6 @@ MAX_FRAMES, MAX_RATE = 32, 1000  # frames of one video, and of one second of it
 CONVERT = "convert it to MP4 (ffmpeg -i IN OUT.mp4)"
 
 
-class FramePolicyError(argparse.ArgumentTypeError, ValueError):
-    """A text is no frame policy; as the type of a flag, argparse prints the message."""
-
-
 @dataclass(frozen=True)
 class FramePolicy:
     kind: str = "uniform"  # or "fps", "keyframes"
@@ -41,7 +37,7 @@ class FramePolicy:
 
     @classmethod
     def parse(cls, text: str, max_frames: int = MAX_FRAMES) -> FramePolicy:
-        """Parse "8" or "uniform:8", "fps:2" or "keyframes"; FramePolicyError for anything else."""
+        """Parse "8" or "uniform:8", "fps:2" or "keyframes"; ArgumentTypeError for anything else."""
         kind, _, number = f"uniform:{text}".partition(":") if text.isdecimal() else text.partition(":")
         try:
             rate = float(number) if number else 0.0 if kind == "keyframes" else -1.0
@@ -49,7 +45,7 @@ class FramePolicy:
             rate = -1.0
         fits = {"uniform": rate >= 1 and rate.is_integer(), "fps": 0 < rate <= MAX_RATE, "keyframes": not number}
         if not fits.get(kind) or max_frames < 1:
-            raise FramePolicyError(
+            raise argparse.ArgumentTypeError(
                 f"unknown frame policy {text!r} (at most {max_frames} frames); choose N (frames, evenly spaced; "
                 "or uniform:N), fps:R (R frames a second) or keyframes, and at least 1 frame"
             )
@@ -123,11 +119,13 @@ def decode(
 def _opened(data: bytes, path: Path | str, limits: MediaLimits) -> Iterator[tuple[InputContainer, VideoStream]]:
     """Open a container and its video stream; all errors of FFmpeg inside the block become MediaErrors."""
     import av
+    from av.stream import Disposition
 
     rules = {"format_whitelist": CONTAINERS, "protocol_whitelist": "none"}  # it may read only these bytes
     try:
         with av.open(io.BytesIO(data), "r", container_options=rules, metadata_errors="replace") as container:
-            stream = next((one for one in container.streams.video if not _is_cover(one)), None)
+            covers = Disposition.attached_pic
+            stream = next((one for one in container.streams.video if not one.disposition & covers), None)
             if stream is None:
                 raise MediaError(path, "has no video in it", "leave it out")
             codec = stream.codec_context
@@ -212,13 +210,6 @@ def _picture(frame: VideoFrame, max_side: int | None) -> Image.Image:
     picture = frame.to_image(width=width, height=height).convert("RGB")
     turn = round(frame.rotation / 90) % 4  # quarter turns, counterclockwise
     return picture.transpose(Image.Transpose(turn + 1)) if turn else picture
-
-
-def _is_cover(stream: VideoStream) -> bool:
-    """Whether this is the cover picture of an audio file."""
-    from av.stream import Disposition
-
-    return bool(stream.disposition & Disposition.attached_pic)
 
 
 def _check_length(seconds: float, size: tuple[int, int], path: Path | str, limits: MediaLimits) -> None:

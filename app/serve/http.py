@@ -27,7 +27,6 @@ from mmspec.pipelines.prompts import inputs_of
 from mmspec.pipelines.serving.batcher import Batcher, cut_off
 from mmspec.statistics import Stats
 
-ADDRESSES = ("POST /v1/chat/completions", "GET /v1/models", "GET /health")
 T = TypeVar("T")
 KEEP_ALIVE = 75  # seconds that an idle connection stays open; clients that reuse it wait less between two requests
 UPLOAD = 60.0  # seconds within which a request's body must arrive
@@ -131,20 +130,17 @@ class Service:
         if self.open >= self.worker.batches.rows + self.queue:
             why = f"{self.open} requests are open, which is the limit; try again later"
             raise ChatError(429, why, None, "queue_full")
-        data = bytearray()
+        if int(request.headers.get("content-length", -1)) not in range(self.max_bytes + 1):
+            why = f"a request needs a Content-Length of at most {self.max_bytes} bytes (--max-bytes)"
+            raise ChatError(413, f"{why}; send smaller pictures")
         self.open += 1
         try:
             async with asyncio.timeout(UPLOAD):
-                async for some in request.stream():
-                    data += some
-                    if len(data) > self.max_bytes:
-                        why = f"a request may have {self.max_bytes} bytes (--max-bytes); send smaller pictures"
-                        raise ChatError(413, why)
+                return await request.body()
         except (TimeoutError, ClientDisconnect) as error:
             raise ChatError(408, f"the request has not arrived after {UPLOAD:g} s; send smaller pictures") from error
         finally:
             self.open -= 1
-        return bytes(data)
 
     def check_key(self, request: Request) -> None:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -214,10 +210,7 @@ def build(service: Service) -> FastAPI:
     async def refused(request: Request, error: Exception) -> JSONResponse:
         if not isinstance(error, ChatError):
             status = getattr(error, "status_code", 500)
-            message = str(getattr(error, "detail", None) or first_line(error))
-            if status in (404, 405):
-                message = f"{message}: {request.method} {request.url.path}; there are {', '.join(ADDRESSES)}"
-            error = ChatError(status, message)
+            error = ChatError(status, str(getattr(error, "detail", None) or first_line(error)))
         return JSONResponse({"error": error.body}, error.status)
 
     @app.get("/health")

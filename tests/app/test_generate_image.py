@@ -60,7 +60,7 @@ def test_many_prompts_go_into_a_folder(text: Path, tmp_path: Path, capsys: pytes
     assert len({pixels(tmp_path / "out" / name) for name in names}) == 4  # each its own seed
     said = capsys.readouterr()
     assert "4 pictures in" in said.out
-    assert f"loading {text}\ndrawing 4 pictures, 3 at a time\n3 of 4 pictures, " in said.err  # while it works
+    assert f"loading {text}\ndrawing 4 pictures, 3 at a time\n" in said.err  # while it works
 
 
 def test_a_relaxed_rule_says_that_it_is_one(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,7 +60,7 @@ def test_what_is_drawn_instead_of_the_published_sampler_is_told(tmp_path, capsys
     for words, notes, out in (
         (["--drafter", "none"], [], "4.0 passes per batch"),
         ([], [singly, noise], "head evaluations"),
-        (bent, [], "not lossless: cspd(width=42) changes the distribution"),
+        (bent, [], "not lossless: cspd changes the distribution"),
         (bent, [], "; 1.0 passes per batch"),
         ([*bent, "prefill=0.5"], [], "; 4.0 passes per batch"),  # ⌊0.5 · 4⌋ + 1 of 4, then a block
     ):

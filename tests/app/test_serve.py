@@ -329,7 +329,7 @@ def test_models_keys_and_strange_addresses(client: openai.OpenAI, base: str, ser
         client.chat.completions.create(model="gpt-9", messages=asking(""))
     strange = httpx.get(f"{base}/v1/nothing").json()["error"]
     assert strange["type"] == "invalid_request_error"
-    assert "GET /v1/nothing; there are POST /v1/chat/completions, GET /v1/models, " in strange["message"]
+    assert strange["message"] == "Not Found"
     assert httpx.post(f"{base}/v1/chat/completions", content="{").json()["error"]["message"].startswith("the body")
     service.key = "secret"
     try:
@@ -360,10 +360,10 @@ def test_null_is_left_out_within_messages_and_formats() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "says"),
     [
-        ("GET", "/v1/nothing", 404, "Not Found: GET /v1/nothing; there are POST /v1/chat/completions"),
-        ("GET", "/v1/models/gpt-9", 404, "Not Found: GET /v1/models/gpt-9"),
-        ("GET", "/v1/chat/completions", 405, "Method Not Allowed: GET /v1/chat/completions; there are"),
-        ("DELETE", "/v1/models", 405, "Method Not Allowed: DELETE /v1/models"),
+        ("GET", "/v1/nothing", 404, "Not Found"),
+        ("GET", "/v1/models/gpt-9", 404, "Not Found"),
+        ("GET", "/v1/chat/completions", 405, "Method Not Allowed"),
+        ("DELETE", "/v1/models", 405, "Method Not Allowed"),
         ("POST", "/v1/chat/completions", 400, "the body: Invalid JSON"),
     ],
 )

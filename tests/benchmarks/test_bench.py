@@ -181,7 +181,7 @@ def test_says_what_is_wrong_with_a_list(tmp_path: Path, content: str, count: int
         (["vlm", "--data", "{}", "--prompt", "short"], "--prompt: the questions of "),
         (["caption", "--data", "{}", "--prompt", "short"], "--prompt: the questions of "),
         (["image", "--sweep", "--real", "{}"], "--sweep and --real: no quality is measured without --quality-images N"),
-        (["image", "--model", "mar", "--rule", "x", "--prompts", "y"], "--prompts and --rule: a MAR draws classes by"),
+        (["image", "--model", "mar", "--rule", "x", "--prompts", "{}"], "--prompts and --rule: a MAR draws classes by"),
     ],
 )
 def test_flags_that_would_change_nothing_are_refused(

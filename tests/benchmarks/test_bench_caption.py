@@ -41,7 +41,7 @@ def test_every_method_is_measured_on_the_same_captions(measured: tuple[dict, str
         assert record["stock_path"] is (record["method"] == "static")
     assert all(r["gain"] == 1 for r in found["records"] if r["method"].startswith("static"))
     assert found["provenance"]["argv"] and found["provenance"]["device"]
-    assert "## 5 captions, 2 rows at once" in page and "| continuous + ngram |" in page
+    assert "## 5 captions, batches of 2" in page and "| continuous + ngram |" in page
 
 
 def test_the_default_prompts_ask_for_long_and_short_answers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import struct
 from pathlib import Path
@@ -67,7 +68,7 @@ def test_policies_choose_the_frames_they_name(ruler: bytes, policy: str, max_fra
     "text", ["", "uniform", "uniform:0", "uniform:2.5", "uniform:x", "fps:0", "fps:-1", "fps:nan", "keyframes:3", "all"]
 )
 def test_other_policies_are_refused(text: str):
-    with pytest.raises(ValueError, match="choose N"):
+    with pytest.raises(argparse.ArgumentTypeError, match="choose N"):
         FramePolicy.parse(text)
 
 

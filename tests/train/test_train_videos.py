@@ -50,7 +50,7 @@ def test_a_line_with_a_video_gives_its_frames(questions: Path, reader: VideoRead
     samples = data.read(str(questions), clips=reader)
     assert [(s.images, s.clip) for s in samples] == [(4, True)] * 6
     assert [clips.place_of(frame) for frame in samples[0].load()] == [1, 3, 5, 7]
-    with pytest.raises(data.UnreadableError, match=r"data\.jsonl, line 4: is a playlist, not a video"):
+    with pytest.raises(data.UnreadableError, match=r"data\.jsonl, line 4: .*no video"):
         samples[3].load()
     assert len(samples[4].load()) == 4  # after a bad one
 
