@@ -33,7 +33,8 @@ import transformers as T  # noqa: E402
 from hostile_drafters import Scripted  # noqa: E402
 
 import mmspec  # noqa: E402
-from benchmarks.suites.shapes_models import MODELS, REAL, TOY, Chat  # noqa: E402
+from benchmarks.suites.shapes_models import REAL, TOY, Chat  # noqa: E402
+from benchmarks.suites.shapes_published import MODELS  # noqa: E402
 from mmspec.app.provenance import provenance  # noqa: E402
 from mmspec.compile import capture, graphs  # noqa: E402
 from mmspec.drafters.plain import Plain  # noqa: E402
@@ -108,6 +109,7 @@ def counting() -> Iterator[Launched]:
 def chat(name: str, layers: int) -> tuple[Any, Chat]:
     """A narrow model of this class, and its shape."""
     shape = MODELS[name]
+    assert isinstance(shape, Chat)
     text = {**shape.text, TOY: {**shape.text[TOY], "num_hidden_layers": layers, "vocab_size": 512}}
     shape = replace(shape, text=text)
     model = shape.target(TOY, torch.float32).eval()
@@ -177,7 +179,7 @@ def hybrids(layers: int) -> Counts:
 
 
 def report() -> dict[str, Any]:
-    deep = MODELS["qwen2.5-vl-7b"].text[REAL]["num_hidden_layers"]
+    deep = MODELS["qwen2.5-vl-7b"].text[REAL]["num_hidden_layers"]  # type: ignore[union-attr]
     launched = {
         "qwen2.5-vl-7b": grown(chats, 2, 3, deep),
         "a hybrid of 9B": grown(hybrids, 4, 8, T.Qwen3_5TextConfig().num_hidden_layers),

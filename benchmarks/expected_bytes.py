@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import transformers as T
 
-from benchmarks.suites.shapes_models import MODELS, REAL, TOY, on_paper
+from benchmarks.suites.shapes_models import REAL, TOY, Chat, on_paper
+from benchmarks.suites.shapes_published import MODELS
 
 PER_LAUNCH, PER_GRAPH = 5e-6, 8e-6  # assumed seconds on the host for a torch operation and for the replay of a graph
 REACHED = 0.85, 0.7  # assumed shares of the memory bandwidth and of the arithmetic peak that matrix products reach
@@ -47,7 +48,7 @@ class TextShape:
 
 def text(name: str) -> TextShape:
     """From a published shape; everything is read except the vision tower and the table of embeddings."""
-    t = MODELS[name].text[REAL]
+    t = MODELS[name].text[REAL]  # type: ignore[union-attr]
     H, V, width = t["hidden_size"], t["vocab_size"], t["hidden_size"] // t["num_attention_heads"]
     kv = width * t["num_key_value_heads"]
     layer = 2 * H * H + 2 * H * kv + 3 * H * t["intermediate_size"]
@@ -119,6 +120,7 @@ class ExpectedRound:
 def vispec(name: str = "qwen2.5-vl-7b") -> ExpectedRound:
     """ViSpec's published tree at the shapes of Qwen2.5-VL-7B."""
     shape, numbers = MODELS[name], on_paper(MODELS[name], REAL)
+    assert isinstance(shape, Chat)
     c = shape.feature_drafter("vispec", TOY).config.shape
     with torch.device("meta"):
         parts = shape.feature_drafter("vispec", REAL).named_parameters()
