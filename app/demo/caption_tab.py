@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -58,17 +58,21 @@ def empty(race: CaptionRace) -> str:
     return show_texts(Turn.of(CaptionRequest(kind=PICTURE, media=None, prompt="", drafter=race.name)))
 
 
-def build(race: CaptionRace, examples: Path, prompts: Mapping[str, str], note: str = "") -> None:
+def build(
+    race: CaptionRace, examples: Path, prompts: Mapping[str, str], note: str = "",
+    draw: Callable[[], object] | None = None,
+) -> None:  # fmt: skip
     """Build the tab in the current page and connect its events.
 
     Args:
         examples: a folder of pictures and videos.
         prompts: examples, with the words on their buttons; the first one is there when the page opens.
         note: what the model knows.
+        draw: draws a new picture of the kind that the model knows.
     """
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
-            media = _media(examples, note)
+            media = _media(examples, note, draw)
             prompt = gr.Textbox(
                 next(iter(prompts)), label="Prompt", lines=1, max_lines=5, max_length=MAX_PROMPT,
                 placeholder="What to ask about it", elem_id="mm-prompt",
@@ -86,7 +90,7 @@ def build(race: CaptionRace, examples: Path, prompts: Mapping[str, str], note: s
     races.connect([start.click, prompt.submit], partial(run, race), inputs, panes, stop)
 
 
-def _media(examples: Path, note: str) -> list[Any]:
+def _media(examples: Path, note: str, draw: Callable[[], object] | None) -> list[Any]:
     """The kind, the picture and the video, with examples."""
     choices = [("Picture", PICTURE), ("Video", VIDEO)]
     kind = gr.Radio(choices, value=PICTURE, label="Kind", show_label=False, container=False, elem_id="mm-kind")
@@ -102,6 +106,9 @@ def _media(examples: Path, note: str) -> list[Any]:
         with group:
             if ready := [[path] for path in paths[name]]:
                 gr.Examples(ready, [where], label="Examples", elem_id=f"mm-{name}-examples", api_visibility="private")
+    if draw is not None:
+        with still:
+            gr.Button("Draw a new scene", size="sm", elem_id="mm-new").click(draw, None, image, **QUICK)
     if note:
         gr.HTML(f'<p class="mm-small">{escape(note)}</p>', elem_id="mm-note")
     kind.change(lambda k: [gr.Column(visible=k == name) for name in NOUNS], kind, [still, moving], **QUICK)

@@ -114,6 +114,7 @@ def load_captions(args: argparse.Namespace, decoder: Decoder) -> Tabs:
     from mmspec.app.demo import caption_tab
     from mmspec.app.demo.captions import CaptionRace
     from mmspec.app.devices import EngineError
+    from mmspec.zoo import scenes
 
     drafter = args.drafter or embedded.drafter(args.model)
     options = enabling.given(args.enable, drafter)
@@ -124,7 +125,7 @@ def load_captions(args: argparse.Namespace, decoder: Decoder) -> Tabs:
     if not embedded.speaks(args.model):
         return {"Caption": partial(caption_tab.build, race, args.examples, PROMPTS)}
     note = embedded.NOTE.format(args.model).removeprefix("note: ")
-    return {"Caption": partial(caption_tab.build, race, args.examples, OWN_PROMPTS, note=note)}
+    return {"Caption": partial(caption_tab.build, race, args.examples, OWN_PROMPTS, note=note, draw=scenes.drawn)}
 
 
 def fitting(engine: Engine, model: str) -> dict[str, object]:

@@ -24,6 +24,7 @@ import tiny_llamagen
 import tiny_llava
 import torch
 from gradio import networking
+from gradio.state_holder import SessionState
 from PIL import Image
 from pydantic import ValidationError
 
@@ -45,6 +46,7 @@ from mmspec.app.painter import ImageSubject
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.stream import Step, stream
 from mmspec.registry import OF_TEXT, USUAL
+from mmspec.zoo import scenes
 
 PROMPT = "w5 w6 w7 w5 w6 w7"
 PATIENCE = 300  # seconds, for what a busy machine may delay
@@ -540,7 +542,7 @@ def test_another_host_needs_a_password() -> None:
 def served(
     asks: CaptionRace, draws: ImageRace, picture: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
-    results, own = tmp_path_factory.mktemp("results"), {"note": "knows drawn scenes only"}
+    results, own = tmp_path_factory.mktemp("results"), {"note": "knows drawn scenes only", "draw": scenes.drawn}
     (results / "image.md").write_text("# Pictures")
     (results / "drafters.md").write_text("# Texts")
     rows = [("stock", 1.0, 1, True), ("eagle", 2.351, 1, False), ("eagle", 2.0, 4, False), ("refused", None, 1, False)]
@@ -602,10 +604,15 @@ def test_an_example_is_chosen_and_the_note_stands_where_one_uploads(served: Any,
     assert "drawn scenes only" in named["mm-note"].value
 
 
-def test_the_prompts_have_labels(served: Any) -> None:
+def test_a_new_scene_is_drawn_and_the_prompts_have_labels(served: Any) -> None:
     named = parts(served.page)
     assert named["mm-prompt"].value == PROMPT
     assert served.page.config and "'hard'" in str(served.page.config)
+    [new] = [f for f in served.page.fns.values() if f.targets == [(named["mm-new"]._id, "click")]]
+    state = SessionState(served.page)
+    pictures = [asyncio.run(served.page.process_api(new, [], state=state))["data"][0] for _ in range(2)]
+    first, second = (Image.open(picture["path"]) for picture in pictures)
+    assert first.size == (scenes.SIDE, scenes.SIDE) and first.tobytes() != second.tobytes()
 
 
 def test_the_embedded_model_is_asked_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -618,7 +625,7 @@ def test_the_embedded_model_is_asked_what_it_knows(monkeypatch: pytest.MonkeyPat
     prompts = offer.args[2]
     assert list(prompts)[:2] == ["Describe this image.", "Describe this image in detail."]
     assert [text for text, label in prompts.items() if label != text] == ["Describe this image in detail."]
-    assert "its own generator" in offer.keywords["note"]
+    assert offer.keywords["draw"] is scenes.drawn and "its own generator" in offer.keywords["note"]
     assert offer.args[1] == zoo.samples()
 
 
