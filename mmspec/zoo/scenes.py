@@ -75,6 +75,11 @@ def draw(rng: np.random.Generator) -> Scene:
     return Scene(str(rng.choice(list(BACKGROUNDS))), things, int(rng.integers(2**31)))
 
 
+def drawn() -> Image.Image:
+    """A picture of a new random scene."""
+    return render(draw(np.random.default_rng()))
+
+
 def draw_thing(rng: np.random.Generator, cell: int) -> Thing:
     """A random object in one cell of the grid."""
     size = str(rng.choice(list(SIZES)))
