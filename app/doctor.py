@@ -16,7 +16,6 @@ from mmspec.app.extras import cores, version
 from mmspec.pipelines.host import contract
 
 PACKAGES = ("torch", "torchvision", "transformers", "diffusers", "accelerate")
-OPTIONAL = ("peft", "triton")
 TOKENS = 8
 GOOD, NOTE, BAD = "ok", "--", "NO"  # fine; may matter; must be fixed
 _FOLDERS = re.compile(r"(?<![\w:/\\.])(?:~|[A-Za-z]:)?(?:[/\\][\w.+@-]+)+[/\\]")  # the folders of an absolute path
@@ -78,7 +77,7 @@ def _software() -> Iterator[Finding]:
     yield Finding(GOOD, "python", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
     for name in PACKAGES:
         yield _package(name)
-    for name in OPTIONAL:
+    for name in ("peft", "triton"):
         yield Finding(GOOD, name, version(name) or "not installed")
     from mmspec.app import provenance
 

@@ -24,7 +24,6 @@ from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.batcher import TOGETHER, Batcher, StaticBatcher
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 
-PICTURE = (1024, 768)  # default picture size of `suggest_rows`
 WARM_UP = 8  # new tokens of a warm-up that compiles the model
 ROWS = {"cpu": 16, "cuda": 64}  # default maximum batch size
 NODES = {"cpu": 64, "cuda": 512}  # maximum number of draft nodes in one forward; beyond it, forwards are compute-bound
@@ -91,7 +90,7 @@ class Engine:
                 mmspec.enable(self.model, drafter=Plain(), **self.options)
         return batches(self.model, self.processor, rows, scored=self.scored, **(self.settings | settings))
 
-    def suggest_rows(self, frames: int = 1, size: tuple[int, int] = PICTURE) -> int:
+    def suggest_rows(self, frames: int = 1, size: tuple[int, int] = (1024, 768)) -> int:
         """The initial batch size; a flow halves it if memory runs out nevertheless.
 
         It is 4/5 of the device's free memory, less the activations of a prefill, divided by the memory of a row: twice

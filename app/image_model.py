@@ -206,7 +206,6 @@ def of_file(path: Path, device: torch.device, dtype: torch.dtype) -> ImageModel:
     except Exception as error:  # in the user's code
         raise EngineError(f"cannot load {str(path)!r} ({first_line(error)}); {OWN_FILE}") from error
     about = f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()[:10]}"
-
     return ImageModel(target, partial(draw, target), image_models.codes_of(unwrap(target)), about)
 
 

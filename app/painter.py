@@ -120,7 +120,7 @@ class ImageSubject:
             drafter = self._loaded.get(name) or (embedded.resolve(name) if name else method.drafter)
             handle = mmspec.enable(self.pipe, drafter=drafter, **options)
         except Exception as error:  # such as a wrong option, a missing folder, a drafter for another model
-            raise EngineError(f"cannot draw with {method.drafter} {method.setting}: {_message(error)}") from error
+            raise EngineError(f"cannot draw with {method.drafter} {method.setting}: {first_line(error)}") from error
         if name and name not in DRAFTERS:
             self._loaded[name] = handle.drafter
         return handle
@@ -148,7 +148,7 @@ class ImageSubject:
                 warnings.filterwarnings("ignore", message="prompts are only lower-cased")
                 out = self.pipe(**condition, generator=generators, **{**self.settings, **settings})
         except (ValueError, TypeError) as error:
-            raise EngineError(_message(error)) from error
+            raise EngineError(str(error)) from error
         tokens = out.tokens.cpu()  # waits for the device
         return ImageResult(out.images, tokens, time.perf_counter() - began, **self._facts(out))
 
@@ -198,8 +198,3 @@ def pipeline(model: str, device: torch.device, dtype: torch.dtype) -> Any:
             part.to(dtype)
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-def _message(error: Exception) -> str:
-    """The message of an error that is written for users; for other errors, class and first line."""
-    return str(error) if isinstance(error, (ValueError, TypeError, FileNotFoundError)) else first_line(error)

@@ -77,12 +77,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         f"folder of MMSpec's, {', '.join(['hf:owner/name[:split]', *NAMES])}")  # fmt: skip
     add("--video-frames", type=FramePolicy.parse, metavar="POLICY", default=USUAL, help=HELP)
     add("--prompt", nargs="+", help="short, long, or your own texts, a cell for each; default: short and long")
-    add("--images", type=_some, default=20, help="questions per cell at batch 1, or all (default: %(default)s)")
+    add("--images", type=lambda text: None if text == "all" else count(text), default=20,
+        help="questions per cell at batch 1, or all (default: %(default)s)")  # fmt: skip
     add("--seed", type=int, default=0)
-
-
-def _some(text: str) -> int | None:
-    return None if text == "all" else count(text)
 
 
 def asked(args: argparse.Namespace, pictures: bool = True, tuning: int = 0) -> Questions:

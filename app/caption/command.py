@@ -96,7 +96,8 @@ def _caption(options: Options) -> int:
         run = Run(options, inputs, outputs, todo, job)
         run.print_plan()
         if options.dry_run:
-            run.print_prompts()
+            for text in [text for task in todo.pending[:1] for text in task.choice.texts]:
+                print(f"prompt: {plain(text)}")
             return OK
         with mirror.kept_up() if mirror is not None else contextlib.nullcontext():
             code = run.work()
@@ -158,14 +159,6 @@ class Run:
             print("captions: " + ", and ".join(filter(None, files)))
         print("; ".join(filter(None, [str(tally), str(workers.comparison or "")])))
         return SOME_FAILED if tally.failed or failed_before else OK
-
-    def print_prompts(self) -> None:
-        """Print the prompts of the first item."""
-        for task in self.todo.pending[:1]:
-            choice = task.choice
-            for what, text in (("system", choice.system), *(("prompt", text) for text in choice.texts)):
-                if text:
-                    print(f"{what}: {plain(text)}")
 
     def print_plan(self) -> None:
         """Print how much there is to do, and what is left out."""

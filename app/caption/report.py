@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,6 @@ class RunTally:
     tokens: int = 0
     failed: int = 0
     cut: int = 0  # captions cut off at --max-new-tokens
-    errors: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._begun = 0.0
@@ -72,7 +70,6 @@ class RunTally:
             tqdm.write(f"{plain(record['file_name'])}: {plain(' | '.join(texts))}")
         if "error" in record:
             self.failed += 1
-            self.errors[record["error"]] += 1
             tqdm.write(f"failed: {plain(record['message'])}", file=sys.stderr)
         self._bar.set_postfix_str(f"{self.tokens / max(self.seconds, 1e-9):.0f} tokens/s", refresh=False)
         self._bar.update()
@@ -111,7 +108,6 @@ def write(
             "failed_before": todo.failed_before,
             "not_reached": len(todo.pending) - tally.items,
         },
-        "failures": dict(tally.errors),
         "seconds": round(tally.seconds, 3),
         "items_per_second": round(tally.captioned / seconds, 4),
         "tokens": tally.tokens,

@@ -51,7 +51,6 @@ NAME_EXAMPLES = (  # gives the buttons of example pictures and videos, which hav
 )
 MAX_UPLOAD = "40mb"
 MAX_QUEUE = 16
-NONE = "none"
 NO_RESULTS = '<p class="mm-hint">There are no pages of <code>mmspec bench</code> in <code>{}</code>; see --results.</p>'
 KEEP = 3600  # seconds after which an upload is deleted
 FONTS = ["ui-sans-serif", "system-ui", "sans-serif"], ["ui-monospace", "Consolas", "monospace"]  # not downloaded
@@ -152,7 +151,7 @@ def load_images(args: argparse.Namespace) -> Tabs:
     from mmspec.app.devices import EngineError
 
     own = args.image_model == embedded.IMAGE_MODEL
-    names = [args.image_model] if args.image_model != NONE else []
+    names = [args.image_model] if args.image_model != embedded.STOCK else []
     names += [image_model.MAR] if own and (zoo.weights() / embedded.MAR_MODEL).is_dir() else []
     tabs: Tabs = {}
     for name in names:

@@ -52,7 +52,7 @@ def build(race: ImageRace, prompts: Sequence[str] = ()) -> None:
     note = hint(f"Both pictures are {escape(race.note)}.") if race.note else ""
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
-            prompt: Any = _class(race) if mar else _prompt(race, prompts)
+            prompt: Any = _prompt(race, prompts)
             draw, stop = races.buttons(name, "Draw")
             label = "Rule and drafts" if mar else "Method"
             method = gr.Dropdown(race.methods, value=race.usual, label=label, elem_id=f"mm-{name}-method")
@@ -71,13 +71,10 @@ def build(race: ImageRace, prompts: Sequence[str] = ()) -> None:
     races.connect(triggers, partial(run, race), inputs, panes, stop)
 
 
-def _class(race: ImageRace) -> Component:
-    names = race.subject.names
-    return gr.Dropdown(names, value=names[0], label="Class", elem_id="mm-class")
-
-
 def _prompt(race: ImageRace, prompts: Sequence[str]) -> Component:
     classes = race.subject.classes
+    if isinstance(race, MarRace):
+        return gr.Dropdown(race.subject.names, value=race.subject.names[0], label="Class", elem_id="mm-class")
     return gr.Textbox(
         prompts[0] if prompts else "", label=f"Class, 0 to {classes - 1}" if classes else "Prompt", lines=2,
         max_lines=5, max_length=MAX_PROMPT, placeholder="What to draw", elem_id="mm-wish",

@@ -70,9 +70,7 @@ def _cell(pickled: bytes, row: int, column: str) -> object:
     return _dataset(pickled)[row][column]
 
 
-@lru_cache(maxsize=4)
-def _dataset(pickled: bytes) -> Any:
-    return pickle.loads(pickled)
+_dataset = lru_cache(maxsize=4)(pickle.loads)
 
 
 def _name_and_config(address: str) -> tuple[str, str | None]:

@@ -28,17 +28,12 @@ SIGNATURES = (
     (0, b"BM", ".bmp"),
     (0, b"II*\0", ".tif"),
     (0, b"MM\0*", ".tif"),
-    *((0, b"P%d%c" % (digit, blank), ".ppm") for digit in range(1, 7) for blank in b"\n\r\t "),
     (8, b"WEBP", ".webp"),
     (4, b"ftypavi", ".avif"),
     *((4, b"ftyp" + brand, ".heic") for brand in (b"hei", b"hev", b"mif1", b"msf1")),
     (4, b"ftyp", ".mp4"),
     (0, b"\x1aE\xdf\xa3", ".mkv"),
     (8, b"AVI ", ".avi"),
-    (0, b"\0\0\1\xba", ".mpg"),
-    (0, b"\0\0\1\xb3", ".mpg"),
-    (0, b"FLV\1", ".flv"),
-    (0, b"OggS", ".ogv"),
 )
 HEAD = 16  # bytes that `sniff` reads
 
@@ -76,9 +71,8 @@ class Item:
     existing: str | None = None  # the caption it came with
 
 
-def file_source(path: Path, named: str = "") -> Source:
-    """A file; `named` is the row of the table that names it, for messages."""
-    return Source(os.path.abspath(path), partial(_read_file, path, named), path)
+def file_source(path: Path) -> Source:
+    return Source(os.path.abspath(path), partial(media.read, path), path)
 
 
 def bytes_source(data: bytes) -> Source:
@@ -88,15 +82,6 @@ def bytes_source(data: bytes) -> Source:
 def broken(name: str, error: MediaError) -> Item:
     """An item that fails with this error when it is read."""
     return Item(name, IMAGE, Source(str(error), partial(_given, error)))
-
-
-def _read_file(path: Path, named: str, max_bytes: int = media.MAX_BYTES) -> bytes:
-    try:
-        return media.read(path, max_bytes)
-    except MediaError as error:
-        if not named:
-            raise
-        raise MediaError(error.path, f"{error.reason} (named in {named})", error.what_to_do) from error
 
 
 def _given(data: bytes | MediaError, max_bytes: int = media.MAX_BYTES) -> bytes:
@@ -116,9 +101,9 @@ def sniff(head: bytes) -> str | None:
     return next((extension for place, mark, extension in SIGNATURES if head[place:].startswith(mark)), None)
 
 
-def file_item(path: Path, name_of: Callable[[Path], str], existing: str | None = None, named: str = "") -> Item:
+def file_item(path: Path, name_of: Callable[[Path], str], existing: str | None = None) -> Item:
     """A file as an item, a picture if it has no known extension; errors come when it is read."""
-    return Item(name_of(path), kind_of(path.name) or IMAGE, file_source(path, named), existing)
+    return Item(name_of(path), kind_of(path.name) or IMAGE, file_source(path), existing)
 
 
 def need(module: str, what_for: str) -> Any:

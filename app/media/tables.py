@@ -101,8 +101,8 @@ class TableRows(Container):
         cell = row[self.columns.choose(row, where, whole=False)[0]]
         cell = cell.get("path") if isinstance(cell, dict) else cell
         if self.path.suffix.lower() in LISTS:
-            return file_item(self.root / media.path_of(cell, where), name_of, named=where)
-        return file_item(media.below(self.root, cell, where), name_of, self.columns.text_in(row), where)
+            return file_item(self.root / media.path_of(cell, where), name_of)
+        return file_item(media.below(self.root, cell, where), name_of, self.columns.text_in(row))
 
     def _rows(self) -> Iterator[dict | str]:
         """Each row as a dictionary, or a message that says what is wrong with it; a broken line affects no other.
@@ -140,7 +140,7 @@ class Parquet(Container):
                         yield Item(own, kind, cell_source(load, label, (self.root,), within=self.path), existing)
                         continue
                     try:
-                        yield file_item(media.below(self.root, cells[column], where), name_of, existing, where)
+                        yield file_item(media.below(self.root, cells[column], where), name_of, existing)
                     except MediaError as error:
                         yield broken(own, error)
         except MediaError:

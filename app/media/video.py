@@ -171,32 +171,26 @@ def _frames(container: InputContainer, stream: VideoStream, runs: set[int]) -> I
         run += packet.is_keyframe
         if packet.size and run in runs:
             begun = True
-            yield from _decoded(stream, packet)
+            yield from _until_broken(_decoded(stream, packet))
         elif begun:
-            yield from _decoded(stream, None)
+            yield from _until_broken(_decoded(stream, None))
             stream.codec_context.flush_buffers()
             begun = False
     if begun:
-        yield from _decoded(stream, None)
+        yield from _until_broken(_decoded(stream, None))
 
 
-def _decoded(stream: VideoStream, packet: AnyPacket | None) -> list[VideoFrame]:
-    """The frames from a packet (None: those still in the decoder); a broken packet gives none."""
+def _decoded(stream: VideoStream, packet: AnyPacket | None) -> Iterator[VideoFrame]:
+    """The frames from a packet; None: those still in the decoder."""
+    yield from stream.codec_context.decode(packet)
+
+
+def _until_broken(parts: Iterator[T]) -> Iterator[T]:
+    """The packets or frames up to the first that is broken."""
     import av
 
     try:
-        return stream.codec_context.decode(packet)
-    except av.error.MemoryError:
-        raise
-    except av.error.FFmpegError:
-        return []
-
-
-def _until_broken(packets: Iterator[AnyPacket]) -> Iterator[AnyPacket]:
-    import av
-
-    try:
-        yield from packets
+        yield from parts
     except av.error.MemoryError:
         raise
     except av.error.FFmpegError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import Any
 
 from mmspec.app import embedded, enabling
 from mmspec.app.options import count, from_zero, is_local, port, where
@@ -38,16 +37,14 @@ def run(args: argparse.Namespace) -> int:
     try:
         if not (key or is_local(args.host)):
             raise OSError(f"--host {args.host} lets others on the network in: add --key KEY, or set MMSPEC_API_KEY")
-        drafter = args.drafter or embedded.drafter(args.model)
-        options = enabling.given(args.enable, drafter)
-        _serve(args, key, drafter, options)
+        _serve(args, key)
     except (EngineError, enabling.EnableError, OSError) as error:
         print(f"mmspec serve: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _serve(args: argparse.Namespace, key: str | None, drafter: str, options: dict[str, Any]) -> None:
+def _serve(args: argparse.Namespace, key: str | None) -> None:
     import uvicorn
 
     from mmspec.app import engine as engines
@@ -55,6 +52,8 @@ def _serve(args: argparse.Namespace, key: str | None, drafter: str, options: dic
     from mmspec.app.caption.run import area_for
     from mmspec.app.serve import chat, http
 
+    drafter = args.drafter or embedded.drafter(args.model)
+    options = enabling.given(args.enable, drafter)
     engine = engines.load(args.model, drafter, args.device, args.dtype, args.max_new_tokens, 0.0, **options)
     for note in engine.notes:
         print(f"mmspec serve: {note}", file=sys.stderr)

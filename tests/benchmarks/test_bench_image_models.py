@@ -13,7 +13,7 @@ import transformers as T
 from tiny_image_models import CLOSE, END, FIRST_CODE, LINE
 
 from benchmarks.__main__ import parser as workshop
-from mmspec.app import image_model
+from mmspec.app import cli, image_model
 from mmspec.app.compare import PLAIN, Method
 from mmspec.app.devices import EngineError
 from mmspec.pipelines.host.image_models import ImageModel
@@ -95,6 +95,15 @@ def test_a_file_of_ones_own_draws(tmp_path: Path) -> None:
     drawn = subject.paint(["red circle", "a blue square"], [1, 2])
     assert len(drawn.images) == 2 == len(drawn.spent) and drawn.tokens.shape[0] == 2
     assert drawn.compression > 1 and subject.codes == 64 and sum(drawn.spent) > 0
+
+
+def test_generate_draws_with_a_janus(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", str(folders["janus"]), "--device", "cpu", "--temperature", "0", "--guidance", "2", "--compare"]
+    assert cli.main(["generate", "red circle", "blue circle", *words, "-o", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "identical pictures: 2 of 2" in said and len(list((tmp_path / "out").glob("*.png"))) == 2
 
 
 def test_a_pipeline_of_diffusers_draws(tmp_path: Path) -> None:

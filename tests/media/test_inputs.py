@@ -165,7 +165,7 @@ def test_paths_in_a_table(tmp_path: Path, extension: str):
     else:
         assert "lies outside of" in trouble(found[3])
     assert found[0].source.path == tmp_path / "data" / "a/1.png" and found[0].source.read() == png(0)
-    assert "gone.png: is missing" in trouble(found[2]) and f"(named in {table}: row 3)" in trouble(found[2])
+    assert "gone.png: is missing" in trouble(found[2])
 
 
 @pytest.mark.parametrize("extension", [".jsonl", ".csv", ".parquet"])
@@ -508,7 +508,7 @@ def test_nothing_is_read_that_is_not_asked_for(tmp_path: Path, saved: str):
 import sys
 from mmspec.app.media.inputs import open_inputs
 from mmspec import media
-media.decode = media.read = None
+media.decode = media.read = lambda *_, **__: sys.exit("it is read")
 found = list(open_inputs([{str(tmp_path / "pictures")!r}, {str(tmp_path / "big.parquet")!r},
                           {str(tmp_path / "big.tar")!r}]).items())
 read = int(open("/proc/self/io").readline().split()[1])
