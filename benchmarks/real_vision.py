@@ -14,7 +14,6 @@ import argparse
 import json
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from real import loaded  # noqa: E402
 from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor  # noqa: E402
 
-from benchmarks.zoo import fit, language, score  # noqa: E402
-from benchmarks.zoo.evaluate import answer, load  # noqa: E402
+from benchmarks.zoo import fit, language  # noqa: E402
+from benchmarks.zoo.evaluate import load, score_style  # noqa: E402
 from benchmarks.zoo.recipes.vlm import Mix  # noqa: E402
 from mmspec import zoo  # noqa: E402
 from mmspec.zoo import scenes  # noqa: E402
@@ -145,10 +144,9 @@ def graded(folder: Path, count: int) -> dict[str, Any]:
     """The share of correct facts in short captions of unseen scenes, by kind of fact."""
     processor, model = load(folder)
     shown = [scenes.draw(np.random.default_rng([SEED, HELD_OUT, i])) for i in range(count)]
-    texts, tokens = answer(model, processor, [([scene], zoo.PROMPTS["short"]) for scene in shown], batch=12)
-    tally = sum(map(score.score_caption, texts, shown), Counter[tuple[str, str]]())
-    facts = {fact: tally[fact, "right"] / tally[fact, "of"] for fact, part in sorted(tally) if part == "of"}
-    return {"scenes": count, "tokens": tokens, "right": facts, "examples": texts[:2]}
+    found = score_style(model, processor, shown, "short")
+    found["right"] = {fact: right / of for fact, (right, of) in found.pop("facts").items()}
+    return found
 
 
 def main() -> None:

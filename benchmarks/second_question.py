@@ -58,28 +58,27 @@ def main() -> None:
     torch.manual_seed(0)
     parts: dict[str, Any] = {**shape.parts(size, torch.float32)}
     model = parts["target"].eval()
-    took: dict[str, list[list[float]]] = {name: [] for name in METHODS}
+    took: dict[str, list[float]] = {name: [] for name in METHODS}
     said: dict[str, list[list[int]]] = {name: [] for name in METHODS}
-    handles: dict[str, Any] = {}
     with torch.inference_mode():
         for picture in range(-1, args.pictures):  # the first one is a warm-up
             questions = asked(shape, size, args.tiles, picture + 1, model)
             for name, how in METHODS.items():
                 mmspec.disable(model)
                 if how is not None:
-                    handles[name] = mmspec.enable(model, parts["eagle"], **how)
+                    mmspec.enable(model, parts["eagle"], **how)
                 for inputs in questions:
                     began = time.perf_counter()
                     out = model.generate(**inputs, max_new_tokens=1, do_sample=False)
                     if picture >= 0:
-                        took[name].append([time.perf_counter() - began])
+                        took[name].append(time.perf_counter() - began)
                         said[name].append(out[0, -1:].tolist())
     mmspec.disable(model)
     facts = provenance(model.device, model.dtype) | {"argv": sys.argv, "model": f"{NAME}, random weights"}
     facts |= {"tiles": args.tiles, "prompt_tokens": questions[0]["input_ids"].shape[1]}
     found: list[dict[str, Any]] = []
     for name in METHODS:
-        first, second = ([one[0] for one in took[name][i::2]] for i in (0, 1))
+        first, second = took[name][::2], took[name][1::2]
         shares = [b / a for a, b in zip(first, second, strict=True)]
         low, mid, high = statistics.quantiles(shares, n=4, method="inclusive")
         found.append({

@@ -2,7 +2,6 @@
 
     python benchmarks/versions.py            # every minor release, the oldest allowed, and the newest
     python benchmarks/versions.py 5.24.0     # only this one; updates its line of docs/versions.md
-    python benchmarks/versions.py --quick    # only the tests of calls, generate and the contract
 
 For each release it checks the contract's rows on the unpacked wheel, and runs `mmspec doctor` and the tests. An
 environment is a copy of .venv with another transformers; `floor` also has the oldest torch that pyproject.toml allows,
@@ -21,7 +20,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, WORK = ROOT / "docs" / "versions.md", ROOT / "build" / "versions"
-QUICK = ("test_calls.py", "test_contract.py", "test_generate.py")
 FLOOR = ("transformers==5.23.0", "torch==2.11.0", "torchvision==0.26.0", "numpy==2.3.5")  # Triton 3.6's interpreter
 RELEASES = ("5.23.0", "5.24.0", "floor", "newest")
 LABELS = {"floor": " (the oldest torch)", "newest": " (newest of everything)"}
@@ -61,19 +59,18 @@ def environment(release: str) -> Path:
     return place / "bin" / "python"
 
 
-def tried(release: str, tests: tuple[str, ...]) -> str:
+def tried(release: str) -> str:
     """Test a release; returns its line of the page."""
     python, began = environment(release), time.monotonic()
     code = "import torch, transformers as T, platform as p; print(T.__version__, torch.__version__, p.python_version())"
     name, torch, own = run(python, "-c", code)[1].split()[-3:]
     rows = run(python, "-m", "mmspec.pipelines.host.contract")[1].strip().splitlines()[-1]
     doctor = run(python, "-m", "mmspec.app.cli", "doctor")[0]
-    said = run(python, "-m", "pytest", "-n", "2", "--dist", "loadfile", *tests)[1]
+    said = run(python, "-m", "pytest", "-n", "2", "--dist", "loadfile")[1]
     counts = re.findall(r"\d+ (?:passed|failed|skipped|errors?)\b", said) or ["no test ran"]
     minutes = (time.monotonic() - began) / 60
     label = name + LABELS.get(release, "")
     healthy = "ok" if doctor == 0 else "fails"
-    counts += ["of calls, generate and the contract"] if tests else []
     cells = (label, torch, own, rows.split(" (")[0], healthy, ", ".join(counts), f"{minutes:.0f}")
     return f"| {' | '.join(cells)} |"
 
@@ -81,9 +78,8 @@ def tried(release: str, tests: tuple[str, ...]) -> str:
 def main(releases: list[str]) -> None:
     page = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""
     lines = {line.split(" | ")[0]: line for line in page.splitlines() if re.match(r"\| \d", line)}
-    quick = tuple(f"tests/host/{name}" for name in QUICK) if "--quick" in releases else ()
-    for release in [name for name in releases if name != "--quick"] or RELEASES:
-        line = tried(release, quick)
+    for release in releases or RELEASES:
+        line = tried(release)
         lines[line.split(" | ")[0]] = line
         print(line)
     asked = re.search(r'"transformers([<>=].*?)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,23 +15,21 @@ from PIL import Image, ImageDraw
 
 from benchmarks.suites import image_methods, mar, measures, quality
 from benchmarks.suites.gallery import Gallery, gallery_of
-from benchmarks.suites.judge import ImagePrompts, Judge
 from benchmarks.suites.plots import CURVES
+from benchmarks.suites.quality import ImagePrompts, Judge
 from benchmarks.suites.static_loop import StaticBench
 from benchmarks.suites.subject import refuse
 from mmspec.app import enabling
 from mmspec.app.bench import drafters, image
 from mmspec.app.bench.command import BenchError, Outcome, matching, say, seeds_of
-from mmspec.app.bench.image import BASE, SPEED, ImageBench, charges, facts, with_rule
+from mmspec.app.bench.image import BASE, ImageBench, charges, facts, with_rule
 from mmspec.app.bench.report import Record
 from mmspec.app.compare import Method
 from mmspec.app.devices import EngineError
 from mmspec.app.image_model import ModelSubject, is_mar
-from mmspec.app.media.inputs import images
 from mmspec.app.options import count
 from mmspec.app.painter import ImageSubject
 from mmspec.drafters.jacobi import JacobiDrafter
-from mmspec.media import load_image
 from mmspec.protocols import SessionView, Target
 from mmspec.types import NO_TOKEN, Draft
 from mmspec.zoo import pictures
@@ -44,8 +41,8 @@ UNKNOWN = ("fd_ar", "fd_over_noise", "fd_real", "precision", "recall", "faithful
 DEFAULT_QUALITY = ("ar", "jacobi-*-16", "jacobi-pac", "eagle*", "*+*")
 OF_TOKENS: dict[str, object] = {  # flags for models that draw token ids, and their defaults
     "enable": [], "prompts": None, "rule": [], "budget": None, "top_k": None, "grid": None,
-    "resume": False, "real": None, "quality_methods": None, "noise_runs": 2, "sweep": None, "pictures": None,
-    "clip": [], "inception": None, "reference": None,
+    "quality_methods": None, "noise_runs": 2, "sweep": None, "pictures": None, "clip": [], "inception": None,
+    "reference": None,
 }  # fmt: skip
 
 
@@ -68,7 +65,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     listed = next(action for action in parser._actions if action.dest == "prompts")
     listed.type, listed.help = measures.read_captions, measures.CAPTIONS + " (default: held-out scenes)"
     parser.add_argument("--grid", type=Path, metavar="FILE", help="a sheet of pictures of all methods, same seeds")
-    parser.add_argument("--resume", action="store_true", help="continue with the records of an earlier run's --json")
     measures.configure(parser)
     good = parser.add_argument_group("how good the pictures are")
     good.add_argument("--quality-images", type=int, default=0, metavar="N", help="pictures to measure per method")
@@ -76,16 +72,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     good.add_argument("--pictures", type=Path, metavar="FOLDER", help="keep the pictures here; a second run resumes")
     good.add_argument("--quality-methods", nargs="+", metavar="PATTERN", help=f"default: {' '.join(DEFAULT_QUALITY)}")
     good.add_argument("--noise-runs", type=int, default=2, metavar="N", help="further runs of ar (%(default)s)")
-    good.add_argument("--backbone", default=quality.EMBEDDED, help="any timm model, or the embedded tower (default)")
     good.add_argument(
         "--sweep", nargs="*", metavar="FAMILY", help="rules at several settings, as curves (default: all)"
     )
-    good.add_argument("--real", type=Path, metavar="FOLDER", help="real pictures for the distance, for prompts of "
-        "your own")  # fmt: skip
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    """Measure timings, then standard quality measures, then quality; skips what an earlier run has measured."""
+    """Measure timings, then standard quality measures, or quality."""
     if is_mar(args.model):
         refuse(args, "a MAR draws classes by its own drafts, so this bench has no use for that here", **OF_TOKENS)
         yield from mar.measure(args, outcome)
@@ -93,35 +86,25 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     measured = measures.wanted(args)
     if not args.quality_images:
         why = "no quality is measured without --quality-images N"
-        refuse(args, why, quality_methods=None, sweep=None, pictures=None, real=None)
+        refuse(args, why, quality_methods=None, sweep=None, pictures=None)
     if measured and args.quality_images < 2:
         raise BenchError("give the number of pictures to measure: --quality-images N, 2 or more")
     if args.images == 0 and args.grid is None and not args.quality_images:
         raise BenchError("nothing to do; give --images, --grid or --quality-images")
     bench = StaticBench(**vars(image.begin(args, outcome)))
-    if args.resume:
-        take_up(args.json, outcome)
-    known = methods(bench.painter, args)
-    timed = [m.name for m in matching(known, args.methods, args.without)]
-    args.batch = [b for b in args.batch if not all(there(outcome.records, SPEED, batch=b, method=m) for m in timed)]
-    outcome.records[:] = [r for r in outcome.records if (r["suite"], r.get("batch")) not in
-                          {(SPEED, batch) for batch in args.batch}]  # fmt: skip
     if args.images:
         yield from image.timings(bench, args, outcome, methods)
+    chosen = matching(methods(bench.painter, args), args.methods, args.without)
     if args.grid:
-        draw_sheet(
-            bench, matching(known, args.methods, args.without), image.prompts(bench.painter, args, GRID), args.grid
-        )
+        draw_sheet(bench, chosen, image.prompts(bench.painter, args, GRID), args.grid)
     if measured:
-        left = [
-            m for m in matching(known, args.methods, args.without)
-            if not m.arguments and not there(outcome.records, measures.SUITE, n=args.quality_images, method=m.name)
-        ]  # fmt: skip
-        if left:
-            conditions = image.prompts(bench.painter, args, args.quality_images)
-            yield from measures.measure_pictures(bench, left, conditions, args, outcome)
+        drawn = [method for method in chosen if not method.arguments]
+        conditions = image.prompts(bench.painter, args, args.quality_images)
+        yield from measures.measure_pictures(bench, drawn, conditions, args, outcome)
     elif args.quality_images:
-        yield from judged(bench, args, outcome)
+        for record in judge_all(bench, to_judge(bench.painter, args), ask(bench.painter, args), args):
+            outcome.records.append(record)
+            yield
 
 
 def draw_sheet(bench: ImageBench, chosen: list[Method], prompts: Sequence[str | int], path: Path) -> None:
@@ -157,27 +140,6 @@ def sheet(rows: Sequence[tuple[str, Sequence[Image.Image]]]) -> Image.Image:
     return page
 
 
-def take_up(path: Path | None, outcome: Outcome) -> None:
-    """Add the records of an earlier run to the outcome; BenchError if its settings differ."""
-    if path is None:
-        raise BenchError("--resume continues a file of records; name it with --json")
-    if not path.is_file():
-        return
-    earlier, here = json.loads(path.read_text()), outcome.provenance
-    for name in ("model", "settings", "seed", "budget", "device", "dtype", "commit"):
-        if earlier["provenance"].get(name) != here.get(name):
-            was, now = earlier["provenance"].get(name), here.get(name)
-            raise BenchError(f"{path} was measured with {name} {was}, this run has {now}; leave --resume out")
-    outcome.records += earlier["records"]
-    before = earlier["provenance"].pop("earlier", [])
-    outcome.provenance["earlier"] = [*before, earlier["provenance"]]  # the provenance of the earlier records
-
-
-def there(records: list[Record], suite: str, **facts: object) -> bool:
-    facts["suite"] = suite
-    return any(all(record.get(name) == value for name, value in facts.items()) for record in records)
-
-
 def methods(painter: ImageSubject, args: argparse.Namespace) -> list[Method]:
     """Plain paths, every drafter, every rule, and drafts that are almost always wrong."""
     hostile = {"window": 16, "reproducible": True}
@@ -190,18 +152,6 @@ def methods(painter: ImageSubject, args: argparse.Namespace) -> list[Method]:
         replace(m, options={**m.options, **given}) if m.drafter in trained.values() else m
         for m in [*known, *more] if own or not (m.arguments or m in more)
     ]  # fmt: skip
-
-
-def judged(bench: ImageBench, args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    """Measure the quality of all methods that an earlier run has not measured."""
-    known = {"n": args.quality_images, "backbone": args.backbone}
-    left = [
-        m for m in to_judge(bench.painter, args)
-        if not there(outcome.records, QUALITY, method=m.name, setting=m.setting, **known)
-    ]  # fmt: skip
-    for record in judge_all(bench, left, ask(bench.painter, args), args) if left else ():
-        outcome.records.append(record)
-        yield
 
 
 def to_judge(painter: ImageSubject, args: argparse.Namespace) -> list[Method]:
@@ -233,13 +183,12 @@ def swept(codes: int, budget: float | None, families: Sequence[str] = ()) -> lis
 
 
 def ask(painter: ImageSubject, args: argparse.Namespace) -> ImagePrompts:
-    """The prompts for the quality measures, with their scenes and real pictures, or those of the user."""
+    """The prompts for the quality measures; held-out scenes also have real pictures."""
     prompts = image.prompts(painter, args, args.quality_images)
-    if args.prompts is None and not painter.classes:
-        refuse(args, "held-out scenes have real pictures of their own; --real is for your own --prompts", real=None)
-        scenes = [scene for scene, _ in pictures.held_out(len(prompts), image.HELD_OUT + args.seed)]
-        return ImagePrompts(prompts, scenes, [pictures.render(scene) for scene in scenes])
-    return ImagePrompts(prompts, real=[load_image(path) for path in images(args.real)] if args.real else ())
+    if args.prompts is not None or painter.classes:
+        return ImagePrompts(prompts)
+    scenes = [scene for scene, _ in pictures.held_out(len(prompts), image.HELD_OUT + args.seed)]
+    return ImagePrompts(prompts, scenes, [pictures.render(scene) for scene in scenes])
 
 
 def judge_all(bench: ImageBench, left: list[Method], asked: ImagePrompts, args: argparse.Namespace) -> Iterator[Record]:
@@ -247,20 +196,15 @@ def judge_all(bench: ImageBench, left: list[Method], asked: ImagePrompts, args: 
     count = len(asked.prompts)
     if count <= quality.NEIGHBOURS:
         raise BenchError(f"--quality-images must be more than {quality.NEIGHBOURS}; got {count}")
-    if asked.real and len(asked.real) < count:
-        raise BenchError(
-            f"{len(asked.real)} real pictures for {count} drawn ones; only sets of equal size can be compared. Lower "
-            "--quality-images or give more"
-        )
 
     def draw(method: Method, run: int) -> Gallery:
         return gallery_of(bench, method, run, asked.prompts, args)
 
     runs = range(1 + max(1, args.noise_runs))
-    judge = Judge(partial(draw, Method("ar")), runs, asked, args.backbone, bench.painter.model.device)
+    judge = Judge(partial(draw, Method("ar")), runs, asked, bench.painter.model.device)
     noise = statistics.fmean(judge.noise)
     for method in left:
-        record: Record = {"suite": QUALITY, "backbone": args.backbone, "n": count, **facts(method),
+        record: Record = {"suite": QUALITY, "backbone": quality.EMBEDDED, "n": count, **facts(method),
                          "noise": judge.noise, **dict.fromkeys(UNKNOWN), "note": ""}  # fmt: skip
         try:
             drawn = judge.runs[1] if method.name == "ar" else draw(method, 1)

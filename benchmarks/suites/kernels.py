@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks import kernel_cases as cases
-from benchmarks.suites import subject
 from benchmarks.suites.kernels_ways import KernelMethod, contenders
 from mmspec.app.bench import report
-from mmspec.app.bench.command import BenchError, Outcome, say
-from mmspec.app.devices import wait
+from mmspec.app.bench.command import Outcome, say
+from mmspec.app.devices import find_device, wait
 from mmspec.app.options import count
 from mmspec.app.provenance import provenance
 from mmspec.kernels import reference
@@ -33,14 +32,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, default="bf16", help="of caches, logits and network outputs (default: %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     add("--sizes", choices=("toy", "real"), help="default: real on a GPU, toy elsewhere")
-    add("--set", nargs="+", default=[], metavar="NAME=N", help="other sizes, such as B=16 T=16444 N=32")
     add("--repeats", type=count, default=20, help="timed calls (default: %(default)s)")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile of the definitions (default: on a GPU)")
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    device, dtype = subject.device(args.device), DTYPES[args.dtype]
-    changed, kind = _sizes(args.set), args.sizes or ("real" if device.type == "cuda" else "toy")
+    device, dtype = find_device(args.device), DTYPES[args.dtype]
+    kind = args.sizes or ("real" if device.type == "cuda" else "toy")
     bandwidth = copy_bandwidth(device, args.repeats)
     outcome.provenance = provenance(device, dtype) | {
         "model": "kernels",
@@ -51,7 +49,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     for name in args.only or cases.CASES:
         case, known = cases.CASES[name], cases.TOLERANCES[name]
         own = dtype if dtype in known else next(iter(known))
-        sizes = getattr(case, kind) | {k: v for k, v in changed.items() if k in getattr(case, kind)}
+        sizes = getattr(case, kind)
         cell = {"suite": "kernels", "kernel": name, "dtype": str(own).removeprefix("torch."), "sizes": sizes}
         judgements, moved = competed(name, sizes, device, own, compiled, args.repeats)
         records = _records(judgements, moved, bandwidth)
@@ -77,13 +75,6 @@ def competed(
             {n: judged(name, dtype, contender, w, wanted, device, repeats) for n, w in ways.items()}
         )
     return judgements, cases.CASES[name].moved(given, wanted)
-
-
-def _sizes(pairs: list[str]) -> dict[str, int]:
-    try:
-        return {name: int(number) for name, number in (pair.split("=") for pair in pairs)}
-    except ValueError as error:
-        raise BenchError(f"--set takes sizes such as B=16 T=16444; got {' '.join(pairs)!r}") from error
 
 
 def best(judgements: dict[str, Judged]) -> Judged:

@@ -8,22 +8,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 from PIL import Image
 
 import mmspec
 from benchmarks.suites import subject
-from benchmarks.zoo import clips
 from mmspec.app.bench import report
 from mmspec.app.bench.caption import HELD_OUT
 from mmspec.app.bench.command import Outcome, say
+from mmspec.app.bench.questions import pictures_of
 from mmspec.app.caption.options import KEPT
 from mmspec.app.compare import Comparison, Method, over
 from mmspec.app.devices import wait
 from mmspec.app.engine import Engine
 from mmspec.app.options import count
 from mmspec.app.prompt import PromptChoice
-from mmspec.zoo import scenes
 
 PROMPTS = ("Describe this image in two or three sentences.", "How many objects are there?", "What is in this image?")
 BASE = "a run for each prompt"
@@ -43,7 +41,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--prompt", nargs="+", default=list(PROMPTS), help="the prompts about each picture")
     add("--images", type=count, default=24, help="pictures (default: %(default)s)")
-    add("--frames", type=count, default=1, help="frames of a clip, if more than 1: longer prompts")
     add("--rows", type=count, nargs="+", default=[1, 4, 8], help="batch sizes (default: 1 4 8)")
     add("--turns", type=count, default=5, help="timed runs per method (default: %(default)s)")
     add("--seed", type=int, default=0)
@@ -52,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     drafter = subject.named(args)
     engine = subject.loaded(args, outcome, drafter, drafter=drafter)
-    pictures = [_drawn(np.random.default_rng([HELD_OUT, args.seed, i]), args.frames) for i in range(args.images)]
+    pictures = [list(question.images) for question in pictures_of(HELD_OUT, args.seed, args.images)]
     sides = [Method(BASE), Method("one run", options={"prefix_cache": KEPT}), Method("one run, nothing kept")]
     for rows in args.rows:
 
@@ -66,13 +63,9 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         made = comparison.measure([pictures] * args.turns)
         for side in comparison.able:
             captions = len(args.prompt) * len(pictures)
-            outcome.records.append(record(side.name, rows, args.frames, captions, made[side.name], made[BASE]))
+            outcome.records.append(record(side.name, rows, captions, made[side.name], made[BASE]))
             say(f"{rows} at once: {side.name} {outcome.records[-1]['seconds']:.1f} s")
         yield
-
-
-def _drawn(rng: np.random.Generator, frames: int) -> list[Image.Image]:
-    return [scenes.render(scenes.draw(rng))] if frames == 1 else list(clips.frames(clips.draw(rng), frames))
 
 
 def _run(engine: Engine, shown: list[list[Image.Image]], asked: list[list[str]], rows: int) -> PromptsRun:
@@ -97,16 +90,14 @@ def _run(engine: Engine, shown: list[list[Image.Image]], asked: list[list[str]],
     return PromptsRun(time.perf_counter() - began, answers, reused / (tokens or 1))
 
 
-def record(
-    name: str, rows: int, frames: int, captions: int, made: list[PromptsRun], base: list[PromptsRun]
-) -> report.Record:
+def record(name: str, rows: int, captions: int, made: list[PromptsRun], base: list[PromptsRun]) -> report.Record:
     """The record of a method: its time relative to a run per prompt, and whether the answers are the same."""
     seconds = [run.seconds for run in made]
     same = [
         a == b for run, other in zip(made, base, strict=True) for a, b in zip(run.answers, other.answers, strict=True)
     ]
     return {
-        "suite": "prompts", "method": name, "frames": frames, "rows": rows, "captions": captions,
+        "suite": "prompts", "method": name, "rows": rows, "captions": captions,
         "n": len(made), "note": "",
         "seconds": statistics.median(seconds), **report.spread("speedup", over(base, made)),
         "reused": statistics.fmean(run.reused for run in made), "identical_rate": statistics.fmean(same),

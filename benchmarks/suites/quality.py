@@ -1,26 +1,28 @@
-"""How good generated pictures are: Fréchet distance, precision and recall, on the features of a backbone."""
+"""How good generated pictures are: distances of features to plain decoding and to real pictures, and faithfulness."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from itertools import combinations
 
 import torch
 from PIL import Image
 from torch import Tensor
+from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-from benchmarks.suites.faithful import on_canvas
+from benchmarks.suites.faithful import PictureReader, on_canvas
+from benchmarks.suites.gallery import Gallery
 from mmspec.app import embedded
+from mmspec.app.bench.command import BenchError
+from mmspec.app.bench.report import Record
+from mmspec.zoo.pictures import Picture
 
 EMBEDDED = f"{embedded.MODEL} tower"
 BATCH = 32
 NEIGHBOURS = 3  # of precision and recall
 
 Features = Callable[[Sequence[Image.Image]], Tensor]  # pictures → [n, D], float64, on the CPU
-
-
-class QualityError(Exception):
-    """Quality that cannot be measured; the message says what came, what is allowed and what to do."""
 
 
 def frechet(a: Tensor, b: Tensor) -> float:
@@ -31,10 +33,10 @@ def frechet(a: Tensor, b: Tensor) -> float:
     the meaning: the distance is biased upwards by about 1/n, so only sets of equal size may be compared.
 
     Raises:
-        QualityError: fewer than two pictures on a side, or a feature that is no number.
+        BenchError: fewer than two pictures on a side, or a feature that is no number.
     """
     if min(len(a), len(b)) < 2 or not (a.isfinite().all() and b.isfinite().all()):
-        raise QualityError(f"a Fréchet distance needs at least 2 pictures and finite features; got {len(a)}, {len(b)}")
+        raise BenchError(f"a Fréchet distance needs at least 2 pictures and finite features; got {len(a)}, {len(b)}")
     a, b = a.double(), b.double()
     roots = [(x - x.mean(0)) / (len(x) - 1) ** 0.5 for x in (a, b)]
     upper = [torch.linalg.qr(x, mode="r")[1] for x in roots]  # the same products, min(n, D) rows
@@ -51,10 +53,10 @@ def precision_recall(real: Tensor, made: Tensor, neighbours: int = NEIGHBOURS) -
     (Kynkäänniemi et al. 2019, arXiv 1904.06991, §2).
 
     Raises:
-        QualityError: a set with no more than k pictures.
+        BenchError: a set with no more than k pictures.
     """
     if min(len(real), len(made)) <= neighbours:
-        raise QualityError(f"precision needs more than {neighbours} pictures a set; got {len(real)} and {len(made)}")
+        raise BenchError(f"precision needs more than {neighbours} pictures a set; got {len(real)} and {len(made)}")
 
     def covered(points: Tensor, manifold: Tensor) -> float:
         reach = _distances(manifold, manifold).kthvalue(neighbours + 1, dim=1).values  # the nearest is the point itself
@@ -67,62 +69,55 @@ def _distances(a: Tensor, b: Tensor) -> Tensor:
     return torch.cdist(a.double(), b.double(), compute_mode="donot_use_mm_for_euclid_dist")
 
 
-def backbone(name: str, device: torch.device) -> Features:
-    """Features of the embedded vision tower, or of any timm model with its pretrained weights.
-
-    Args:
-        name: EMBEDDED, a timm name such as 'inception_v3', or timm's 'local-dir:FOLDER' and 'hf-hub:OWNER/NAME'.
-
-    Raises:
-        QualityError: no such model, or its weights are not here and cannot be fetched.
-    """
-    return _tower(device) if name == EMBEDDED else _timm(name, device)
-
-
-def _tower(device: torch.device) -> Features:
-    from transformers import AutoProcessor, LlavaForConditionalGeneration
-
-    try:
-        folder = embedded.resolve(embedded.MODEL)
-    except FileNotFoundError as error:
-        raise QualityError(f"{error}; or name a timm backbone") from error
-    tower = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).model.vision_tower
-    tower = tower.to(device).eval()
+def tower(device: torch.device) -> Features:
+    """Features of the embedded vision tower."""
+    folder = embedded.resolve(embedded.MODEL)
+    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).model.vision_tower
+    model = model.to(device).eval()
     prepare = AutoProcessor.from_pretrained(folder).image_processor
 
-    def features(pictures: Sequence[Image.Image]) -> Tensor:
-        pixels = prepare([on_canvas(picture) for picture in pictures], return_tensors="pt")["pixel_values"]
-        return tower(pixels.to(device)).last_hidden_state.mean(1)
-
-    return _in_batches(features)
-
-
-def _timm(name: str, device: torch.device) -> Features:
-    import timm
-    from timm.data import create_transform, resolve_model_data_config
-
-    if name.startswith("local-dir:") and not Path(name.removeprefix("local-dir:")).is_dir():
-        raise QualityError(f"no folder {name.removeprefix('local-dir:')!r}; it must hold a timm model")
-    try:
-        model = timm.create_model(name, pretrained=True, num_classes=0).to(device).eval()
-    except Exception as error:  # an unknown name, no network, a broken file: the measurement cannot be made
-        reason = str(error).strip().partition("\n")[0][:200]
-        raise QualityError(
-            f"no pretrained timm backbone {name!r} here ({type(error).__name__}: {reason}); choose a name of "
-            f"timm.list_pretrained(), 'local-dir:FOLDER', or leave --backbone out for the embedded tower"
-        ) from error
-    prepare = create_transform(**resolve_model_data_config(model), is_training=False)
-
-    def features(pictures: Sequence[Image.Image]) -> Tensor:
-        return model(torch.stack([prepare(picture.convert("RGB")) for picture in pictures]).to(device))
-
-    return _in_batches(features)
-
-
-def _in_batches(some: Callable[[Sequence[Image.Image]], Tensor]) -> Features:
     @torch.inference_mode()
-    def all_of(pictures: Sequence[Image.Image]) -> Tensor:
-        starts = range(0, len(pictures), BATCH)
-        return torch.cat([some(pictures[start : start + BATCH]).cpu().double() for start in starts])
+    def features(pictures: Sequence[Image.Image]) -> Tensor:
+        parts = []
+        for start in range(0, len(pictures), BATCH):
+            shown = [on_canvas(picture) for picture in pictures[start : start + BATCH]]
+            pixels = prepare(shown, return_tensors="pt")["pixel_values"].to(device)
+            parts.append(model(pixels).last_hidden_state.mean(1).cpu().double())
+        return torch.cat(parts)
 
-    return all_of
+    return features
+
+
+@dataclass(frozen=True)
+class ImagePrompts:
+    """Prompts or classes, with the scenes that they describe if known."""
+
+    prompts: Sequence[str | int]
+    scenes: Sequence[Picture] = ()
+    real: Sequence[Image.Image] = ()
+
+
+class Judge:
+    """Compares methods on the same prompts: run 0 of plain decoding is the reference, its other runs give the noise.
+
+    Attributes:
+        runs: the results of plain decoding, by the number of the run.
+        noise: the distances between these runs.
+    """
+
+    def __init__(
+        self, plain: Callable[[int], Gallery], runs: Sequence[int], asked: ImagePrompts, device: torch.device
+    ) -> None:
+        self.features, self.asked = tower(device), asked
+        self.reader = PictureReader(str(device)) if asked.scenes else None
+        self.runs = {run: plain(run) for run in runs}
+        seen = [self.features(run.images) for run in self.runs.values()]
+        self.reference, self.real = seen[0], self.features(asked.real) if asked.real else None
+        self.noise = [frechet(a, b) for a, b in combinations(seen, 2)]
+
+    def look(self, images: Sequence[Image.Image]) -> tuple[Tensor, float, float | None, Record]:
+        """The features of pictures, their distances to the reference and to real pictures, and the reader's scores."""
+        seen = self.features(images)
+        real = None if self.real is None else frechet(self.real, seen)
+        read = self.reader.score(images, self.asked.scenes) if self.reader is not None else {}
+        return seen, frechet(self.reference, seen), real, read

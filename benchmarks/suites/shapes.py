@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.suites import shapes_ways, subject
+from benchmarks.suites import shapes_ways
 from benchmarks.suites.kernels import NO_GPU
 from benchmarks.suites.round import PARTS
 from benchmarks.suites.shapes_models import REAL, TOY, Chat, on_paper
@@ -19,7 +19,7 @@ from benchmarks.suites.subject import refuse
 from mmspec.app.bench import report
 from mmspec.app.bench.command import BenchError, Outcome, matching, say
 from mmspec.app.compare import OWN, Comparison, free, over
-from mmspec.app.devices import free_memory
+from mmspec.app.devices import find_device, free_memory
 from mmspec.app.options import DTYPES, count
 from mmspec.app.provenance import provenance
 
@@ -65,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    device = subject.device(args.device or "auto")
+    device = find_device(args.device or "auto")
     cuda = device.type == "cuda"
     args.compile = cuda if args.compile is None else args.compile
     sizes = args.sizes or (REAL if cuda else TOY)

@@ -2,13 +2,10 @@
 
 import argparse
 
-import torch
-
 import mmspec
 from mmspec.app import embedded
 from mmspec.app.bench.answers import VlmBench
 from mmspec.app.bench.command import BenchError, Outcome
-from mmspec.app.devices import EngineError, find_device
 from mmspec.app.engine import Engine, load
 from mmspec.app.options import count, where
 from mmspec.app.provenance import provenance
@@ -48,14 +45,6 @@ def fitted(bench: VlmBench, drafter: str, **options: object) -> Drafter:
     with mmspec.enable(bench.model, drafter=name, **options) as handle:
         made: Drafter = handle.drafter
     return made
-
-
-def device(name: str) -> torch.device:
-    """The device of that name; BenchError if it does not exist."""
-    try:
-        return find_device(name)
-    except EngineError as error:
-        raise BenchError(str(error)) from error
 
 
 def refuse(args: argparse.Namespace, why: str, **usual: object) -> None:

@@ -31,16 +31,12 @@ from mmspec.train.recipes import Recipe
 KNOWN = [*RECIPES, *IMAGES, *DRAFTERS, *MARS]
 WORK = Path("runs/zoo")  # where checkpoints and logs go
 data.DRAWN |= sources.DRAWN
-LOOK_EVERY = 200  # steps between two looks at held-out scenes
 TRACES = 2.0  # GB of memory for what a drafter learns from
 
 
-def journal(work: Path, fresh: bool = False) -> Say:
-    """A function that prints a line and appends it to log.txt, with the time of day; `fresh`: the checkpoints of an
-    earlier run are deleted."""
+def journal(work: Path) -> Say:
+    """A function that prints a line and appends it to log.txt, with the time of day."""
     work.mkdir(parents=True, exist_ok=True)
-    for checkpoint in work.glob("*.pt") if fresh else ():
-        checkpoint.unlink()
 
     def say(line: str) -> None:
         line = f"{time.strftime('%H:%M:%S')} {line}"
@@ -51,12 +47,9 @@ def journal(work: Path, fresh: bool = False) -> Say:
     return say
 
 
-def train_vlm(recipe: VlmRecipe, out_dir: Path, work: Path, fresh: bool = False) -> None:
-    """Train from what the recipe starts with, or on from the checkpoints in `work`; then export to `out_dir`.
-
-    Every LOOK_EVERY steps the log gets a line of held-out scores and `work`/preview the model as it stands.
-    """
-    say = journal(work, fresh)
+def train_vlm(recipe: VlmRecipe, out_dir: Path, work: Path) -> None:
+    """Train from what the recipe starts with, or on from the checkpoints in `work`; then export to `out_dir`."""
+    say = journal(work)
     if recipe.start is not None:
         processor, model = evaluate.load(_begun(recipe.start, work.parent))
     else:
@@ -67,13 +60,7 @@ def train_vlm(recipe: VlmRecipe, out_dir: Path, work: Path, fresh: bool = False)
 
     if recipe.watching is not None:
         zoo_watch.train(recipe, model, work, say)
-
-    def watch(step: int) -> None:
-        if step % LOOK_EVERY == 0:
-            zoo_vlm.export(model, processor, work / "preview")
-            say(f"step {step}: " + evaluate.glance(recipe, model, processor))
-
-    zoo_vlm.train_decoder(recipe, model, processor.tokenizer, work, say, watch)
+    zoo_vlm.train_decoder(recipe, model, processor.tokenizer, work, say)
     zoo_vlm.export(model, processor, out_dir)
     if recipe.head is not None:
         train_head(recipe, HOW[recipe.head], out_dir, work)
@@ -103,18 +90,12 @@ def train_head(recipe: VlmRecipe, how: Recipe, folder: Path, work: Path) -> None
     sheets.readable(folder)
 
 
-def train_image(recipe: ImageRecipe, out_dir: Path, work: Path, fresh: bool = False) -> None:
+def train_image(recipe: ImageRecipe, out_dir: Path, work: Path) -> None:
     """Train an image generator from scratch, or on from the checkpoints in `work`; then export it, with a card."""
-    say = journal(work, fresh)
+    say = journal(work)
     pipe = zoo_image.build_pipeline(recipe, zoo_image.train_vq(recipe, work, say))
-
-    def watch(step: int) -> None:
-        if step % LOOK_EVERY == 0:
-            nats = zoo_image.score_generator(pipe)
-            say(f"step {step}: {nats['nats']:.4f} nats per held-out token, {nats['other']:.4f} under another prompt")
-
     meaning = zoo_image.train_reading(recipe, pipe, work, say)
-    zoo_image.train_generator(recipe, pipe, meaning, work, say, watch)
+    zoo_image.train_generator(recipe, pipe, meaning, work, say)
     results: card.Results = {**zoo_image.score_vq(pipe.vqvae), **zoo_image.score_generator(pipe)}
     results |= {"parameters": sheets.parameters(pipe.components), "read": zoo_image.faithfulness(pipe)}
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -153,7 +134,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("names", nargs="*", metavar="NAME", help=f"which ({', '.join(KNOWN)}); default: all, in order")
     add("--out", type=Path, help="folder to export to, a subfolder each (default: inside the package)")
     add("--work", type=Path, default=WORK, help="folder of checkpoints and logs, a subfolder each (%(default)s)")
-    add("--fresh", action="store_true", help="ignore checkpoints of an earlier run")
     add("--eval-only", action="store_true", help="score what is exported already")
     add("--threads", type=int, default=2, help="CPU threads (%(default)s)")
     add("--scenes", type=int, default=300, help="held-out scenes to score (%(default)s)")
@@ -170,15 +150,15 @@ def run(args: argparse.Namespace) -> int:
     for name in names:
         out, work = (args.out or zoo.weights()) / name, args.work / name
         if name in MARS and args.eval_only:
-            zoo_mar.evaluate(MARS[name], out, journal(work, args.fresh))
+            zoo_mar.evaluate(MARS[name], out, journal(work))
         elif name in MARS:
-            zoo_mar.train(MARS[name], out, work, journal(work, args.fresh))
+            zoo_mar.train(MARS[name], out, work, journal(work))
         elif name in DRAFTERS and not args.eval_only:
             train_drafter(DRAFTERS[name], out, work)
         elif name in IMAGES and not args.eval_only:
-            train_image(IMAGES[name], out, work, args.fresh)
+            train_image(IMAGES[name], out, work)
         elif name in RECIPES:
             if not args.eval_only:
-                train_vlm(RECIPES[name], out, work, args.fresh)
+                train_vlm(RECIPES[name], out, work)
             evaluate.evaluate(RECIPES[name], out, work, args.scenes)
     return 0

@@ -114,20 +114,6 @@ def sees_clips(recipe: VlmRecipe) -> bool:
     return any(turn.kind == "clip" for stage in recipe.stages for turn in stage.turns)
 
 
-def glance(recipe: VlmRecipe, model: ZooVlm, processor: Processor, count: int = 30) -> str:
-    """One line on a few held-out scenes, for the log of a running training."""
-    was_training = model.training
-    model.eval()
-    shown = held_out(recipe, count, stream=1)
-    facts = score_style(model, processor, shown, "short")["facts"]
-    single, double = (score_questions(model, processor, recipe, shown, pairs) for pairs in (False, True))
-    seen = score_clips(model, processor, count, FRAMES[0])["facts"] if sees_clips(recipe) else {}
-    model.train(was_training)
-    told = {**facts, **{f"?{kind}": score for kind, score in (single | double).items()}}
-    told |= {f"clip-{fact}": score for fact, score in seen.items()}
-    return " ".join(f"{fact.replace(' ', '-')} {right}/{of}" for fact, (right, of) in told.items())
-
-
 def evaluate(recipe: VlmRecipe, folder: Path, work: Path, count: int) -> Results:
     """Score the exported model in float32 on `count` held-out scenes; write results.json, README.md and the samples."""
     processor, model = load(folder)

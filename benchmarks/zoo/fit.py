@@ -49,13 +49,12 @@ def fit(
     loss_of: Loss,
     checkpoint: Path,
     say: Say = print,
-    watch: Callable[[int], None] = lambda step: None,
     stop: int | None = None,
 ) -> None:
     """Train `module` in place up to `plan.steps` (or `stop`), resuming from `checkpoint` if that file exists.
 
     The loss of a step depends on nothing but the weights and the step's number, so a resumed run equals an
-    uninterrupted one. `watch(step)` is called after every step (evaluation, previews).
+    uninterrupted one.
     """
     tools = optimizers(module, plan)
     weights = [p for p in module.parameters() if p.requires_grad]
@@ -81,7 +80,6 @@ def fit(
                 f"{tokens / (now - begun):.0f} tokens/s {pace:.2f} s/step ETA {pace * (last - step - 1) / 60:.1f} min"
             )
             told = now
-        watch(step + 1)
         if now - saved > CHECKPOINT_SECONDS or step + 1 == last:
             save(checkpoint, module, tools, step + 1, spent + time.monotonic() - begun)
             saved = time.monotonic()

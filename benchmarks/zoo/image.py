@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 from benchmarks.suites.faithful import PictureReader
-from benchmarks.zoo import lessons, sheets, squares
+from benchmarks.zoo import lessons, sheets
 from benchmarks.zoo.card import Results
 from benchmarks.zoo.fit import Say, fit
 from benchmarks.zoo.recipes.pictures import ImageRecipe
@@ -180,9 +180,7 @@ def _reading_loss(pipe: LlamaGenPipeline, probe: nn.Linear, rng: np.random.Gener
     return torch.stack([F.cross_entropy(*pair) for pair in zip(told, meant.T, strict=True)]).mean()
 
 
-def train_generator(
-    recipe: ImageRecipe, pipe: LlamaGenPipeline, meaning: nn.Linear, work: Path, say: Say, watch: Callable[[int], None]
-) -> None:
+def train_generator(recipe: ImageRecipe, pipe: LlamaGenPipeline, meaning: nn.Linear, work: Path, say: Say) -> None:
     """Train transformer and text encoder together on pictures drawn as it goes, or on from `work`'s checkpoints.
 
     `meaning`: the classifier of `train_reading`, whose lesson goes on.
@@ -190,7 +188,7 @@ def train_generator(
     shape, model = recipe.generator, pipe.transformer
     vq, grid = pipe.vqvae.eval().requires_grad_(False), model.config.grid
     torch.manual_seed(recipe.seed)
-    probes = nn.ModuleList(squares.Probe(model.config.dim, shape.emphasis) for _ in shape.tell_after)
+    probes = nn.ModuleList(lessons.Probe(model.config.dim, shape.emphasis) for _ in shape.tell_after)
     parts = {"transformer": model, "text_encoder": pipe.text_encoder, "probes": probes, "meaning": meaning}
     taught = nn.ModuleDict(parts).train()
 
@@ -205,7 +203,7 @@ def train_generator(
         weights = torch.from_numpy(np.where(touched, emphasis, 1.0)).float()
         with _overheard([model.layers[index] for index in shape.tell_after]) as heard:
             loss = loss_of(pipe, prompts, ids, null, weights)
-        truth = torch.from_numpy(np.concatenate([squares.shown(picture, grid) for picture in drawn]))
+        truth = torch.from_numpy(np.concatenate([lessons.shown(picture, grid) for picture in drawn]))
         for probe, hidden in zip(probes, heard, strict=True):
             before = hidden[:, shape.prefix - 1 :].flatten(0, 1)  # each has seen what comes before its square
             loss = loss + shape.tell * probe(before, truth)
@@ -214,8 +212,8 @@ def train_generator(
 
     main = partial(loss_at, stream=_GENERATOR, emphasis=shape.emphasis, batch=shape.plan.batch)
     settling = partial(loss_at, stream=_SETTLE, emphasis=1.0, batch=shape.settle.batch)
-    fit(taught, shape.plan, main, work / "generator.pt", say, watch)
-    fit(taught, shape.settle, settling, work / "settle.pt", say, watch)
+    fit(taught, shape.plan, main, work / "generator.pt", say)
+    fit(taught, shape.settle, settling, work / "settle.pt", say)
     taught.eval()
 
 

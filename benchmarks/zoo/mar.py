@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.suites.faithful import PictureReader
-from benchmarks.zoo import card, classes, sheets, squares
+from benchmarks.zoo import card, classes, lessons, sheets
 from benchmarks.zoo.card import Results, Score
 from benchmarks.zoo.fit import Say, fit
 from benchmarks.zoo.recipes.pictures import MarRecipe, Trunk
@@ -168,7 +168,7 @@ def encoded(recipe: MarRecipe, vae: AutoencoderKL, at_once: int = 64) -> Encoded
     samples = [classes.draw(rng) for _ in range(recipe.pictures)]
     parts = [latents(vae, samples[i : i + at_once]) for i in range(0, len(samples), at_once)]
     grid = math.isqrt(parts[0].shape[1])
-    told = np.stack([squares.shown(sample.picture, grid) for sample in samples])
+    told = np.stack([lessons.shown(sample.picture, grid) for sample in samples])
     return torch.cat(parts), torch.tensor([sample.label for sample in samples]), torch.from_numpy(told)
 
 
@@ -177,7 +177,7 @@ def train_model(recipe: MarRecipe, stage: str, data: Encoded, work: Path, say: S
     trunk, number = {"target": (recipe.target_trunk, _TARGET), "draft": (recipe.draft_trunk, _DRAFT)}[stage]
     model, clock = build_model(recipe, trunk), MARScheduler().chain(1000)
     tokens, labels, told = data
-    lesson = squares.Probe(trunk.dim, recipe.emphasis)
+    lesson = lessons.Probe(trunk.dim, recipe.emphasis)
 
     def loss_at(step: int) -> tuple[Tensor, int]:
         rng = np.random.default_rng((recipe.seed, number, step))

@@ -152,8 +152,8 @@ def _tell(rng: np.random.Generator, thing: Thing) -> str:
         A="A " + called,
         place=place,
         Place=place[0].upper() + place[1:],
-        like_colour=f"{likened} {pick(rng, words.COLOUR_LIKE[thing.colour].split())}",
-        like_shape=f"{pick(rng, LIKENESSES)} {pick(rng, words.SHAPE_LIKE[thing.shape].split())}",
+        like_colour=f"{likened} {pick(rng, words.COLOUR_LIKE[thing.colour])}",
+        like_shape=f"{pick(rng, LIKENESSES)} {pick(rng, words.SHAPE_LIKE[thing.shape])}",
     )
 
 

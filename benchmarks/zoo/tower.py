@@ -1,13 +1,12 @@
 """First stage of a zoo VLM: the vision tower alone learns what stands in every cell of the grid, by auxiliary heads."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.zoo import fit, sheets
-from benchmarks.zoo.fit import Say
 from benchmarks.zoo.language import LOOKS
 from mmspec.zoo import scenes
 from mmspec.zoo.scenes import Scene
@@ -70,29 +69,14 @@ class CellReader(PatchReader):
             seen = self.see(self.tower, pixel_values)
         return self.told(seen)
 
-    def loss(self, shown: list[Scene]) -> tuple[torch.Tensor, list[float]]:
-        """Mean cross entropy over the fields, and each field's share of right patches."""
-        return graded(self(pixels(shown)), cell_labels(shown)[:, self.cells])
+    def loss(self, shown: list[Scene]) -> torch.Tensor:
+        """Mean cross entropy over the fields."""
+        return field_loss(self(pixels(shown)), cell_labels(shown)[:, self.cells])
 
 
-def graded(told: tuple[torch.Tensor, ...], labels: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
-    """Mean cross entropy over the fields, and each field's share of right patches, from logits [B, patches, classes]
-    a field and labels [B, patches, fields], some IGNORED."""
-    total, right = torch.zeros(()), []
-    for column, logits in enumerate(told):
-        truth = labels[:, :, column]
-        total = total + F.cross_entropy(logits.flatten(0, 1), truth.flatten(), ignore_index=IGNORED)
-        known = truth != IGNORED
-        right.append((logits.argmax(-1) == truth)[known].float().mean().item())
-    return total / len(told), right
-
-
-def telling(fields: Iterable[str], right: list[float], every: int, say: Say) -> Callable[[int], None]:
-    """Says every so many steps what is `right` then: each field's share."""
-
-    def watch(step: int) -> None:
-        if step % every == 0:
-            shares = zip(fields, right, strict=True)
-            say("cells right: " + " ".join(f"{field} {share:.3f}" for field, share in shares))
-
-    return watch
+def field_loss(told: tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy over the fields, from logits [B, patches, classes] a field and labels [B, patches, fields],
+    some IGNORED."""
+    each = [F.cross_entropy(logits.flatten(0, 1), labels[:, :, i].flatten(), ignore_index=IGNORED)
+            for i, logits in enumerate(told)]  # fmt: skip
+    return sum(each, torch.zeros(())) / len(told)

@@ -83,19 +83,17 @@ def build_model(recipe: VlmRecipe) -> ZooVlm:
 
 
 def train_tower(recipe: VlmRecipe, folder: Path, say: Say, stop: int | None = None) -> nn.Module:
-    """First stage; ends with the share of right cells by field in the log."""
+    """First stage, or on from its checkpoint in `folder`."""
     torch.manual_seed(recipe.seed)
     untrained, width = kind(recipe).build_tower(recipe)
     reader = tower.CellReader(untrained, kind(recipe).see, width, recipe.vision.patch)
-    right: list[float] = []
 
     def loss_of(step: int) -> tuple[torch.Tensor, int]:
         rng = np.random.default_rng([recipe.seed, TOWER, step])
-        loss, right[:] = reader.loss([scenes.draw(rng) for _ in range(recipe.tower.batch)])
+        loss = reader.loss([scenes.draw(rng) for _ in range(recipe.tower.batch)])
         return loss, recipe.tower.batch * len(reader.cells)
 
-    watch = tower.telling((*tower.FIELDS, "background"), right, 50, say)
-    zoo_fit.fit(reader, recipe.tower, loss_of, folder / "tower.pt", say, watch, stop)
+    zoo_fit.fit(reader, recipe.tower, loss_of, folder / "tower.pt", say, stop)
     return reader.tower
 
 
@@ -149,7 +147,6 @@ def train_decoder(
     tokenizer: PreTrainedTokenizerFast,
     folder: Path,
     say: Say,
-    watch: Callable[[int], None] = lambda step: None,
     stop: int | None = None,
     compiled: bool = True,
 ) -> None:
@@ -162,12 +159,6 @@ def train_decoder(
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    def look(step: int) -> None:
-        with torch.compiler.set_stance("force_eager"):  # generation has other shapes at every step
-            of_kind.branching(model, False)
-            watch(step)
-            of_kind.branching(model, True)
-
     for stage in recipe.stages:
         weights = emphasis(tokenizer, stage.mix)[: recipe.language.vocabulary]  # a stock processor adds tokens
 
@@ -177,7 +168,7 @@ def train_decoder(
             return packed_loss(model, batch, tower.pixels(shown), weights), batch.ids.numel()
 
         with on_packed_rows(model, compiled):
-            zoo_fit.fit(model, stage.plan, loss_of, folder / f"{stage.name}.pt", say, look, stop or stage.plan.stop)
+            zoo_fit.fit(model, stage.plan, loss_of, folder / f"{stage.name}.pt", say, stop or stage.plan.stop)
         if stop is not None:
             break
 

@@ -67,27 +67,25 @@ class ClipReader(tower.PatchReader):
         visual = hidden[shown.ids == pack.IMAGE].unflatten(0, (rows, -1))
         return self.told(visual[:, -patches:])
 
-    def loss(self, shown: list[Clip], pixels: Tensor, pictures: int) -> tuple[Tensor, list[float]]:
-        """Mean cross entropy over the fields, and each field's share of right patches."""
-        return tower.graded(self(pixels, pictures), cell_labels(shown)[:, self.cells])
+    def loss(self, shown: list[Clip], pixels: Tensor, pictures: int) -> Tensor:
+        """Mean cross entropy over the fields."""
+        return tower.field_loss(self(pixels, pictures), cell_labels(shown)[:, self.cells])
 
 
 def train(recipe: VlmRecipe, model: ZooVlm, folder: Path, say: Say, compiled: bool = True) -> None:
-    """The stage, or on from its checkpoint in `folder`; ends with the share of right cells by field in the log."""
+    """The stage, or on from its checkpoint in `folder`."""
     plan = recipe.watching
     assert plan is not None
     torch.manual_seed(recipe.seed)
     reader = ClipReader(model, recipe, plan)
-    right: list[float] = []
 
     def loss_of(step: int) -> tuple[Tensor, int]:
         rng = np.random.default_rng([recipe.seed, STREAM, step])
         pictures = plan.pictures[step % len(plan.pictures)]
         shown = [clips.draw(rng) for _ in range(plan.plan.batch * 2 // pictures)]
         frames = [clips.at(clip, time) for clip in shown for time in clips.moments(pictures, rng)]
-        loss, right[:] = reader.loss(shown, tower.pixels(frames), pictures)
-        return loss, len(frames) * len(reader.cells)
+        return reader.loss(shown, tower.pixels(frames), pictures), len(frames) * len(reader.cells)
 
     with on_packed_rows(model, compiled):
-        fit.fit(reader, plan.plan, loss_of, folder / "watching.pt", say, tower.telling(FIELDS, right, 25, say))
+        fit.fit(reader, plan.plan, loss_of, folder / "watching.pt", say)
     reader.whole()

@@ -15,7 +15,8 @@ from PIL import Image
 
 import mmspec
 from benchmarks.__main__ import parser as workshop
-from benchmarks.suites import published, tuning
+from benchmarks.suites import published
+from benchmarks.suites import vlm as suite_vlm
 from mmspec.app import cli, compare
 from mmspec.app.bench import command as bench
 from mmspec.app.bench import report
@@ -181,7 +182,10 @@ def test_says_what_is_wrong_with_a_list(tmp_path: Path, content: str, count: int
         (["vlm", "--data", "{}", "--prompt", "short"], "--prompt: the questions of "),
         (["caption", "--data", "{}", "--prompt", "short"], "--prompt: the questions of "),
         (["shapes", "--sizes", "toy", "--models", "llamagen-xl", "--contexts", "9"], "--contexts: only vision-"),
-        (["image", "--sweep", "--real", "{}"], "--sweep and --real: no quality is measured without --quality-images N"),
+        (
+            ["image", "--sweep", "--pictures", "{}"],
+            "--sweep and --pictures: no quality is measured without --quality-images N",
+        ),
         (["image", "--model", "mar", "--rule", "x", "--prompts", "{}"], "--prompts and --rule: a MAR draws classes by"),
     ],
 )
@@ -257,7 +261,7 @@ def test_tunes_a_feature_drafter_and_survives_a_failing_path(
     drafter = EagleDrafter(EagleConfig(hidden=64, intermediate=96, heads=4, kv_heads=2, vocab=128))
     monkeypatch.setattr(mmspec, "load_drafter", lambda path: drafter, raising=False)
     grids = {"drafter": ({"depth": 2, "width": 1}, {"depth": 2, "width": 2, "size": 4})}
-    monkeypatch.setattr(tuning, "GRIDS", grids)
+    monkeypatch.setattr(suite_vlm, "GRIDS", grids)
     whole = VlmBench.call
 
     def broken(bench_: VlmBench, method: Any, *rest: Any) -> TimedCall:

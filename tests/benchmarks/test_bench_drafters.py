@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 
 import mmspec
-from benchmarks.suites import SUITES, ablations, curves
+from benchmarks.suites import SUITES, ablations, plots
 from benchmarks.suites import drawn as suite_drawn
-from benchmarks.suites import tuning as suite_tuning
+from benchmarks.suites import vlm as suite_vlm
 from benchmarks.zoo import clips
 from mmspec.app import embedded
 from mmspec.app.bench import command as bench
@@ -245,7 +245,7 @@ def test_ablations_in_one_table(
 def test_tuning_leaves_out_what_a_drafter_cannot_do(
     model: Path, drafters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suite_tuning, "GRIDS", {"drafter": ({"depth": 2, "width": 1}, {"depth": 4, "width": 1})})
+    monkeypatch.setattr(suite_vlm, "GRIDS", {"drafter": ({"depth": 2, "width": 1}, {"depth": 4, "width": 1})})
     words = ["--drafters", drafters["flash"], "--images", 1, "--prompt", "short", "--tune", "--tune-images", 1,
              "--batch", 1, "--temperature", 0, "--max-new-tokens", 4,
              "--without", "stock-static", "hf-prompt-lookup", "ngram"]  # fmt: skip
@@ -280,7 +280,7 @@ def test_curves_have_a_line_for_each_method(monkeypatch: pytest.MonkeyPatch, tmp
     ]  # fmt: skip
     records.append({**records[0], "method": "eagle, pruned", "variant_of": "eagle"})
     records.append({**records[0], "kind": "picture", "visual_tokens": 64})
-    curves.draw(records, tmp_path / "c.png", "title")
+    plots.draw_curves(records, tmp_path / "c.png", "title")
     depths, speeds = drawn[0].axes
     assert [list(line.get_ydata()) for line in depths.lines] == [[1.0, 1.5, 2.0]] * 2
     assert [list(c.lines[0].get_xdata()) for c in speeds.containers] == [[128, 512]] * 2

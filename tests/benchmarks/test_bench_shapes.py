@@ -16,7 +16,7 @@ import torch
 import uncompiled
 
 from benchmarks.__main__ import parser as workshop
-from benchmarks.suites import shapes, subject
+from benchmarks.suites import shapes
 from benchmarks.suites.shapes import ShapeCell
 from benchmarks.suites.shapes_drawn import CodesWays, LatentsWays
 from benchmarks.suites.shapes_models import REAL, TOY, Chat, Latents, on_paper
@@ -209,7 +209,7 @@ def test_what_is_too_long_or_too_large_is_told_and_not_built(tmp_path, monkeypat
 
 
 def test_real_sizes_want_a_gpu(capsys, monkeypatch):
-    monkeypatch.setattr(subject, "find_device", lambda name: CPU)
+    monkeypatch.setattr(shapes, "find_device", lambda name: CPU)
     said = refused(capsys, "--sizes", REAL, "--models", "llava-1.5-7b", "mar-h", "--dtype", "bfloat16")
     assert "real sizes need a GPU" in said and "llava-1.5-7b 14.6 GiB, mar-h 2.1 GiB" in said and "--device cpu" in said
 

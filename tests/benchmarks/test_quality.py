@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
 from benchmarks.suites import faithful, quality
-from benchmarks.suites.quality import QualityError, frechet, precision_recall
+from benchmarks.suites.quality import frechet, precision_recall
+from mmspec.app.bench.command import BenchError
 from mmspec.zoo import pictures
 
 CPU = torch.device("cpu")
@@ -50,9 +50,9 @@ def test_frechet_of_a_set_with_itself_is_zero(n: int) -> None:
 
 
 def test_frechet_refuses_what_it_cannot_measure() -> None:
-    with pytest.raises(QualityError, match="at least 2 pictures"):
+    with pytest.raises(BenchError, match="at least 2 pictures"):
         frechet(torch.zeros(1, 3), torch.zeros(5, 3))
-    with pytest.raises(QualityError, match="finite"):
+    with pytest.raises(BenchError, match="finite"):
         frechet(torch.full((5, 3), torch.nan), torch.zeros(5, 3))
 
 
@@ -65,7 +65,7 @@ def test_precision_and_recall_of_sets_made_by_hand() -> None:
     assert precision == 1.0 and recall == pytest.approx(1 / 20)
     half = torch.cat([line[:10], line[10:] + 1000])
     assert precision_recall(line, half)[0] == 0.5
-    with pytest.raises(QualityError, match="more than 3"):
+    with pytest.raises(BenchError, match="more than 3"):
         precision_recall(line[:3], line)
 
 
@@ -106,22 +106,9 @@ def test_facts_of_a_description(held: list) -> None:
 
 
 def test_the_embedded_tower_tells_sets_apart(held: list) -> None:
-    features = quality.backbone(quality.EMBEDDED, CPU)
+    features = quality.tower(CPU)
     shown = [pictures.render(picture) for picture, _ in pictures.held_out(24, seed=6)]
     inverted = [Image.eval(picture, lambda value: 255 - value) for picture in shown]
     one, other, changed = features(shown[:12]), features(shown[12:]), features(inverted[:12])
     assert one.dtype == torch.float64 and one.shape == (12, 192)
     assert frechet(one, changed) > frechet(one, other) > 0
-
-
-def test_any_timm_model_is_a_backbone(tmp_path: Path, held: list) -> None:
-    timm = pytest.importorskip("timm")
-    made = timm.create_model("resnet10t", pretrained=False)
-    timm.models.save_for_hf(made, tmp_path / "net", model_config={"pretrained_cfg": {"input_size": (3, 32, 32)}})
-    features = quality.backbone(f"local-dir:{tmp_path / 'net'}", CPU)
-    found = features([pictures.render(picture) for picture, _ in held[:3]])
-    assert found.shape == (3, 512) and found.isfinite().all()
-    with pytest.raises(QualityError, match=r"inception_v33.*timm\.list_pretrained"):
-        quality.backbone("inception_v33", CPU)
-    with pytest.raises(QualityError, match="must hold a timm model"):
-        quality.backbone(f"local-dir:{tmp_path / 'absent'}", CPU)

@@ -654,9 +654,9 @@ def test_the_bench_has_a_verdict_on_every_kernel(name: str):
 
 
 def test_the_bench_knows_what_attention_moved():
-    record = bench("--only", "tree_attention", "--dtype", "fp32", "--set", "T=40")[-1]
+    record = bench("--only", "tree_attention", "--dtype", "fp32")[-1]
     assert record["method"] in ("sdpa", "flex") and record["ms"] > 0 and record["n"] >= 2
-    assert record["sizes"]["T"] == 40 and record["bytes"] > 2 * 40 * 2 * 24 * 4  # the longest row's keys and values
+    assert record["bytes"] > 2 * 40 * 2 * 24 * 4  # the longest row's keys and values
 
 
 def test_all_ways_of_sdpa_compute_tree_attention():

@@ -1,6 +1,6 @@
 """Recipes of the vision-language models: their shapes, and what rows of texts each stage reads."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from benchmarks.zoo.recipes.schedule import Schedule
 
@@ -199,25 +199,4 @@ SCENES_HYBRID = VlmRecipe(
     head="scenes-mtp",
     tower=Schedule(steps=900, batch=48, lr=2e-3, decay=0.5),
 )  # fmt: skip
-_SEES = Vision(width=144, layers=5, heads=3, feed_forward=384)
-_WIDER = Hybrid(width=192, heads=3, feed_forward=448, delta_heads=3)
-# What `scenes-video` is, as a hybrid; how far it comes is in CONTRIBUTING.md.
-SCENES_HYBRID_BASE = VlmRecipe(
-    "scenes-hybrid-base",
-    (
-        ZooStage(
-            "decoder", 10, Schedule(steps=1500, batch=12, lr=3e-3, decay=0.8, newton_schulz=3),
-            Mix(0.4, 3.0, False, _SETTLED), _MIXED,
-        ),
-    ),
-    embedded=False,
-    vision=_SEES,
-    language=_WIDER,
-    tower=Schedule(steps=900, batch=32, lr=2e-3, decay=0.5),
-)  # fmt: skip
-SCENES_HYBRID_VIDEO = replace(
-    SCENES_HYBRID_BASE, name="scenes-hybrid-video", start="scenes-hybrid-base", watching=Watching(),
-    stages=(replace(SCENES_VIDEO.stages[0], stream=11),),
-)  # fmt: skip
-_ALL = (SCENES_VLM, SCENES_VIDEO, SCENES_HYBRID, SCENES_HYBRID_BASE, SCENES_HYBRID_VIDEO)
-RECIPES = {recipe.name: recipe for recipe in _ALL}
+RECIPES = {recipe.name: recipe for recipe in (SCENES_VLM, SCENES_VIDEO, SCENES_HYBRID)}
