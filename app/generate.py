@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 EXACT = ("exact", "gaussian_path")  # the lossless rules, of tokens and of a MAR
 OWN = "mmspec"
-SELF = "self"  # drafter: a MAR drafts for itself
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
 
 
@@ -127,7 +126,7 @@ def _method(args: argparse.Namespace, subject: ImageSubject, options: dict[str, 
     plain = args.drafter == STOCK
     if not isinstance(subject, MarSubject):
         return Method(OWN, None if plain else embedded.fitting(args.drafter, args.model), options)
-    if args.drafter not in ("jacobi", SELF, STOCK):
+    if args.drafter not in ("jacobi", "self", STOCK):
         options = {**options, "draft": subject.small(args.drafter)}
     # cspd works with any schedule and sampler
     if (args.compare or not plain) and options.get("rule") != "cspd" and (note := subject.singly()):

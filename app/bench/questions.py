@@ -69,12 +69,13 @@ class QuestionSource:
 
 FINDERS: list[Callable[[Path], QuestionSource | None]] = []  # further sources, which are asked first
 NAMES: list[str] = []  # the names of data that these know
+HUB = "hf:owner/name[:split]"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", type=Path, nargs="+", metavar="PATH", help="questions: a folder of pictures, a .jsonl list, a "
-        f"folder of MMSpec's, {', '.join(['hf:owner/name[:split]', *NAMES])}")  # fmt: skip
+        f"folder of MMSpec's, {', '.join([HUB, *NAMES])}")  # fmt: skip
     add("--video-frames", type=FramePolicy.parse, metavar="POLICY", default=USUAL, help=HELP)
     add("--prompt", nargs="+", help="short, long, or your own texts, a cell for each; default: short and long")
     add("--images", type=lambda text: None if text == "all" else count(text), default=20,
@@ -163,8 +164,7 @@ def source_of(path: Path) -> QuestionSource:
             return QuestionSource([{"image": picture} for picture in images(path)])
         path = lists[0]
     if path.suffix != ".jsonl" or not path.is_file():
-        allowed = ", ".join(["hf:owner/name[:split]", *NAMES])
-        raise BenchError(f"no questions in {name!r}; give a folder, a .jsonl file, or {allowed}")
+        raise BenchError(f"no questions in {name!r}; give a folder, a .jsonl file or {', '.join([HUB, *NAMES])}")
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         if not all(isinstance(row, dict) for row in rows):

@@ -209,11 +209,6 @@ def load(options: Options, place: str) -> Any:
     module, _, function = options.engine.partition(":")
     try:
         loader = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise FatalError(
-            f"no engine {options.engine!r} ({error}); give MODULE:FUNCTION that Python can import"
-        ) from error
-    try:
         arguments = (options.model, options.drafter, place, options.dtype, options.max_new_tokens, options.temperature)
         engine = loader(*arguments, **options.enabled)
         if (schema := options.schema) is not None:

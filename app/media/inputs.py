@@ -8,7 +8,6 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -79,6 +78,7 @@ class Inputs:
         self.places = places
         roots = [place.root for place in places if place.root is not None]
         self.root: Path | None = _common(roots) if roots else None
+        self._above = os.path.join(os.path.abspath(self.root or ""), "")
 
     def items(self) -> Iterator[Item]:
         """All items; an item that is given twice comes once, and a different item with the same name fails."""
@@ -111,10 +111,6 @@ class Inputs:
         whole = os.path.abspath(path)
         below = whole.removeprefix(self._above) if whole.startswith(self._above) else os.path.splitdrive(whole)[1]
         return below.replace(os.sep, "/").lstrip("/")
-
-    @cached_property
-    def _above(self) -> str:
-        return os.path.join(os.path.abspath(self.root or ""), "")
 
 
 def _digest(text: str) -> bytes:

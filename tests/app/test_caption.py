@@ -857,7 +857,7 @@ def test_fatal_errors_say_what_to_do(caption, truly, photos: Path, capsys: pytes
     cases = {
         ("nowhere",): "no such file or folder",
         ("photos", "--out", "photos/a.png"): "choose another --out",
-        ("photos", "--engine", "no_such:load"): "give MODULE:FUNCTION",
+        ("photos", "--engine", "no_such:load"): "No module named 'no_such'",
     }
     for (folder, *options), reason in cases.items():
         assert caption(*options, folder=folder) == FATAL and reason in capsys.readouterr().err, reason
