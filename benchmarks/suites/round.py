@@ -1,23 +1,28 @@
-"""The round suite: the time of a round by part, and relative to a plain decoding step."""
+"""The round suite: the time of a round by part, relative to a plain decoding step, and to a roofline of its forward."""
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.suites import ablations, drawn, roofline, subject
+from benchmarks.suites import ablations, drawn, subject
 from mmspec.app.bench import report, vlm
 from mmspec.app.bench.answers import VlmBench
 from mmspec.app.bench.command import Outcome, batches, matching
 from mmspec.app.compare import Method
+from mmspec.app.devices import wait
 from mmspec.drafters.plain import Plain
+from mmspec.functional import linear
+from mmspec.pipelines.host.decoder import decoder, head
 from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel
 
 PARTS = ("draft", "verify", "accept", "commit")
@@ -54,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     bench = subject.timed(args, outcome)
     weights = sum(p.numel() * p.element_size() for p in bench.model.parameters()) / 2**20
-    most = roofline.measured(bench.model)
+    most = roofline(bench.model)
     outcome.provenance |= {"weights_mb": round(weights, 1)} | most.facts()
     args.without = [*args.without, "hf-*", "ngram", *([] if args.static else ["stock-static"])]
     chosen, asked = matching(list(methods(bench.model, args)), args.methods), drawn.asked(args)
@@ -125,3 +130,65 @@ def _profiled(call: Callable[[], object]) -> tuple[dict[str, float], dict[str, i
         call()
     rows = [row for row in seen.key_averages() if not row.key.startswith(("cuda", "Activity"))]
     return {r.key: r.self_cpu_time_total for r in rows}, {r.key: r.count for r in rows}
+
+
+_SIDE, _TURNS = 1024, 20  # size of the square matrices whose product is timed, and its repetitions
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The roofline of a decoder on this machine, without attention, norms and sampling.
+
+    Attributes:
+        bytes: of the matrices that every token is multiplied with.
+        products: multiplications and additions of one token with them.
+        bytes_per_s: read by a product of as many matrices of the same shapes with one vector.
+        products_per_s: of two square matrices.
+    """
+
+    bytes: int
+    products: int
+    bytes_per_s: float
+    products_per_s: float
+
+    def least_ms(self, nodes: float) -> float:
+        """The least time of a forward over this many nodes, of all rows together."""
+        return 1e3 * max(self.bytes / self.bytes_per_s, nodes * self.products / self.products_per_s)
+
+    def facts(self) -> dict[str, float]:
+        """The facts for a result's provenance."""
+        return {
+            "matrices_mb": round(self.bytes / 2**20, 1),
+            "memory_gb_per_s": round(self.bytes_per_s / 1e9, 1),
+            "gflops": round(self.products_per_s / 1e9, 1),
+        }
+
+
+@torch.inference_mode()
+def roofline(model: Any) -> Roofline:
+    """The roofline of a model's text layers and head, from timed products of its shapes, the best of several runs."""
+    weights = [m.weight for m in decoder(model).modules() if isinstance(m, nn.Linear)]
+    last = head(model)
+    matrices = [*weights, *([] if last is None else [last.weight])]
+    count = sum(w.numel() for w in matrices)
+    vectors = {w.shape[1]: w.new_ones(1, w.shape[1]) for w in matrices}
+    square = torch.ones(_SIDE, _SIDE, dtype=model.dtype, device=model.device)
+
+    def read() -> None:
+        for weight in matrices:
+            linear(vectors[weight.shape[1]], weight)
+
+    held = sum(w.numel() * w.element_size() for w in matrices)
+    return Roofline(held, 2 * count, held / _best(read, square), 2 * _SIDE**3 / _best(lambda: square @ square, square))
+
+
+def _best(call: Callable[[], Any], where: Tensor) -> float:
+    """Seconds of the fastest of several calls."""
+    taken = []
+    for _ in range(_TURNS):
+        wait(where.device)
+        began = time.perf_counter()
+        call()
+        wait(where.device)
+        taken.append(time.perf_counter() - began)
+    return min(taken)

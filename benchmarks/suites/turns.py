@@ -6,6 +6,7 @@ import argparse
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from benchmarks.suites import drawn, subject
 from mmspec.app import enabling
@@ -34,29 +35,21 @@ class Talk:
         return self.first, self.second, self.turn
 
 
-@dataclass(frozen=True)
-class TurnsBench:
-    """A timed model, and its second question."""
+def talk(bench: VlmBench, other: str, method: Method, question: Question) -> Talk:
+    """Three calls of a method, starting with an empty prefix cache."""
+    with enabled(bench.model, method.drafter, **method.options) as handle:
 
-    bench: VlmBench
-    other: str
+        def ask(prompt: str, before: tuple[tuple[str, str], ...] = ()) -> TimedCall:
+            inputs = chat_inputs(bench.processor, [prompt], [question.images], before=before)
+            stats = None if handle is None else handle.stats
+            return bench.timed(inputs.to(bench.model.device, bench.model.dtype), stats, do_sample=False)
 
-    def run(self, method: Method, question: Question) -> Talk:
-        """Three calls of a method, starting with an empty prefix cache."""
-        bench = self.bench
-        with enabled(bench.model, method.drafter, **method.options) as handle:
-
-            def ask(prompt: str, before: tuple[tuple[str, str], ...] = ()) -> TimedCall:
-                inputs = chat_inputs(bench.processor, [prompt], [question.images], before=before)
-                stats = None if handle is None else handle.stats
-                return bench.timed(inputs.to(bench.model.device, bench.model.dtype), stats, do_sample=False)
-
-            first, second = ask(question.prompt), ask(self.other)
-            answer = bench.processor.batch_decode([list(first.answers[0])], skip_special_tokens=True)[0]
-            turn = ask(self.other, ((question.prompt, answer),))
-            read = {} if handle is None else handle.stats.prefix
-            kept = 0 if handle is None else handle.stats.kept_bytes
-        return Talk(first, second, turn, read.get("reused tokens", 0) / read.get("tokens", 1), kept)
+        first, second = ask(question.prompt), ask(other)
+        answer = bench.processor.batch_decode([list(first.answers[0])], skip_special_tokens=True)[0]
+        turn = ask(other, ((question.prompt, answer),))
+        read = {} if handle is None else handle.stats.prefix
+        kept = 0 if handle is None else handle.stats.kept_bytes
+    return Talk(first, second, turn, read.get("reused tokens", 0) / read.get("tokens", 1), kept)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +73,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     kept = replace(whole, name="prefix_cache", options={"prefix_cache": KEPT} | options)
     chosen = [Method("stock"), whole, kept]
     for shown, some in drawn.asked(args).items():
-        comparison = Comparison(chosen, TurnsBench(bench, args.second).run)
+        comparison = Comparison(chosen, partial(talk, bench, args.second))
         comparison.warm_up(some[0], ["stock"])
         made_by = comparison.measure(some)
         for method in comparison.able:

@@ -27,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from uncompiled import as_it_is
 
 import mmspec
-from benchmarks.suites import SUITES, roofline
+from benchmarks.suites import SUITES
 from benchmarks.suites import round as bench_round
 from mmspec.app import compare
 from mmspec.app.bench import command as bench
@@ -616,10 +616,10 @@ def test_the_bench_says_where_a_round_goes(tmp_path: Path, quick: None, monkeypa
 
 def test_more_nodes_take_longer_at_least_once_the_weights_are_not_what_takes_the_time():
     model = tiny_vlms.model("llava")
-    found, head = roofline.measured(model), model.lm_head.weight
+    found, head = bench_round.roofline(model), model.lm_head.weight
     layers = [m.weight for m in model.get_decoder().modules() if isinstance(m, nn.Linear)]
     assert found.bytes == 4 * (sum(w.numel() for w in layers) + head.numel()) and found.products == found.bytes // 2
-    known = roofline.Roofline(bytes=1000, products=500, bytes_per_s=1e6, products_per_s=2e6)
+    known = bench_round.Roofline(bytes=1000, products=500, bytes_per_s=1e6, products_per_s=2e6)
     assert [known.least_ms(n) for n in (1, 4, 8)] == [1.0, 1.0, 2.0]
 
 

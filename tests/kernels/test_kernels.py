@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_map_only
 import mmspec
 from benchmarks import kernel_cases as cases
 from benchmarks.suites import kernels as bench_kernels
-from benchmarks.suites import kernels_ways
 from mmspec import accept, rules
 from mmspec.app.bench import report
 from mmspec.app.bench.command import Outcome
@@ -662,7 +661,7 @@ def test_the_bench_knows_what_attention_moved():
 def test_all_ways_of_sdpa_compute_tree_attention():
     given, seen = made("tree_attention"), set()
     wanted = ops.tree_attention(**given)
-    for name, way in kernels_ways._sdpa(given).items():
+    for name, way in bench_kernels._sdpa(given).items():
         result = way.shown(way.prepare()())
         assert cases.distance("tree_attention", F32, result, wanted) is None, name
         seen |= set(name.split(", "))
@@ -675,7 +674,7 @@ def test_all_ways_of_flex_compute_tree_attention(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(torch, "compile", lambda function, **how: function)
     given = made("tree_attention", D=32)
     wanted = ops.tree_attention(**given)
-    for name, way in kernels_ways._flex(given).items():
+    for name, way in bench_kernels._flex(given).items():
         assert cases.distance("tree_attention", F32, way.prepare()(), wanted) is None, name
 
 
@@ -693,8 +692,8 @@ def test_the_bench_times_on_copies_what_works_in_place(monkeypatch: pytest.Monke
 
 
 def test_the_bench_refuses_to_time_what_is_wrong(monkeypatch: pytest.MonkeyPatch):
-    wrong = kernels_ways.KernelMethod(lambda: lambda: torch.zeros(2, dtype=torch.long))
-    monkeypatch.setattr(kernels_ways, "_sdpa", lambda given: {"": wrong})
+    wrong = bench_kernels.KernelMethod(lambda: lambda: torch.zeros(2, dtype=torch.long))
+    monkeypatch.setattr(bench_kernels, "_sdpa", lambda given: {"": wrong})
     record = next(r for r in bench("--only", "tree_attention") if r["method"] == "sdpa")
     assert record["ms"] is None and record["n"] == 0 and record["checks"] == "refused"
     assert record["note"].startswith("refused: result 0 is torch.int64")
