@@ -149,7 +149,7 @@ def test_one_device_that_fails_does_not_end_the_run(trouble: str, few: Path, tmp
 def test_a_model_that_cannot_be_loaded_ends_the_run(few: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     words = ["caption", str(few), "--out", str(tmp_path / "out"), "--engine", "quick_engine:nothing"]
     assert cli.main([*words, "--devices", "cpu,cpu"]) == FATAL
-    assert "on cpu: no engine 'quick_engine:nothing'" in capsys.readouterr().err
+    assert "on cpu: AttributeError: module 'quick_engine' has no attribute 'nothing'" in capsys.readouterr().err
 
 
 def test_names_of_devices():
