@@ -1,14 +1,22 @@
-"""Reports the structure of the source: sizes, imports between folders, and import cycles.
+"""Reports the structure of the source: sizes, imports between folders, import cycles, and the files of one round.
 
-python benchmarks/structure.py
+python benchmarks/structure.py              # the tree
+python benchmarks/structure.py --round      # also runs one greedy round of the embedded model, and names its files
 """
 
 from __future__ import annotations
 
 import ast
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mmspec.protocols import Drafter, Target
+    from mmspec.session import Session
+    from mmspec.types import Round
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("kernels", "mmspec", "pipelines", "app", "benchmarks")
@@ -111,5 +119,51 @@ def shape() -> None:
         print(f"{name}: {len(listed) if isinstance(value, list) else value}", said)
 
 
+def round_files() -> None:
+    """The files of mmspec whose functions run in a greedy round of the embedded model with its EAGLE drafter."""
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    import mmspec
+    from mmspec import loop, zoo
+
+    folder = zoo.path("scenes-video")
+    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    picture = Image.open(ROOT / "mmspec/zoo/samples/scene-01.png")
+    pieces = [{"type": "image", "image": picture}, {"type": "text", "text": "Describe it."}]
+    inputs = processor.apply_chat_template(
+        [[{"role": "user", "content": pieces}]],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    mmspec.enable(model, zoo.path("scenes-video-eagle"))
+    crossed: Counter[str] = Counter()
+    stock = loop.decode
+
+    def watched(session: Session, target: Target, drafter: Drafter[object]) -> Iterator[Round | None]:
+        steps = stock(session, target, drafter)
+        while True:
+            sys.setprofile(lambda frame, event, _: crossed.update([frame.f_code.co_filename]))
+            try:
+                step = next(steps, None)
+            finally:
+                sys.setprofile(None)
+            if step is None:
+                return
+            yield step
+
+    for module in [m for m in list(sys.modules.values()) if getattr(m, "decode", None) is stock]:
+        module.decode = watched  # type: ignore[attr-defined]
+    model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    calls = {Path(name).resolve(): n for name, n in crossed.items() if name != __file__}
+    ours = sorted((path.relative_to(ROOT).as_posix(), calls[path]) for path in sources() if path in calls)
+    print(f"files that greedy rounds run through: {len(ours)}")
+    print(*(f"  {path} ({n} calls)" for path, n in ours), sep="\n")
+
+
 if __name__ == "__main__":
     shape()
+    if "--round" in sys.argv:
+        round_files()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -66,6 +67,10 @@ class ChatWays:
         model.generation_config.pad_token_id = 0
         self.shape, self.sizes, self.drafters = shape, sizes, parts
         self.bench = VlmBench(model, None, tokens, seed)
+        # of the same weights: captures hold for one implementation of attention
+        twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+        twin.set_attn_implementation(TREE)
+        self.benches = {SDPA: self.bench, TREE: VlmBench(twin, None, tokens, seed)}
 
     def ways(self, context: int, batch: int, compile: bool) -> Iterator[ShapeMethod]:
         inputs = self.shape.prompt(self.bench.model, self.sizes, context - self.bench.max_new_tokens, batch)
@@ -87,8 +92,7 @@ class ChatWays:
             yield ShapeMethod(method.name, call, method.setting, plain=method.drafter is None)
 
     def _call(self, method: Method, attend: str, inputs: dict[str, Tensor]) -> Cost:
-        self.bench.model.set_attn_implementation(attend)
-        call = self.bench.call(method, 0.0, inputs, self.bench.seed)
+        call = self.benches[attend].call(method, 0.0, inputs, self.bench.seed)
         if call.per_step is None:
             raise RuntimeError("the call ended with its first token")
         return Cost.of(call.per_step, call.stats)

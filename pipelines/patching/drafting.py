@@ -1,4 +1,4 @@
-"""Turns a fitted drafter into the Proposer that the loop calls: captured by `compile`, behind a switch by `auto`."""
+"""Turns a fitted drafter into the Proposer that the loop calls, by the options `compile`, `auto` and `lookup`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from mmspec.compile.capture_cache import CaptureCache, weights
@@ -20,9 +21,12 @@ from mmspec.drafters.heads import HeadsDrafter
 from mmspec.drafters.shape import Shape, Sizes
 from mmspec.pipelines.host import devices
 from mmspec.pipelines.target import captures
-from mmspec.protocols import Compilable, Drafter, Proposer, TargetInfo
+from mmspec.protocols import Compilable, Drafter, Proposer, Target, TargetInfo
+from mmspec.session import Session
 from mmspec.switch import RoundCosts, Switch
+from mmspec.types import NO_TOKEN, Draft, Prompt
 
+SURE = 3  # rounds of a call in which the tokens of a user's own drafter are checked on any device
 SWITCHED = True  # whether, by default, drafters without weights are switched off while they save no time
 # The switch's measurements, by model and by the drafter's layer (or its class if it has none); they outlive `disable`.
 _COSTS: WeakKeyDictionary[object, WeakKeyDictionary[object, dict[Hashable, RoundCosts]]] = WeakKeyDictionary()
@@ -62,7 +66,52 @@ def proposer(model: object, drafter: Drafter, config: SpecConfig, target: Target
         brief = ready if adaptive else _captured(model, lookup.brief(drafter), compile, target, depths)
         ready = lookup.Lookup(ready, brief)
     auto = config.auto if config.auto is not None else drafts and _switchable(model, drafter, config)
-    return Switch(ready, _costs(model, drafter, config, target)) if auto and drafter.nodes > 1 else ready
+    if auto and drafter.nodes > 1:
+        ready = Switch(ready, _costs(model, drafter, config, target))
+    own = type(drafter).__module__.startswith("mmspec.")
+    return ready if own else CheckedDrafts(ready, type(drafter).__name__, target.vocab)
+
+
+class CheckedDrafts:
+    """A drafter of the user's own whose drafts are checked: a wrong one would give wrong tokens, or an error far away.
+
+    Args:
+        name: of its class, for messages.
+        vocab: the number of the target's tokens.
+    """
+
+    def __init__(self, drafter: Proposer, name: str, vocab: int) -> None:
+        self.drafter, self.name, self.vocab = drafter, name, vocab
+        self.features, self.nodes = drafter.features, drafter.nodes
+
+    def start(self, session: Session, target: Target, prompt: Prompt) -> object:
+        return self.drafter.start(session, target, prompt)
+
+    def propose(self, session: Session, target: Target) -> Draft:
+        """The draft. On other devices than a CPU, which have to be waited for, its tokens are checked in the first
+        rounds only.
+
+        Raises:
+            TypeError, ValueError: it is no Draft, has the wrong shape or tokens, or does not begin with the pending
+                token.
+        """
+        draft = self.drafter.propose(session, target)
+        if not isinstance(draft, Draft):
+            raise TypeError(f"{self.name}.propose returned {type(draft).__name__}; it has to return a Draft")
+        tokens, nodes, rows = draft.tokens, tuple(draft.tree.parents.shape), len(session.rows)
+        if tokens.dtype != torch.int64 or tuple(tokens.shape) != nodes or nodes[0] != rows:
+            raise ValueError(
+                f"{self.name}.propose returned tokens {list(tokens.shape)} of {tokens.dtype} on a tree {list(nodes)}; "
+                f"both are [rows, nodes], here {rows} rows, and tokens are int64"
+            )
+        if tokens.is_cpu or session.stats.rounds < SURE:
+            allowed = (tokens >= NO_TOKEN) & (tokens < self.vocab)
+            if not bool(((tokens[:, 0] == session.pending) & allowed.all(1)).all()):
+                raise ValueError(
+                    f"{self.name}.propose returned the tokens {tokens.tolist()}; node 0 of each row is its pending "
+                    f"token, here {session.pending.tolist()}, and the others are NO_TOKEN or below {self.vocab}"
+                )
+        return draft
 
 
 def _switchable(model: object, drafter: Drafter, config: SpecConfig) -> bool:

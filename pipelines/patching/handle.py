@@ -76,8 +76,9 @@ class Patch:
         """Add the statistics of a call; warns once if drafts have hardly been accepted so far."""
         with self._lock:
             self.stats.add(stats)
-        sure = self.stats.drafted and self.stats.row_rounds >= SURE
-        if sure and self.stats.tokens_per_target_call < LITTLE and not isinstance(self.proposer, Switch):
+        switched = isinstance(self.proposer, Switch) or isinstance(getattr(self.proposer, "drafter", None), Switch)
+        sure = self.stats.drafted and self.stats.row_rounds >= SURE and not switched
+        if sure and self.stats.tokens_per_target_call < LITTLE:
             self.warn_once(
                 f"drafts are hardly accepted: {self.stats.row_rounds} rounds gained "
                 f"{self.stats.tokens_per_target_call:.2f} tokens each with {type(self.drafter).__name__}. Was it made "

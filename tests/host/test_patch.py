@@ -9,7 +9,8 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 import mmspec
 from mmspec.drafters.ngram import NgramDrafter
 from mmspec.pipelines.patching.handle import Patch
+from mmspec.types import Draft
 
 
 def fresh(name: str = "llava") -> Any:
@@ -481,3 +483,33 @@ def test_drafts_that_are_hardly_accepted_are_reported_once(drafter: str) -> None
     said = [str(each.message) for each in caught if "hardly accepted" in str(each.message)]
     assert len(said) == (drafter == "hostile"), said
     assert handle.stats.row_rounds >= (512 if drafter == "hostile" else 64)
+
+
+def _short(draft: Draft) -> Draft:
+    return replace(draft, tokens=draft.tokens[:, 1:])
+
+
+WRONG: dict[str, tuple[Callable[[Draft], Any], type[Exception], str]] = {
+    "without the root": (lambda d: replace(d, tokens=d.tokens.roll(-1, 1)), ValueError, "node 0 of each row is its"),
+    "nothing": (lambda d: None, TypeError, "returned NoneType; it has to return a Draft"),
+    "tokens alone": (lambda d: d.tokens, TypeError, "returned Tensor"),
+    "too few tokens": (_short, ValueError, r"tokens \[2, 2\] of torch.int64 on a tree \[2, 3\]"),
+    "numbers": (lambda d: replace(d, tokens=d.tokens.float()), ValueError, "of torch.float32 on a tree"),
+    "unknown tokens": (lambda d: replace(d, tokens=d.tokens + 10**6 * (d.tree.depth > 0)), ValueError, "or below 128"),
+    "one row": (lambda d: d.select(torch.tensor([0])), ValueError, "here 2 rows"),
+}
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_a_wrong_draft_of_a_user_s_drafter_is_refused(change: str) -> None:
+    """It would give wrong tokens, or an error far away."""
+
+    class Own(Scripted):
+        def propose(self, session: Any, target: Any) -> Any:
+            return wrong(super().propose(session, target))
+
+    (wrong, kind, words), model = WRONG[change], fresh()
+    ids = torch.randint(5, 90, (2, 6), generator=torch.Generator().manual_seed(4))
+    own = Own(lambda row, _: ([7, 8], [0, 1]), chained=True)
+    with mmspec.enable(model, own), pytest.raises(kind, match=f"Own.propose returned.*{words}|{words}"):
+        model.generate(ids, max_new_tokens=8, do_sample=False)
