@@ -98,8 +98,8 @@ class Stats:
         depths = " ".join(f"{self.acceptance(d):.2f}" for d in sorted(self.accepted_by_depth))
         relaxed = "" if self.lossless else f"; relaxed, charged {self.spent:.3f} in total variation"
         return (
-            f"{self.tokens} tokens in {self.rounds} target calls; tokens_per_target_call "
-            f"{self.tokens_per_target_call:.2f}, accepted_draft_tokens_per_call "
+            f"{self.tokens} tokens in {self.rounds} target calls; per row, without the prompts' first: "
+            f"tokens_per_target_call {self.tokens_per_target_call:.2f}, accepted_draft_tokens_per_call "
             f"{self.accepted_draft_tokens_per_call:.2f}; accepted by depth: {depths or 'none'}; time: {share}{relaxed}"
             f"{self._read()}{self._reused()}"
         )

@@ -131,7 +131,8 @@ class Run:
         failed_before = todo.failed_before + len(todo.unwritable)
         if not todo.pending:
             self._finish()
-            self._report(RunTally(0))
+            if options.report is not None and not options.report.exists():  # else it says what was measured
+                self._report(RunTally(0))
             print(f"nothing to do; the captions are in {options.out if is_address(options.out) else outputs.folder}")
             return SOME_FAILED if failed_before else OK
         self._write_settings()

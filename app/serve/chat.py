@@ -10,7 +10,7 @@ from typing import Any, Literal
 from urllib.request import urlopen
 
 from PIL import Image
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from mmspec.app.media.decoder import Decoder
 from mmspec.app.media.items import IMAGE, Item, bytes_source
@@ -36,10 +36,20 @@ class ChatError(Exception):
         super().__init__(message)
 
 
+class _Url(BaseModel):
+    url: str
+
+
 class _Part(BaseModel):
     type: Literal["text", "image_url"]
     text: str | None = None
-    image_url: dict[str, Any] | None = None
+    image_url: _Url | None = None
+
+    @model_validator(mode="after")
+    def _pictured(self) -> _Part:
+        if self.type == "image_url" and self.image_url is None:
+            raise ValueError('a part of type image_url has "image_url": {"url": ...}')
+        return self
 
 
 class _Message(BaseModel):
@@ -78,7 +88,7 @@ class ChatRequest(BaseModel, extra="allow"):
         try:
             request = cls.model_validate_json(body)
         except ValidationError as error:
-            first = error.errors()[0]
+            first = max(error.errors(), key=lambda one: len(one["loc"]))  # of alternatives, the one that fits most
             place = ".".join(map(str, first["loc"])) or None
             raise ChatError(400, f"{place or 'the body'}: {first['msg']}", place) from error
         for name, value in (request.model_extra or {}).items():
@@ -132,7 +142,7 @@ class Pictures(contextlib.ExitStack):
             nonlocal pixels
             if part.type == "text":
                 return {"type": "text", "text": part.text or ""}
-            picture = self.load(str((part.image_url or {}).get("url")))
+            picture = self.load("" if part.image_url is None else part.image_url.url)
             pixels += picture.width * picture.height
             if pixels > most:
                 why = f"the request's pictures have over {most} pixels, the limit for all of them"
@@ -195,3 +205,15 @@ class AnswerText:
         sure = len(self._text) - (0 if last or self.stopped else max(begins, default=0))
         piece, self._sent = self._text[self._sent : sure], max(self._sent, sure)
         return piece
+
+    def used(self, tokens: list[int]) -> int:
+        """The number of tokens up to and including the stop string; without one, of all."""
+
+        def stops(count: int) -> bool:
+            text = self._tokenizer.decode(tokens[:count], skip_special_tokens=True)
+            return any(stop in text for stop in self._stops)
+
+        count = len(tokens)
+        while self.stopped and count and stops(count - 1):
+            count -= 1
+        return count

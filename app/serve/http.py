@@ -164,7 +164,7 @@ class Service:
                 if not (done or writer.stopped):
                     yield piece, None, {}
                     continue
-                n = len(tokens)
+                n = writer.used(tokens)
                 facts = {
                     "target_calls": stats.row_rounds,
                     "drafted_tokens": stats.drafted,

@@ -205,6 +205,7 @@ class Distillation:
 
     def run(self, save_every: float = 300.0, measure_every: int = 250) -> float:
         """Train to the recipe's end, from the last checkpoint if there is one; returns the held-out τ."""
+        self.stored()  # raises before the target answers
         held_out, shown = self.lesson(self.held_out, "held-out"), self.lesson(self.samples, "train")
         text = self.lesson(self.texts, "text") if self.recipe.texts else None
         if self.drafter.head.own:
@@ -319,15 +320,15 @@ class Distillation:
         torch.save(state, part)
         os.replace(part, self.checkpoint)
 
-    def resume(self) -> None:
-        """Resume from the checkpoint in `out`, if there is one.
+    def stored(self) -> dict[str, Any] | None:
+        """The checkpoint in `out`, if there is one.
 
         Raises:
-            ValueError: the checkpoint belongs to another recipe, target or source of data.
+            ValueError: it belongs to another recipe, target or source of data.
         """
         if not self.checkpoint.exists():
-            return
-        state = torch.load(self.checkpoint, map_location=self.accelerator.device, weights_only=True)
+            return None
+        state: dict[str, Any] = torch.load(self.checkpoint, map_location=self.accelerator.device, weights_only=True)
         defaults, now = (json.loads(json.dumps(asdict(recipe))) for recipe in (Recipe(), self.recipe))
         if defaults | json.loads(state["recipe"]) != now:  # values newer than the checkpoint had their defaults
             raise ValueError(f"{self.checkpoint} was made with another recipe; choose another --out, or delete it")
@@ -336,6 +337,12 @@ class Distillation:
                 f"{self.checkpoint} was made for {state['about']!r}, and this run is for {self.about!r}; choose "
                 "another --out, or delete it"
             )
+        return state
+
+    def resume(self) -> None:
+        """Resume from the checkpoint in `out`, if there is one; raises the errors of `stored`."""
+        if (state := self.stored()) is None:
+            return
         self.step, self.seconds, self.curve = state["step"], state["seconds"], state.get("curve", [])
         self.accelerator.unwrap_model(self.network).load_state_dict(state["drafter"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):

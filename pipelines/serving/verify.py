@@ -86,6 +86,8 @@ def verify(model_or_pipe: object, inputs: Any, max_new_tokens: int = 64) -> Repo
             f"verify compares text, but {name} generates pictures; `mmspec generate PROMPT --model FOLDER "
             "--compare --enable reproducible=true` compares the pictures of a LlamaGen"
         )
+    if not hasattr(inputs, "keys") or "input_ids" not in inputs:
+        raise TypeError(f"verify takes what the processor returns, with input_ids; got {type(inputs).__name__}")
     handle = Patch.of(model)
     if handle is None:
         raise UnsupportedError(f"{name} is not enabled; call mmspec.enable(model) first")

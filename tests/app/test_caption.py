@@ -531,12 +531,21 @@ def test_several_prompts_are_answered_as_if_each_was_asked_alone(
     assert truly(*WORDS[:4], "--append", "!", drafter=drafter) == OK and len(journal()) == 10
 
 
+def test_a_run_with_nothing_to_do_leaves_the_report(caption):
+    assert caption("--report", "report.json") == OK
+    before = Path("report.json").read_text()
+    assert caption("--report", "report.json") == OK
+    assert Path("report.json").read_text() == before and json.loads(before)["counts"]["captioned"] == 4
+    Path("report.json").unlink()
+    assert caption("--report", "report.json") == OK and json.loads(Path("report.json").read_text())["seconds"] == 0
+
+
 def test_the_report_as_a_page(truly, photos: Path, capsys: pytest.CaptureFixture):
     spoil(photos)
     shutil.copy(photos / "a.png", photos / "<b>.png")
-    for pictures in (5, 4):  # the second replaces the first, with captions of the first
-        assert truly("--report", "report.html", "--score", drafter="ngram") == SOME_FAILED
-        text = Path("report.html").read_text()
+    for pictures, name in ((5, "report.html"), (4, "later.html")):  # the second has captions of the first
+        assert truly("--report", name, "--score", drafter="ngram") == SOME_FAILED
+        text = Path(name).read_text()
         assert text.count("<figure>") == 5 and text.count("data:image/jpeg;base64,") == pictures
         assert "&lt;b&gt;.png" in text and "<b>.png" not in text and text.count("log-probability -") == 5
         assert text.count("<li>") == 3 and ("stock generate took" in text) == (pictures == 5)

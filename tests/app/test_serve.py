@@ -401,3 +401,5 @@ def test_text_comes_in_whole_characters_and_without_stop_strings(
         if writer.stopped:
             break
     assert "".join(pieces) == want and writer.stopped == (want != text)
+    stopped = min((stop for stop in stops if want + stop in text), key=len, default="")
+    assert writer.used(tokens) == len((want + stopped).encode())  # whatever was drafted behind the stop string

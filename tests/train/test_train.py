@@ -161,8 +161,11 @@ def test_another_recipe_does_not_take_over_a_run(
     _run(tmp_path, questions).run()
     said = capsys.readouterr().err  # no terminal, and yet it says what it does
     assert "answers (held-out): " in said and "answers (train): " in said and "train: " in said
+    other, before = _run(tmp_path, questions, RECIPE.with_(lr=1e-3)), sorted(tmp_path.iterdir())
+    other.lesson = lambda *_: pytest.fail("the target answered before")  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="another recipe"):
-        _run(tmp_path, questions, RECIPE.with_(lr=1e-3)).run()
+        other.run()
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.full
