@@ -203,14 +203,13 @@ def speedups(file: Path) -> tuple[list[dict[str, object]], str]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # no such file, or not the bench's
         return [], ""
     first = {name: r[name] for r in records[:1] for name in CONDITION if r.get(name) not in (None, "")}
-    same = [r for r in records if all(r.get(name) == value for name, value in first.items())]
     rows: list[dict[str, object]] = [
         {"method": r["method"], "times as fast": round(r["speedup_e2e"], 2), "path": PATHS[bool(r.get("stock_path"))]}
-        for r in same
+        for r in records
+        if all(r.get(name) == value for name, value in first.items())
     ]
-    return rows, ", ".join(
-        ["Against plain decoding, end to end", *(CONDITION[name].format(value) for name, value in first.items())]
-    )
+    words = (CONDITION[name].format(value) for name, value in first.items())
+    return rows, ", ".join(["Against plain decoding, end to end", *words])
 
 
 def build(tabs: Tabs) -> Blocks:

@@ -6,11 +6,11 @@ import contextlib
 import time
 from collections.abc import Sequence
 from http.client import HTTPException
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.request import urlopen
 
 from PIL import Image
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError
 
 from mmspec.app.media.decoder import Decoder
 from mmspec.app.media.items import IMAGE, Item, bytes_source
@@ -36,20 +36,21 @@ class ChatError(Exception):
         super().__init__(message)
 
 
+class _Text(BaseModel):
+    type: Literal["text"]
+    text: str = ""
+
+
 class _Url(BaseModel):
     url: str
 
 
-class _Part(BaseModel):
-    type: Literal["text", "image_url"]
-    text: str | None = None
-    image_url: _Url | None = None
+class _Picture(BaseModel):
+    type: Literal["image_url"]
+    image_url: _Url
 
-    @model_validator(mode="after")
-    def _pictured(self) -> _Part:
-        if self.type == "image_url" and self.image_url is None:
-            raise ValueError('a part of type image_url has "image_url": {"url": ...}')
-        return self
+
+_Part = Annotated[_Text | _Picture, Field(discriminator="type")]
 
 
 class _Message(BaseModel):
@@ -58,7 +59,7 @@ class _Message(BaseModel):
 
     @property
     def parts(self) -> list[_Part]:
-        return [_Part(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+        return [_Text(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 
 class _Format(BaseModel):
@@ -140,9 +141,9 @@ class Pictures(contextlib.ExitStack):
 
         def shown(part: _Part) -> dict[str, Any]:
             nonlocal pixels
-            if part.type == "text":
-                return {"type": "text", "text": part.text or ""}
-            picture = self.load("" if part.image_url is None else part.image_url.url)
+            if isinstance(part, _Text):
+                return part.model_dump()
+            picture = self.load(part.image_url.url)
             pixels += picture.width * picture.height
             if pixels > most:
                 why = f"the request's pictures have over {most} pixels, the limit for all of them"
@@ -209,11 +210,8 @@ class AnswerText:
     def used(self, tokens: list[int]) -> int:
         """The number of tokens up to and including the stop string; without one, of all."""
 
-        def stops(count: int) -> bool:
+        def ended(count: int) -> bool:
             text = self._tokenizer.decode(tokens[:count], skip_special_tokens=True)
             return any(stop in text for stop in self._stops)
 
-        count = len(tokens)
-        while self.stopped and count and stops(count - 1):
-            count -= 1
-        return count
+        return next(filter(ended, range(len(tokens))), len(tokens)) if self.stopped else len(tokens)
