@@ -11,7 +11,6 @@ from mmspec.checkpoints.files import CONFIG, locate, read_config
 from mmspec.checkpoints.load import drafter_of, load_drafter
 from mmspec.config import Options, SpecConfig, option_names
 from mmspec.drafters.shape import Shape
-from mmspec.drafters.static_trees import CHAIN
 from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.host import hooks, loading
 from mmspec.pipelines.host.kinds import GenerativeModel
@@ -49,7 +48,7 @@ def _flat(drafter: Any, given: dict[str, Any], target: TargetInfo) -> dict[str, 
     """The options with width=1 if the drafter's file recommends a tree and the model runs on a CPU, where every node
     takes time; not if the user said anything about the shape but its depth."""
     recommended = getattr(getattr(drafter, "config", None), "shape", None)
-    if target.device.type != "cpu" or not isinstance(recommended, Shape) or recommended.tree == CHAIN:
+    if target.device.type != "cpu" or not isinstance(recommended, Shape) or recommended.branches == 1:
         return given
     said = any(given.get(name) is not None for name in ("width", "size", "tree", "draws"))
     return given if said else {**given, "width": 1}

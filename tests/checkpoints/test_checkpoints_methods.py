@@ -8,8 +8,10 @@ import torch
 from hostile_drafters import feature_drafter
 from published_drafters import HEADS, VISUAL, H, V, load, msd, put, run, same, vispec
 from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
 
 import mmspec
+from mmspec import zoo
 from mmspec.app import cli
 from mmspec.checkpoints import save
 from mmspec.checkpoints.layouts import LAYOUTS
@@ -195,3 +197,9 @@ def test_a_file_that_recommends_a_tree_drafts_chains_on_a_cpu(tmp_path, method, 
         assert torch.equal(tiny_vlms.generate(model, inputs, max_new_tokens=6), want)
     with mmspec.enable(model, drafter=handle.drafter) as handle:  # an object is taken as it is
         assert handle.drafter.options.width == 3
+
+
+def test_a_file_that_recommends_chains_is_taken_at_its_word():
+    model = AutoModelForImageTextToText.from_pretrained(zoo.path("scenes-video"))
+    with mmspec.enable(model, zoo.path("scenes-video-eagle")) as handle:
+        assert handle.given == {} and handle.drafter.options.adaptive and handle.drafter.options.depth == 16
