@@ -39,10 +39,9 @@ class Shape:
     def __post_init__(self) -> None:
         for name, most in MOST.items():
             value = getattr(self, name)
-            least = 2 if name == "size" else 1  # the root, and a token to verify
-            if not is_whole(value, least) or value > most:
+            if not is_whole(value, 1) or value > most:
                 own = "or None for the drafter's own"
-                raise ValueError(f"{name} must be a whole number from {least} to {most}, {own}; got {briefly(value)}")
+                raise ValueError(f"{name} must be a whole number from 1 to {most}, {own}; got {briefly(value)}")
         for name in ("draws", "adaptive"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False; got {briefly(getattr(self, name))}")

@@ -421,8 +421,9 @@ def test_auto_is_stock_whatever_it_chooses(drafter: str, kind: str):
     for off in (3, 10**6):
 
         def chosen(handle: Any, off: int = off) -> None:
-            assert isinstance(handle.proposer, Switch)
-            handle.proposer.costs = Told((False, True, True, False, False, True), off)
+            switch = getattr(handle.proposer, "drafter", None) if drafter == "always right" else handle.proposer
+            assert isinstance(switch, Switch)
+            switch.costs = Told((False, True, True, False, False, True), off)
 
         as_stock(tiny_vlms.model("llava"), tiny_vlms.prompt("llava", kind), drafter, begun=chosen, auto=True)
 
