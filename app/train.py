@@ -18,7 +18,6 @@ from mmspec.app.files import write_whole
 from mmspec.app.media.decoder import HELP, USUAL, VideoReader
 from mmspec.app.media.video import FramePolicy
 from mmspec.app.options import count, from_zero
-from mmspec.checkpoints.save import save_drafter
 from mmspec.drafters import block_config
 from mmspec.registry import DRAFTERS, drafter_class
 from mmspec.train.data import read
@@ -166,10 +165,7 @@ def train(
         )
         tau = run.run()
     if run.accelerator.is_main_process:
-        if drafter.method == "mtp":  # in the format of the model's checkpoint
-            mtp_files.save(model, drafter.eval().heads, out / "drafter")
-        else:
-            save_drafter(drafter.eval(), out / "drafter")
+        mtp_files.save_trained(model, drafter.eval(), out / "drafter")
         facts = {"method": method, "data": data, "samples": len(samples), **({"draw": drawing} if drawing else {})}
         _report(run, tau, time.monotonic() - began, facts)
     return drafter

@@ -13,7 +13,6 @@ as users do, so a drafter keeps its memory from prompt to prompt. Every method a
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import importlib.util
 import itertools
@@ -37,6 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig  # n
 
 import benchmarks.suites  # noqa: E402, F401  # reads the tables
 import mmspec  # noqa: E402
+from benchmarks.suites.subject import sharing  # noqa: E402
 from mmspec.app.bench import report  # noqa: E402
 from mmspec.app.compare import Comparison, over  # noqa: E402
 from mmspec.app.devices import find_device, wait  # noqa: E402
@@ -99,9 +99,6 @@ def loaded() -> tuple[Any, Any]:
 def methods(model: Any, args: argparse.Namespace) -> Iterator[RealMethod]:
     """The stock methods and those of mmspec."""
 
-    def another() -> Any:
-        return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-
     compiling: Any = CompileConfig(dynamic=False, mode="reduce-overhead" if model.device.type == "cuda" else "default")
     compiling._compile_all_devices = True  # transformers compiles by itself on some devices only
     stock: dict[str, dict[str, Any]] = {
@@ -112,13 +109,13 @@ def methods(model: Any, args: argparse.Namespace) -> Iterator[RealMethod]:
     for name, arguments in stock.items():
         refused = args.batch > 1 and name.startswith("hf-")  # transformers' assisted generation takes one row only
         if (name == "stock" or name in args.methods) and not refused:
-            yield RealMethod(name, another(), arguments)
+            yield RealMethod(name, sharing(model), arguments)
     ours: dict[str, dict[str, Any]] = {name: {"drafter": name} for name in args.methods if name in WEIGHTLESS}
     ours |= {one.stem: {"drafter": str(one)} for one in args.drafters}
     if args.lookup:
         ours |= {f"{one.stem} + lookup": {"drafter": str(one), "lookup": True} for one in args.drafters}
     for (name, options), compiled in itertools.product(ours.items(), args.compile):
-        own = another()
+        own = sharing(model)
         handle = mmspec.enable(own, compile=compiled, **options)
         yield RealMethod(name + " compiled" * compiled, own, {}, handle)
 

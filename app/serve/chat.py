@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Sequence
 from http.client import HTTPException
@@ -214,4 +215,5 @@ class AnswerText:
             text = self._tokenizer.decode(tokens[:count], skip_special_tokens=True)
             return any(stop in text for stop in self._stops)
 
-        return next(filter(ended, range(len(tokens))), len(tokens)) if self.stopped else len(tokens)
+        behind = itertools.takewhile(ended, reversed(range(len(tokens)))) if self.stopped else ()
+        return min(behind, default=len(tokens))  # a few, since every round is looked at

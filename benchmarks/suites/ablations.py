@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from benchmarks.suites.subject import sharing
 from mmspec.app.bench import drafters, vlm
 from mmspec.app.bench.command import say
 from mmspec.app.compare import Method
@@ -103,7 +104,7 @@ EARLY = 6  # a draft model has 1/6 of its target's layers
 
 def first_layers(model: GenerativeModel) -> ModelDrafter:
     """A draft model of the model's first layers and its head; it shares the model's weights."""
-    small = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+    small = sharing(model)
     own = decoder(small)
     count = max(1, len(own.layers) // EARLY)
     own.layers = nn.ModuleList(own.layers[:count])

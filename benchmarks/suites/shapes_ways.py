@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.suites.shapes_models import Chat, Codes, Latents, Shape
+from benchmarks.suites.subject import sharing
 from mmspec.app.bench import vlm
 from mmspec.app.bench.answers import VlmBench
 from mmspec.app.compare import Method
@@ -68,7 +68,7 @@ class ChatWays:
         self.shape, self.sizes, self.drafters = shape, sizes, parts
         self.bench = VlmBench(model, None, tokens, seed)
         # of the same weights: captures hold for one implementation of attention
-        twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+        twin = sharing(model)
         twin.set_attn_implementation(TREE)
         self.benches = {SDPA: self.bench, TREE: VlmBench(twin, None, tokens, seed)}
 

@@ -1,6 +1,8 @@
 """Shared by suites of one model: the flags for model and drafter, loading, provenance and devices."""
 
 import argparse
+import copy
+from typing import Any
 
 import mmspec
 from mmspec.app import embedded
@@ -52,3 +54,8 @@ def refuse(args: argparse.Namespace, why: str, **usual: object) -> None:
     given = [f"--{name.replace('_', '-')}" for name, value in usual.items() if getattr(args, name, value) != value]
     if given:
         raise BenchError(f"{' and '.join(given)}: {why}; leave {'it' if len(given) == 1 else 'them'} out")
+
+
+def sharing(model: Any) -> Any:
+    """A copy of a model that shares its weights."""
+    return copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})

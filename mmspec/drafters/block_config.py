@@ -9,9 +9,8 @@ from mmspec.drafters.dflash_layer import MARKOV
 from mmspec.drafters.shape import MOST, Shape, TreeOptions
 from mmspec.drafters.trained import TrainedConfig
 
-PUBLISHED: dict[
-    str, dict[str, Any]
-] = {  # method of `mmspec train` → what its published drafters add to DFlash's layers
+# method of `mmspec train` → what its published drafters add to DFlash's layers
+PUBLISHED: dict[str, dict[str, Any]] = {
     "block": {},
     "dflash": {},
     "dspark": {"markov_rank": 256, "confidence": True, "confidence_markov": True, "anchored": True, "block": 8},

@@ -205,7 +205,7 @@ class Distillation:
 
     def run(self, save_every: float = 300.0, measure_every: int = 250) -> float:
         """Train to the recipe's end, from the last checkpoint if there is one; returns the held-out τ."""
-        self.stored()  # raises before the target answers
+        self.stored("cpu", mmap=True)  # raises before the target answers; the tensors are not read
         held_out, shown = self.lesson(self.held_out, "held-out"), self.lesson(self.samples, "train")
         text = self.lesson(self.texts, "text") if self.recipe.texts else None
         if self.drafter.head.own:
@@ -320,15 +320,18 @@ class Distillation:
         torch.save(state, part)
         os.replace(part, self.checkpoint)
 
-    def stored(self) -> dict[str, Any] | None:
+    def stored(self, device: str | torch.device, mmap: bool = False) -> dict[str, Any] | None:
         """The checkpoint in `out`, if there is one.
+
+        Args:
+            mmap: leave the tensors in the file.
 
         Raises:
             ValueError: it belongs to another recipe, target or source of data.
         """
         if not self.checkpoint.exists():
             return None
-        state: dict[str, Any] = torch.load(self.checkpoint, map_location=self.accelerator.device, weights_only=True)
+        state: dict[str, Any] = torch.load(self.checkpoint, device, weights_only=True, mmap=mmap)
         defaults, now = (json.loads(json.dumps(asdict(recipe))) for recipe in (Recipe(), self.recipe))
         if defaults | json.loads(state["recipe"]) != now:  # values newer than the checkpoint had their defaults
             raise ValueError(f"{self.checkpoint} was made with another recipe; choose another --out, or delete it")
@@ -341,7 +344,7 @@ class Distillation:
 
     def resume(self) -> None:
         """Resume from the checkpoint in `out`, if there is one; raises the errors of `stored`."""
-        if (state := self.stored()) is None:
+        if (state := self.stored(self.accelerator.device)) is None:
             return
         self.step, self.seconds, self.curve = state["step"], state["seconds"], state.get("curve", [])
         self.accelerator.unwrap_model(self.network).load_state_dict(state["drafter"])

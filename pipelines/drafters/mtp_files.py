@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from mmspec import __version__
 from mmspec.checkpoints.files import CONFIG, WEIGHTS, read_config
+from mmspec.checkpoints.save import save_drafter
 from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.host.decoder import decoder
 from mmspec.pipelines.host.kinds import GenerativeModel
@@ -145,3 +147,11 @@ def saved(folder: Path) -> bool:
         return False
     marker = read_config(folder).get("mmspec")
     return isinstance(marker, dict) and marker.get("method") == "mtp"
+
+
+def save_trained(model: GenerativeModel, drafter: Any, folder: Path) -> None:
+    """Save MTP heads in the format of the model's checkpoint, another drafter in mmspec's own."""
+    if drafter.method == "mtp":
+        save(model, drafter.heads, folder)
+    else:
+        save_drafter(drafter, folder)

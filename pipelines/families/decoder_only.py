@@ -43,7 +43,7 @@ def _run(model: GenerativeModel, call: Call) -> tuple[object, ...]:
         return ()
     if now is not None and now.patch in patch.by_request.values():
         patch = now.patch
-    with or_stock(patch, call), unchanging():
+    with or_stock(patch, call):
         why = obstacle(model, call, patch)
         if why is None:
             with patch.running(model):

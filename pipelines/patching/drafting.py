@@ -26,7 +26,7 @@ from mmspec.session import Session
 from mmspec.switch import RoundCosts, Switch
 from mmspec.types import NO_TOKEN, Draft, Prompt
 
-SURE = 3  # rounds of a call in which the tokens of a user's own drafter are checked on any device
+CHECKED = 3  # rounds of a call in which the tokens of a user's own drafter are checked on any device
 SWITCHED = True  # whether, by default, drafters without weights are switched off while they save no time
 # The switch's measurements, by model and by the drafter's layer (or its class if it has none); they outlive `disable`.
 _COSTS: WeakKeyDictionary[object, WeakKeyDictionary[object, dict[Hashable, RoundCosts]]] = WeakKeyDictionary()
@@ -72,6 +72,11 @@ def proposer(model: object, drafter: Drafter, config: SpecConfig, target: Target
     return ready if own else CheckedDrafts(ready, type(drafter).__name__, target.vocab)
 
 
+def switches(proposer: Proposer) -> bool:
+    """Whether it turns drafting off by itself where that does not pay."""
+    return isinstance(proposer.drafter if isinstance(proposer, CheckedDrafts) else proposer, Switch)
+
+
 class CheckedDrafts:
     """A drafter of the user's own whose drafts are checked: a wrong one would give wrong tokens, or an error far away.
 
@@ -104,7 +109,7 @@ class CheckedDrafts:
                 f"{self.name}.propose returned tokens {list(tokens.shape)} of {tokens.dtype} on a tree {list(nodes)}; "
                 f"both are [rows, nodes], here {rows} rows, and tokens are int64"
             )
-        if tokens.is_cpu or session.stats.rounds < SURE:
+        if tokens.is_cpu or session.stats.rounds < CHECKED:
             allowed = (tokens >= NO_TOKEN) & (tokens < self.vocab)
             if not bool(((tokens[:, 0] == session.pending) & allowed.all(1)).all()):
                 raise ValueError(

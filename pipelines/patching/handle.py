@@ -21,9 +21,8 @@ from mmspec.prefix_store import PrefixStore
 from mmspec.protocols import Proposer, TargetInfo
 from mmspec.rules import Rule, exact
 from mmspec.statistics import Stats
-from mmspec.switch import Switch
 
-SURE, LITTLE = 256, 1.2  # rounds until drafts are judged, and tokens a round below which hardly any was accepted
+ENOUGH, LITTLE = 256, 1.2  # rounds until drafts are judged, and tokens a round below which hardly any was accepted
 _switching = threading.RLock()  # enable and disable may be called from any thread
 
 
@@ -76,9 +75,8 @@ class Patch:
         """Add the statistics of a call; warns once if drafts have hardly been accepted so far."""
         with self._lock:
             self.stats.add(stats)
-        switched = isinstance(self.proposer, Switch) or isinstance(getattr(self.proposer, "drafter", None), Switch)
-        sure = self.stats.drafted and self.stats.row_rounds >= SURE and not switched
-        if sure and self.stats.tokens_per_target_call < LITTLE:
+        judged = self.stats.drafted and self.stats.row_rounds >= ENOUGH and not drafting.switches(self.proposer)
+        if judged and self.stats.tokens_per_target_call < LITTLE:
             self.warn_once(
                 f"drafts are hardly accepted: {self.stats.row_rounds} rounds gained "
                 f"{self.stats.tokens_per_target_call:.2f} tokens each with {type(self.drafter).__name__}. Was it made "
