@@ -59,11 +59,11 @@ def main() -> None:
         found[f"{name} on {target}"] = row(matrices(model.get_decoder(), head), matrices(own, head), passes)
     with torch.device("meta"):
         parts = MODELS[SMOLVLM].parts(REAL, torch.bfloat16)
-    model, drafter = parts["target"], parts["eagle"]
-    head = model.get_output_embeddings().weight
-    whole = matrices(model.get_decoder(), model.get_output_embeddings())
+    large: Any = parts["target"]
+    head = large.get_output_embeddings().weight
+    whole = matrices(large.get_decoder(), large.get_output_embeddings())
     for rows in (len(head), ROWS):
-        a_pass = matrices(drafter) + rows * head.shape[1] * head.element_size()
+        a_pass = matrices(parts["eagle"]) + rows * head.shape[1] * head.element_size()
         found[f"eagle on {SMOLVLM}, {rows} rows"] = row(whole, a_pass, (8.0,))
     facts = provenance(torch.device("cpu"), torch.float32) | {"argv": sys.argv}
     text = json.dumps({"provenance": facts, "rounds": found}, indent=0) + "\n"
