@@ -13,10 +13,9 @@ from typing import TypeVar, cast
 from PIL import Image
 
 from mmspec.app.prompt import PromptChoice
-from mmspec.compile.capture_cache import settled
 from mmspec.pipelines.host.kinds import BatchFeature, Processor
 from mmspec.pipelines.prompts import chat_inputs
-from mmspec.pipelines.serving.batcher import Batcher, FinishedPrompt, cut_off
+from mmspec.pipelines.serving.batcher import Batcher, FinishedPrompt
 from mmspec.statistics import Stats
 
 THREADS = 2  # per model; resizing and normalizing release the GIL
@@ -128,14 +127,9 @@ class Captioner:
         return refused
 
     def step(self) -> list[CaptionResult]:
-        """Do a part of the work, such as one forward of the model, and return the finished results.
-
-        Only full batches are worth compiling: at the end of a run the batch shrinks through all smaller sizes.
-        """
+        """Do a part of the work, such as one forward of the model, and return the finished results."""
         results = self._enter()
-        with settled(self._batches.free > 0):
-            finished = self._batches.step()
-        for one in finished:
+        for one in self._batches.step():
             item, number = cast(tuple[_Item, int], one.ticket)
             item.results[number] = result = self._result(item, one)
             if number == 0 and result.error is None:
@@ -148,10 +142,8 @@ class Captioner:
 
     def _result(self, item: _Item, end: FinishedPrompt) -> CaptionResult:
         """The answer to one prompt."""
-        settings, eos = self._batches.generation, self._batches.model.generation_config.eos_token_id
-        finish = "length" if cut_off(end.tokens, eos, settings["max_new_tokens"]) else "stop"
-        error = end.error
-        if finish == "length" and "logits_processor" in settings:
+        finish, error = "length" if end.cut else "stop", end.error
+        if end.cut and "logits_processor" in self._batches.generation:
             error = error or ValueError(f"no complete JSON in {len(end.tokens)} tokens; raise --max-new-tokens")
         scores = () if end.logprob is None else (round(end.logprob / max(1, len(end.tokens)), 6),)
         result = CaptionResult(item.ticket, "", len(end.tokens), end.seconds, error, scores=scores)

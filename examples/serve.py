@@ -1,4 +1,4 @@
-"""A server that streams captions as server-sent events, while they are being written.
+"""A server that streams captions as server-sent events, while they are being written; all clients share one batch.
 
 python examples/serve.py
 curl -N -F image=@photo.png -F prompt="Describe this image." localhost:8000/caption
@@ -6,21 +6,32 @@ curl -N -F image=@photo.png -F prompt="Describe this image." localhost:8000/capt
 
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import uvicorn
 from fastapi import FastAPI, Form, HTTPException, UploadFile
-from fastapi.concurrency import iterate_in_threadpool
 from fastapi.responses import StreamingResponse
 from transformers import AutoModelForImageTextToText, AutoProcessor, logging
 
 import mmspec
 from mmspec import media, zoo
+from mmspec.pipelines.serving.async_batcher import AsyncBatcher
+from mmspec.pipelines.serving.continuous import ContinuousBatcher
 
 logging.disable_progress_bar()  # of loading weights
 processor = AutoProcessor.from_pretrained(zoo.path("scenes-video"))
 model = AutoModelForImageTextToText.from_pretrained(zoo.path("scenes-video"), dtype="float32")
 mmspec.enable(model, drafter=zoo.path("scenes-video-eagle"))
-app = FastAPI()
+batcher = AsyncBatcher(ContinuousBatcher(model, processor, rows=8, do_sample=False), processor)
+
+
+@asynccontextmanager
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    with batcher:  # its thread runs the model
+        yield
+
+
+app = FastAPI(lifespan=lifespan)
 
 
 @app.post("/caption")
@@ -40,16 +51,11 @@ def caption(
 
 
 async def events(inputs, max_new_tokens: int) -> AsyncIterator[str]:
-    """One event for each forward of the model; the generation ends when the client goes away."""
-    steps, tokens = mmspec.stream(model, inputs, max_new_tokens=max_new_tokens, do_sample=False), []
-    try:
-        async for step in iterate_in_threadpool(steps):
-            tokens += step.tokens
-            text = processor.decode(tokens, skip_special_tokens=True)
-            yield f"data: {json.dumps({'text': text, 'drafted': step.accepted, 'seconds': round(step.seconds, 3)})}\n\n"
-        yield "event: done\ndata: {}\n\n"
-    finally:
-        steps.close()
+    """One event for each forward of the model; the row is free again when the client goes away."""
+    async for part in batcher.stream(inputs, max_new_tokens=max_new_tokens):
+        told = {"text": part.text, "tokens": part.tokens, "accepted": part.stats.accepted}
+        yield f"data: {json.dumps(told)}\n\n"
+    yield "event: done\ndata: {}\n\n"
 
 
 if __name__ == "__main__":

@@ -1,20 +1,17 @@
-"""Requests of OpenAI's chat protocol: fields, pictures, the text of answers, and errors."""
+"""Requests of OpenAI's chat protocol: their fields, their pictures, and errors."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import time
 from collections.abc import Sequence
-from http.client import HTTPException
 from typing import Annotated, Any, Literal
-from urllib.request import urlopen
 
 from PIL import Image
 from pydantic import BaseModel, Field, ValidationError
 
 from mmspec.app.media.decoder import Decoder
 from mmspec.app.media.items import IMAGE, Item, bytes_source
+from mmspec.app.media.remote import fetch
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaError, MediaLimits
 
@@ -158,62 +155,11 @@ class Pictures(contextlib.ExitStack):
     def load(self, url: str) -> Image.Image:
         """The picture at a URL; ChatError if it cannot be loaded."""
         try:
-            data = self._bytes(url)
+            if not url.startswith(("data:", *(("http:", "https:") if self._http else ()))):
+                reason = f"has a URL that this server does not open ({url[:60]!r})"
+                raise MediaError("picture", reason, "send it as a data URL, or see --allow-http")
+            data = fetch(url, self._limits.max_bytes, SECONDS)  # the decoder refuses what is over the limit
             return self._decoder.one(Item("picture", IMAGE, bytes_source(data))).frames[0]
         except MediaError as error:
             advice = error.what_to_do.split(", or raise")[0]
             raise ChatError(400, f"the picture {error.reason}; {advice}", "messages", "invalid_image") from error
-
-    def _bytes(self, url: str) -> bytes:
-        if not url.startswith(("data:", *(("http:", "https:") if self._http else ()))):
-            reason = f"has a URL that this server does not open ({url[:60]!r})"
-            raise MediaError("picture", reason, "send it as a data URL, or see --allow-http")
-        data, end = bytearray(), time.monotonic() + SECONDS
-        try:
-            with urlopen(url, timeout=SECONDS) as answer:  # the decoder refuses what is over the limit by one byte
-                while len(data) <= self._limits.max_bytes and (piece := answer.read1(2**20)):
-                    data += piece
-                    if time.monotonic() > end:
-                        raise TimeoutError(f"not complete after {SECONDS:g} s")
-        except (OSError, ValueError, HTTPException) as error:
-            raise MediaError("picture", f"cannot be fetched ({error})", "send it as a data URL") from error
-        return bytes(data)
-
-
-class AnswerText:
-    """The text of a growing answer, up to the first stop string; `stopped` says whether one was found."""
-
-    def __init__(self, tokenizer: Any, stops: list[str]) -> None:
-        self._tokenizer, self._stops, self.stopped = tokenizer, stops, False
-        self._text, self._begin, self._end, self._sent = "", 0, 0, 0
-
-    def read(self, tokens: list[int], last: bool) -> str:
-        """The new text, without an incomplete character or what may be the beginning of a stop string.
-
-        If an answer is generated again from its beginning, there is no new text until it is as long as before.
-        """
-        if len(tokens) <= self._end and not last:
-            return ""
-        before, now = (
-            self._tokenizer.decode(some, skip_special_tokens=True)
-            for some in (tokens[self._begin : self._end], tokens[self._begin :])
-        )
-        if last or not now.endswith("\ufffd"):
-            self._text += now[len(before) :]
-            self._begin, self._end = self._end, len(tokens)
-        places = [place for stop in self._stops if (place := self._text.find(stop)) >= 0]
-        self.stopped, self._text = bool(places), self._text[: min(places, default=None)]
-        begins = (n for stop in self._stops for n in range(len(stop)) if self._text.endswith(stop[:n]))
-        sure = len(self._text) - (0 if last or self.stopped else max(begins, default=0))
-        piece, self._sent = self._text[self._sent : sure], max(self._sent, sure)
-        return piece
-
-    def used(self, tokens: list[int]) -> int:
-        """The number of tokens up to and including the stop string; without one, of all."""
-
-        def ended(count: int) -> bool:
-            text = self._tokenizer.decode(tokens[:count], skip_special_tokens=True)
-            return any(stop in text for stop in self._stops)
-
-        behind = itertools.takewhile(ended, reversed(range(len(tokens)))) if self.stopped else ()
-        return min(behind, default=len(tokens))  # a few, since every round is looked at

@@ -51,6 +51,7 @@ def _serve(args: argparse.Namespace, key: str | None) -> None:
     from mmspec.app.caption.options import AUTO
     from mmspec.app.caption.run import area_for
     from mmspec.app.serve import chat, http
+    from mmspec.pipelines.serving.async_batcher import AsyncBatcher
 
     drafter = args.drafter or embedded.drafter(args.model)
     options = enabling.given(args.enable, drafter)
@@ -58,9 +59,9 @@ def _serve(args: argparse.Namespace, key: str | None) -> None:
     for note in engine.notes:
         print(f"mmspec serve: {note}", file=sys.stderr)
     limits = MediaLimits(args.max_pixels, args.max_bytes, chat.SECONDS, max_area=area_for(AUTO, engine)[0])
-    batches = engine.batcher(args.batch_size or engine.suggest_rows())
-    with http.ModelThread(batches) as thread, chat.Pictures(limits, args.allow_http) as pictures:
+    batches = AsyncBatcher(engine.batcher(args.batch_size or engine.suggest_rows()), engine.processor)
+    with batches as worker, chat.Pictures(limits, args.allow_http) as pictures:
         shown = (args.model, args.max_new_tokens, args.temperature, args.queue, args.max_bytes, key)
-        app = http.build(http.Service(engine, thread, pictures, *shown))
+        app = http.build(http.Service(engine, worker, pictures, *shown))
         print(f"{args.model} is at http://{args.host}:{args.port}/v1 (Ctrl-C ends it)", flush=True)
         uvicorn.run(app, host=args.host, port=args.port, log_level="warning", timeout_keep_alive=http.KEEP_ALIVE)

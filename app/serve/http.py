@@ -1,16 +1,13 @@
-"""The server's endpoints, in OpenAI's formats, and the thread that runs the model for all requests."""
+"""The server's endpoints, in OpenAI's formats."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import secrets
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -20,84 +17,15 @@ from starlette.requests import ClientDisconnect
 
 from mmspec.app.devices import first_line
 from mmspec.app.engine import Engine
-from mmspec.app.serve.chat import AnswerText, ChatError, ChatRequest, Pictures
-from mmspec.compile.capture_cache import settled
+from mmspec.app.serve.chat import ChatError, ChatRequest, Pictures
 from mmspec.pipelines.host.processors.grammar import json_grammar
 from mmspec.pipelines.prompts import inputs_of
-from mmspec.pipelines.serving.batcher import Batcher, cut_off
-from mmspec.statistics import Stats
+from mmspec.pipelines.serving.async_batcher import AsyncBatcher
 
 T = TypeVar("T")
 KEEP_ALIVE = 75  # seconds that an idle connection stays open; clients that reuse it wait less between two requests
 UPLOAD = 60.0  # seconds within which a request's body must arrive
-Piece = tuple[str, str | None, dict[str, Any]]  # text; for the last piece also the finish reason and usage
-Progress = tuple[list[int], Stats, bool, Exception | None]  # tokens so far, stats of their rounds, done, error
-Send = Callable[[Progress], object]
-
-
-class ModelThread:
-    """Runs the rounds of a Batcher in a separate thread; a context manager."""
-
-    def __init__(self, batches: Batcher) -> None:
-        self.batches = batches
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # between rounds; None: end the thread
-        self._open: set[Send] = set()
-        self._thread = threading.Thread(target=self._work, name="mmspec-model", daemon=True)
-
-    def __enter__(self) -> ModelThread:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._jobs.put(None)
-        self._thread.join()
-
-    async def answer(self, inputs: Any, seed: int, settings: dict[str, Any]) -> AsyncIterator[Progress]:
-        """Yield a request's progress after each round; closing the iterator frees its row. Raises its error."""
-        loop, updates = asyncio.get_running_loop(), asyncio.Queue[Progress]()
-
-        def send(progress: Progress) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(updates.put_nowait, progress)
-
-        def begin() -> None:
-            self._open.add(send)
-            self.batches.add(send, inputs, seed, **settings)
-
-        self._jobs.put(begin)
-        try:
-            done = False
-            while not done:
-                progress = await updates.get()
-                _, _, done, error = progress
-                if error is not None:
-                    raise error
-                yield progress
-        finally:
-            self._jobs.put(lambda: self._leave(send))
-
-    def _leave(self, send: Send) -> None:
-        self._open.discard(send)
-        self.batches.cancel(send)
-
-    def _work(self) -> None:
-        while True:
-            with contextlib.suppress(Empty):
-                while (job := self._jobs.get(block=not self.batches.busy)) is not None:
-                    job()
-                return
-            try:
-                with settled(self.batches.free > 0):
-                    finished = self.batches.step()
-            except Exception as error:  # of the whole batch, since the batcher handles errors of single prompts
-                for send in [*self._open]:
-                    self._leave(send)
-                    send(([], Stats(), True, error))
-                continue
-            updates: list[tuple[Any, Progress]] = [(o.ticket, (o.tokens, o.stats, True, o.error)) for o in finished]
-            updates += [(ticket, (tokens, stats, False, None)) for ticket, tokens, stats in self.batches.written()]
-            for send, progress in updates:
-                send(progress)
+Part = tuple[str, str | None, dict[str, Any]]  # text; for the last part also the finish reason and usage
 
 
 @dataclass
@@ -115,7 +43,7 @@ class Service:
     """
 
     engine: Engine
-    worker: ModelThread
+    worker: AsyncBatcher
     pictures: Pictures
     name: str
     most: int = 512
@@ -125,57 +53,45 @@ class Service:
     key: str | None = None
     open: int = 0
 
-    async def body(self, request: Request) -> bytes:
-        """Read a request's body. ChatError if the queue is full, or the body is too large or late."""
+    def check_key(self, request: Request) -> None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self.key is not None and not secrets.compare_digest(given.encode(), self.key.encode()):
+            raise ChatError(401, "an API key is required: Authorization: Bearer KEY", None, "invalid_api_key")
+
+    async def chat(self, request: Request) -> ChatRequest:
+        """Read a request. ChatError if the queue is full, or the request is too large, late or invalid."""
         if self.open >= self.worker.batches.rows + self.queue:
-            why = f"{self.open} requests are open, which is the limit; try again later"
-            raise ChatError(429, why, None, "queue_full")
+            raise ChatError(429, f"{self.open} requests are open, the limit; try again later", None, "queue_full")
         if int(request.headers.get("content-length", -1)) not in range(self.max_bytes + 1):
             why = f"a request needs a Content-Length of at most {self.max_bytes} bytes (--max-bytes)"
             raise ChatError(413, f"{why}; send smaller pictures")
         self.open += 1
         try:
             async with asyncio.timeout(UPLOAD):
-                return await request.body()
+                body = ChatRequest.parse(await request.body())
         except (TimeoutError, ClientDisconnect) as error:
             raise ChatError(408, f"the request has not arrived after {UPLOAD:g} s; send smaller pictures") from error
         finally:
             self.open -= 1
+        if body.model not in (None, self.name):
+            raise ChatError(404, f"no model {body.model!r} here; this is {self.name!r}", "model", "model_not_found")
+        return body
 
-    def check_key(self, request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self.key is not None and not secrets.compare_digest(given.encode(), self.key.encode()):
-            raise ChatError(401, "an API key is required: Authorization: Bearer KEY", None, "invalid_api_key")
-
-    async def answer(self, body: ChatRequest) -> AsyncIterator[Piece]:
-        """Yield the pieces of an answer; the first one is empty and comes once the prompt is prepared."""
+    async def answer(self, body: ChatRequest) -> AsyncIterator[Part]:
+        """Yield the parts of an answer; the first one is empty and comes once the prompt is prepared."""
         began = time.perf_counter()
         self.open += 1
         try:
             inputs, settings = await self._prepared(body)
             yield "", None, {}
-            reader, most, length = self.engine.processor, settings["max_new_tokens"], inputs["input_ids"].shape[1]
-            writer = AnswerText(getattr(reader, "tokenizer", reader), body.stops)
             seed = secrets.randbits(31) if body.seed is None else body.seed % 2**63
-            async for tokens, stats, done, _ in self.worker.answer(inputs, seed, settings):
-                if not (done or body.stream or body.stops):
-                    continue
-                piece = writer.read(tokens, done)
-                if not (done or writer.stopped):
-                    yield piece, None, {}
-                    continue
-                n = writer.used(tokens)
-                facts = {
-                    "target_calls": stats.row_rounds,
-                    "drafted_tokens": stats.drafted,
-                    "accepted_tokens": stats.accepted,
-                    "tokens_per_target_call": round(stats.tokens_per_target_call, 4),
-                    "seconds": round(time.perf_counter() - began, 6),
-                }
+            length = inputs["input_ids"].shape[1]
+            async for part in self.worker.stream(inputs, seed, body.stops, bool(body.stream), **settings):
+                n, stats, seconds = part.tokens, part.stats, round(time.perf_counter() - began, 6)
                 usage = {"prompt_tokens": length, "completion_tokens": n, "total_tokens": length + n}
-                cut = cut_off(tokens, self.engine.model.generation_config.eos_token_id, most) and not writer.stopped
-                yield piece, "length" if cut else "stop", {"usage": usage, "mmspec": facts}
-                return
+                counts = {"drafted_tokens": stats.drafted, "accepted_tokens": stats.accepted, "seconds": seconds}
+                calls = {"target_calls": stats.row_rounds, "tokens_per_target_call": stats.tokens_per_target_call}
+                yield part.text, part.finish, {"usage": usage, "mmspec": calls | counts} if part.finish else {}
         finally:
             self.open -= 1
 
@@ -215,35 +131,31 @@ def build(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, object]:
-        batches = service.worker.batches
-        return {"status": "ok", "open": service.open, "running": len(batches.running), "rows": batches.rows}
+        rows = service.worker.batches.rows
+        return {"status": "ok", "open": service.open, "running": len(service.worker.batches.running), "rows": rows}
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, object]:
         service.check_key(request)
-        model = {"id": service.name, "object": "model", "created": 0, "owned_by": "mmspec"}
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [{"id": service.name, "object": "model", "created": 0, "owned_by": "mmspec"}]}
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Any:
         service.check_key(request)
-        body = ChatRequest.parse(await service.body(request))
-        if body.model not in (None, service.name):
-            why = f"no model {body.model!r} here; this is {service.name!r}"
-            raise ChatError(404, why, "model", "model_not_found")
-        pieces = service.answer(body)
+        body = await service.chat(request)
+        parts = service.answer(body)
         frame = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": service.name}
         if body.stream:
-            await _while_connected(request, anext(pieces))  # so that errors are sent with their status
-            return StreamingResponse(_events(body, pieces, frame), media_type="text/event-stream")
+            await _while_connected(request, anext(parts))  # so that errors are sent with their status
+            return StreamingResponse(_events(body, parts, frame), media_type="text/event-stream")
 
-        async def whole() -> list[Piece]:
-            return [piece async for piece in pieces]
+        async def whole() -> Part:
+            return [part async for part in parts][-1]
 
-        written = await _while_connected(request, whole())
-        message = {"role": "assistant", "content": "".join(text for text, _, _ in written)}
-        choice = {"index": 0, "message": message, "finish_reason": written[-1][1], "logprobs": None}
-        return frame | {"object": "chat.completion", "choices": [choice], **written[-1][2]}
+        text, finish, more = await _while_connected(request, whole())
+        message = {"role": "assistant", "content": text}
+        choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
+        return frame | {"object": "chat.completion", "choices": [choice], **more}
 
     return app
 
@@ -261,12 +173,12 @@ async def _while_connected(request: Request, work: Awaitable[T]) -> T:
         gone.cancel()
 
 
-async def _events(body: ChatRequest, pieces: AsyncIterator[Piece], frame: dict[str, object]) -> AsyncIterator[str]:
+async def _events(body: ChatRequest, parts: AsyncIterator[Part], frame: dict[str, object]) -> AsyncIterator[str]:
     """An answer as server-sent events; errors become events, too."""
     frame = frame | {"object": "chat.completion.chunk"}
     delta: dict[str, object] = {"role": "assistant", "content": ""}
     try:
-        async for text, finish, more in pieces:
+        async for text, finish, more in parts:
             choice = {"index": 0, "delta": delta | {"content": text}, "finish_reason": finish, "logprobs": None}
             usage = more.pop("usage", None)
             yield _event(frame | {"choices": [choice], **more})

@@ -31,6 +31,7 @@ class FinishedPrompt:
 
     Attributes:
         tokens: the generated tokens, including the end-of-sequence token.
+        cut: whether the answer was cut off at the maximum number of tokens.
         stats: the statistics of its rounds only; empty if mmspec was not used.
         logprob: the natural log-probability of these tokens by the model's raw logits; None unless requested.
         seconds: the time since the prompt was first read; rows that run at the same time share it.
@@ -43,6 +44,7 @@ class FinishedPrompt:
     error: Exception | None = None
     stats: Stats = field(default_factory=Stats)
     logprob: float | None = None
+    cut: bool = False
 
 
 @dataclass(eq=False)
@@ -227,7 +229,8 @@ class Batcher:
             logprob = None
             if logits is not None:  # the start token in the answers of encoder-decoder models is not generated
                 logprob = float(logprobs(logits[b : b + 1], [tokens[len(row) - logits.shape[1] :]]))
-            self._finished.append(FinishedPrompt(one.ticket, tokens, now - one.begun, logprob=logprob))
+            cut = self._cut(one, tokens)
+            self._finished.append(FinishedPrompt(one.ticket, tokens, now - one.begun, logprob=logprob, cut=cut))
 
     def _ended(self, prompt: QueuedPrompt, row: list[int]) -> list[int]:
         """The tokens of a row up to its end; the batch continues until all rows have ended."""
@@ -237,6 +240,10 @@ class Batcher:
         before = prompt.inputs["input_ids"][0].tolist()
         end = string_end(strings, [*before, *tokens], len(before) + 1)
         return tokens if end is None else tokens[: end - len(before)]
+
+    def _cut(self, prompt: QueuedPrompt, tokens: list[int]) -> bool:
+        most = self._setting("max_new_tokens", prompt)
+        return most is not None and cut_off(tokens, self._setting("eos_token_id", prompt), most)
 
     def _strings(self, prompt: QueuedPrompt) -> Any:
         """The stopping criterion for `stop_strings`; None: there are none."""

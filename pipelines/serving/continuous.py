@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from mmspec.compile.capture_cache import settled
 from mmspec.config import UnsupportedError
 from mmspec.loop import decode, start
 from mmspec.pipelines.drafters import forced
@@ -27,6 +29,8 @@ from mmspec.statistics import Stats
 from mmspec.types import Round
 
 __all__ = ["ContinuousBatcher", "FinishedPrompt"]
+
+LASTING = 1000  # rounds after which a batch that is not full is compiled, too: they cost about as much as the compiler
 
 
 @dataclass
@@ -61,6 +65,7 @@ class ContinuousBatcher(Batcher):
         if self._handle.config.reproducible:
             raise ValueError("reproducible=True uses torch's noise, which is per call; here each row has its own seed")
         self.stats.lossless = self._handle.rule.lossless
+        self._rounds = Counter[int]()  # by batch size
         self._together = False  # whether several prompts may share one prefill; known after the first one
         self._restart()
 
@@ -86,8 +91,13 @@ class ContinuousBatcher(Batcher):
                 yield row.prompt.ticket, row.tokens[row.start :], row.stats  # type: ignore[attr-defined]
 
     def _work(self) -> None:
-        """Prefill waiting prompts into free rows, then run one round of all rows."""
-        with torch.no_grad(), self._handle.running(self.model):
+        """Prefill waiting prompts into free rows, then run one round of all rows.
+
+        With `compile`, a batch size is compiled if it is the full one, or has lasted: at the end of a run the batch
+        shrinks through all smaller sizes, and each of them would wait for the compiler.
+        """
+        passing = self.free > 0 and self._rounds[len(self._session.rows)] < LASTING
+        with torch.no_grad(), settled(passing), self._handle.running(self.model):
             if self._waiting:
                 self._session.retire()
             while (group := self._take(self._together)) and self._admit(group):
@@ -99,6 +109,7 @@ class ContinuousBatcher(Batcher):
 
     def _round(self) -> None:
         assert self._target is not None
+        self._rounds[len(self._session.rows)] += 1
         try:
             drafter = forced.with_forced(self._handle.proposer, self._session.rows)
             now = next(decode(self._session, self._target, drafter))
@@ -125,7 +136,8 @@ class ContinuousBatcher(Batcher):
                 row.prompt = None  # type: ignore[attr-defined]
                 tokens, stats = row.tokens[row.start :], row.stats  # type: ignore[attr-defined]
                 logprob = row.logprob if self.scored else None  # type: ignore[attr-defined]
-                self._finished.append(FinishedPrompt(prompt.ticket, tokens, now - prompt.begun, None, stats, logprob))
+                rest = None, stats, logprob, self._cut(prompt, tokens)
+                self._finished.append(FinishedPrompt(prompt.ticket, tokens, now - prompt.begun, *rest))
         if not self.running:
             session.retire()
         self.stats.add(session.stats)

@@ -26,11 +26,12 @@ from mmspec import media, zoo
 from mmspec.app import embedded
 from mmspec.app import engine as engines
 from mmspec.app.serve import chat
-from mmspec.app.serve.chat import AnswerText, ChatRequest, Pictures
-from mmspec.app.serve.http import KEEP_ALIVE, ModelThread, Service, build
+from mmspec.app.serve.chat import ChatRequest, Pictures
+from mmspec.app.serve.http import KEEP_ALIVE, Service, build
 from mmspec.pipelines.host.processors.grammar import json_grammar
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving import continuous
+from mmspec.pipelines.serving.async_batcher import AsyncBatcher
 
 SAMPLES = sorted(zoo.samples().glob("*.png"))
 PROMPT = zoo.PROMPTS["long"]
@@ -54,7 +55,7 @@ def engine() -> engines.Engine:
 @pytest.fixture(scope="module")
 def service(engine: engines.Engine) -> Iterator[Service]:
     limits = media.MediaLimits(max_pixels=100_000, max_bytes=200_000, seconds=20)
-    with ModelThread(engine.batcher(ROWS)) as worker, Pictures(limits, False) as pictures:
+    with AsyncBatcher(engine.batcher(ROWS), engine.processor) as worker, Pictures(limits, False) as pictures:
         yield Service(engine, worker, pictures, embedded.MODEL, most=128, max_bytes=500_000)
 
 
@@ -372,34 +373,3 @@ def test_every_error_has_openais_shape(base: str, method: str, path: str, status
     error = answer.json()["error"]
     assert answer.status_code == status and set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error" and error["message"].startswith(says)
-
-
-class Letters:
-    """A tokenizer whose tokens are bytes of UTF-8."""
-
-    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
-        return bytes(tokens).decode(errors="replace")
-
-
-@pytest.mark.parametrize("step", [1, 2, 5])
-@pytest.mark.parametrize(
-    ("text", "stops", "want"),
-    [
-        ("a é–𝄞 b", [], "a é–𝄞 b"),
-        ("so END. ENDING", ["ENDI", "x"], "so END. "),
-        ("so EN", ["END"], "so EN"),
-        ("abab", ["bab", "ab"], ""),
-    ],
-)
-def test_text_comes_in_whole_characters_and_without_stop_strings(
-    step: int, text: str, stops: list[str], want: str
-) -> None:
-    writer, tokens, pieces = AnswerText(Letters(), stops), [*text.encode()], []
-    for end in [*range(step, len(tokens), step), len(tokens)]:
-        pieces.append(writer.read(tokens[:end], end == len(tokens)))
-        assert "\ufffd" not in pieces[-1]
-        if writer.stopped:
-            break
-    assert "".join(pieces) == want and writer.stopped == (want != text)
-    stopped = min((stop for stop in stops if want + stop in text), key=len, default="")
-    assert writer.used(tokens) == len((want + stopped).encode())  # whatever was drafted behind the stop string

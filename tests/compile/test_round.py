@@ -40,6 +40,7 @@ from mmspec.drafters.plain import Plain
 from mmspec.drafters.shape import Shape
 from mmspec.pipelines.host.tree_attention import NAME
 from mmspec.pipelines.patching import drafting
+from mmspec.pipelines.serving import continuous
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.pipelines.target import captures
 from mmspec.rules import typical
@@ -218,7 +219,7 @@ def test_a_shape_is_captured_once_by_all_threads():
     assert not held._captures
 
 
-def test_only_full_batches_of_captions_are_captured(quick: None):
+def test_only_full_and_lasting_batches_are_captured(quick: None, monkeypatch: pytest.MonkeyPatch):
     """At the end of a run a batch takes every size below its own, each of which would wait for a compiler."""
     model, prompt = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "image first")
 
@@ -230,10 +231,12 @@ def test_only_full_batches_of_captions_are_captured(quick: None):
         for number in range(3):
             flow.add(number, prompt)
         while flow.busy:
-            with capture_cache.settled(flow.free > 0):
-                flow.step()
+            flow.step()
         assert sizes() == {2}
-        model.generate(**prompt, max_new_tokens=6)
+        monkeypatch.setattr(continuous, "LASTING", 2)
+        flow.add(3, prompt)
+        while flow.busy:
+            flow.step()
         assert sizes() == {1, 2}
 
 
