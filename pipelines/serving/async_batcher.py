@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -104,7 +104,7 @@ class AsyncBatcher:
                 if parts:
                     yield AnswerPart(piece, len(now.tokens), now.stats)
 
-    async def _follow(self, inputs: Any, seed: int, settings: dict[str, Any]) -> AsyncIterator[_Progress]:
+    async def _follow(self, inputs: Any, seed: int, settings: dict[str, Any]) -> AsyncGenerator[_Progress, None]:
         """Yield a prompt's progress after each round; raises its error."""
         loop, updates = asyncio.get_running_loop(), asyncio.Queue[_Progress]()
 
