@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -75,20 +75,20 @@ class ContinuousBatcher(Batcher):
 
     @property
     def running(self) -> list[QueuedPrompt]:
-        return [row.prompt for row in self._session.rows if row.prompt is not None]  # type: ignore[attr-defined]
+        return [row.prompt for row in _rows(self._session) if row.prompt is not None]
 
     def cancel(self, ticket: Hashable) -> None:
         super().cancel(ticket)
-        for row in self._session.rows:
-            if row.prompt is not None and row.prompt.ticket == ticket:  # type: ignore[attr-defined]
-                row.prompt, row.done = None, True  # type: ignore[attr-defined]
+        for row in _rows(self._session):
+            if row.prompt is not None and row.prompt.ticket == ticket:
+                row.prompt, row.done = None, True
         if not self.running:  # there may be no other step
             self._session.retire()
 
     def written(self) -> Iterator[tuple[Hashable, list[int], Stats]]:
-        for row in self._session.rows:
-            if row.prompt is not None:  # type: ignore[attr-defined]
-                yield row.prompt.ticket, row.tokens[row.start :], row.stats  # type: ignore[attr-defined]
+        for row in _rows(self._session):
+            if row.prompt is not None:
+                yield row.prompt.ticket, row.tokens[row.start :], row.stats
 
     def _work(self) -> None:
         """Prefill waiting prompts into free rows, then run one round of all rows.
@@ -113,8 +113,8 @@ class ContinuousBatcher(Batcher):
         try:
             drafter = forced.with_forced(self._handle.proposer, self._session.rows)
             now = next(decode(self._session, self._target, drafter))
-            for row, *counts in zip(self._session.rows, now.counts, now.new, now.proposed, strict=True):
-                row.stats.count(*counts)  # type: ignore[attr-defined]
+            for row, nodes, new, proposed in zip(_rows(self._session), now.counts, now.new, now.proposed, strict=True):
+                row.stats.count(nodes, new, proposed)
             self._score(self._session, now)
         except Exception as error:  # the state may be inconsistent
             self._interrupted([], error)
@@ -125,17 +125,17 @@ class ContinuousBatcher(Batcher):
             return
         assert now.scores.raw is not None
         after = now.kept[:, : max(map(len, now.new)), None].expand(-1, -1, now.scores.raw.shape[-1])
-        for row, more in zip(session.rows, logprobs(now.scores.raw.gather(1, after), now.new).tolist(), strict=True):
-            row.logprob += more  # type: ignore[attr-defined]
+        for row, more in zip(_rows(session), logprobs(now.scores.raw.gather(1, after), now.new).tolist(), strict=True):
+            row.logprob += more
 
     def _collect(self) -> None:
         """Put the answers of rows that have ended into `_finished`; the rows leave before the next round."""
         now, session = time.perf_counter(), self._session
-        for row in session.rows:
-            if row.done and (prompt := row.prompt) is not None:  # type: ignore[attr-defined]
-                row.prompt = None  # type: ignore[attr-defined]
-                tokens, stats = row.tokens[row.start :], row.stats  # type: ignore[attr-defined]
-                logprob = row.logprob if self.scored else None  # type: ignore[attr-defined]
+        for row in _rows(session):
+            if row.done and (prompt := row.prompt) is not None:
+                row.prompt = None
+                tokens, stats = row.tokens[row.start :], row.stats
+                logprob = row.logprob if self.scored else None
                 rest = None, stats, logprob, self._cut(prompt, tokens)
                 self._finished.append(FinishedPrompt(prompt.ticket, tokens, now - prompt.begun, *rest))
         if not self.running:
@@ -171,9 +171,8 @@ class ContinuousBatcher(Batcher):
         def processing(one: QueuedPrompt) -> dict[str, Any]:
             return {name: value for name, value in one.settings.items() if name != "max_new_tokens"}
 
-        others = (row for row in self._session.rows if row.prompt is not None)  # type: ignore[attr-defined]
-        own = processing(prompt)
-        return next((row.request for row in others if alike(processing(row.prompt), own)), None)  # type: ignore[attr-defined]
+        own, others = processing(prompt), ((row.request, row.prompt) for row in _rows(self._session))
+        return next((request for request, one in others if one is not None and alike(processing(one), own)), None)
 
     def _interrupted(self, group: list[QueuedPrompt], error: Exception) -> None:
         """After an error in the shared state: start all rows and the group again from their prompts."""
@@ -217,3 +216,7 @@ class ContinuousBatcher(Batcher):
         guest, first = start(self._target, drafter, rows, call)
         self._score(guest, first)
         return guest
+
+
+def _rows(session: Session) -> list[_PromptRow]:
+    return cast(list[_PromptRow], session.rows)
