@@ -12,6 +12,7 @@ from mmspec.kernels import few_rows
 from mmspec.modes import computed_in
 
 ENTRIES = 1 << 14  # size of a weight from which `few_rows` is faster
+_PLAIN = {Tensor, nn.Parameter}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -26,14 +27,14 @@ def fits(weight: Tensor) -> bool:
 
     16-bit weights use torch's products, since there the rounding more often decides which token is the likeliest.
     """
-    plain = type(weight) in (Tensor, nn.Parameter) and weight.dtype == torch.float32 and weight.device.type == "cpu"
+    plain = type(weight) in _PLAIN and weight.dtype is torch.float32 and weight.is_cpu
     large = plain and weight.numel() >= ENTRIES and weight.is_contiguous()
-    return large and few_rows.available(weight.dtype)
+    return large and few_rows.available(torch.float32)
 
 
 def gains(x: Tensor, weight: Tensor) -> bool:
     """Whether to use `few_rows`: the weight `fits`, x is plain, and no tracing, autocast or grad is on."""
-    plain = type(x) is Tensor and x.dtype == torch.float32 and x.device.type == "cpu"
+    plain = type(x) is Tensor and x.dtype is torch.float32 and x.is_cpu
     return plain and _plain(x, weight) and fits(weight)
 
 
