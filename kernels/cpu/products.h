@@ -1,8 +1,8 @@
 // A few rows times weights as nn.Linear keeps them: y[m, n] = sum over k of x[m, k] w[n, k], plus b[n].
 //
 // The threads share the rows of a weight, and each row is read from memory once. A block of COLUMNS rows of w and up to
-// MOST rows of x is summed in registers, in LANES partial sums over k. So a row of y does not depend on how many rows
-// there are.
+// MOST rows of x, or of NARROW and up to TALL, is summed in registers, in LANES partial sums over k. So a row of y does
+// not depend on how many rows there are.
 
 #pragma once
 
@@ -12,8 +12,10 @@ extern "C" int omp_get_thread_num();
 extern "C" int omp_get_num_threads();
 
 constexpr int64_t ALONE = 1 << 16;  // multiplications up to which a second thread costs more than it saves
+template <int C> constexpr int HEIGHT = C == NARROW ? TALL : MOST;  // rows of x in a block
 
-// M rows of x by C rows of w. Of the C rows of w that come next, those from FIRST to LAST are prefetched.
+// M rows of x by C rows of w. Of the C rows of w that come next, those from FIRST to LAST are prefetched into the second
+// cache: the buffers through which the first one is filled are too few for what is computed and for what comes next.
 template <int M, int C, int FIRST, int LAST, class T>
 static inline void block(const T* x, const T* w, const T* b, T* y, int64_t K, int64_t N) {
     Vector sums[M * C];
@@ -25,7 +27,7 @@ static inline void block(const T* x, const T* w, const T* b, T* y, int64_t K, in
         #pragma GCC unroll 4
         for (int c = 0; c < C; c++) {
             v[c] = load(w + c * K + k);
-            if (c >= FIRST && c < LAST) __builtin_prefetch(w + (c + C) * K + k);
+            if (c >= FIRST && c < LAST) __builtin_prefetch(w + (c + C) * K + k, 0, 2);
         }
         #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
@@ -52,15 +54,21 @@ static inline void rows(int64_t M, const T* x, const T* w, const T* b, T* y, int
         case 2: return block<2, C, FIRST, LAST>(x, w, b, y, K, N);
         case 3: return block<3, C, FIRST, LAST>(x, w, b, y, K, N);
         case 4: return block<4, C, FIRST, LAST>(x, w, b, y, K, N);
-        case 5: if constexpr (MOST >= 5) return block<5, C, FIRST, LAST>(x, w, b, y, K, N);
-        case 6: if constexpr (MOST >= 6) return block<6, C, FIRST, LAST>(x, w, b, y, K, N);
+        case 5: if constexpr (HEIGHT<C> >= 5) return block<5, C, FIRST, LAST>(x, w, b, y, K, N);
+        case 6: if constexpr (HEIGHT<C> >= 6) return block<6, C, FIRST, LAST>(x, w, b, y, K, N);
+        case 7: if constexpr (HEIGHT<C> >= 7) return block<7, C, FIRST, LAST>(x, w, b, y, K, N);
+        case 8: if constexpr (HEIGHT<C> >= 8) return block<8, C, FIRST, LAST>(x, w, b, y, K, N);
+        case 9: if constexpr (HEIGHT<C> >= 9) return block<9, C, FIRST, LAST>(x, w, b, y, K, N);
     }
 }
+
+template <int C>
+static inline int64_t passes(int64_t M) { return (M + HEIGHT<C> - 1) / HEIGHT<C>; }
 
 // All M rows of x, in blocks of about the same size, by C rows of w; the first two blocks share the prefetching.
 template <int C, class T>
 static inline void blocks(const T* x, const T* w, const T* b, T* y, int64_t M, int64_t K, int64_t N) {
-    int64_t count = (M + MOST - 1) / MOST;
+    int64_t count = passes<C>(M);
     for (int64_t i = 0; i < count; i++) {
         int64_t m = M / count + (i < M % count);
         if (count == 1)
@@ -76,20 +84,24 @@ static inline void blocks(const T* x, const T* w, const T* b, T* y, int64_t M, i
     }
 }
 
+// This thread's rows of w, C at a time.
+template <int C, class T>
+static inline void share(const T* x, const T* w, const T* b, T* y, int64_t M, int64_t K, int64_t N) {
+    int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
+    int64_t groups = N / C, end = groups * (me + 1) / threads * C;
+    for (int64_t n = groups * me / threads * C; n < end; n += C)
+        blocks<C>(x, w + n * K, b ? b + n : nullptr, y + n, M, K, N);
+    if (me == threads - 1)
+        for (int64_t n = groups * C; n < N; n++) blocks<1>(x, w + n * K, b ? b + n : nullptr, y + n, M, K, N);
+}
+
 template <class T>
 static void multiply(const T* x, const T* const* w, const T* const* b, T* const* y, const int64_t* N, int64_t count,
                      int64_t M, int64_t K, bool alone) {
     #pragma omp parallel if (!alone)
-    {
-        int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
-        for (int64_t i = 0; i < count; i++) {
-            int64_t groups = N[i] / COLUMNS, end = groups * (me + 1) / threads * COLUMNS;
-            const T* bias = b[i];
-            for (int64_t n = groups * me / threads * COLUMNS; n < end; n += COLUMNS)
-                blocks<COLUMNS>(x, w[i] + n * K, bias ? bias + n : nullptr, y[i] + n, M, K, N[i]);
-            if (me == threads - 1)
-                for (int64_t n = groups * COLUMNS; n < N[i]; n++)
-                    blocks<1>(x, w[i] + n * K, bias ? bias + n : nullptr, y[i] + n, M, K, N[i]);
-        }
-    }
+    for (int64_t i = 0; i < count; i++)
+        if (passes<NARROW>(M) < passes<COLUMNS>(M))
+            share<NARROW>(x, w[i], b[i], y[i], M, K, N[i]);
+        else
+            share<COLUMNS>(x, w[i], b[i], y[i], M, K, N[i]);
 }

@@ -9,11 +9,11 @@
 #endif
 
 #if defined(__AVX512F__)
-constexpr int LANES = 16, COLUMNS = 4, MOST = 6;  // 24 of 32 registers hold sums
+constexpr int LANES = 16, COLUMNS = 4, MOST = 6, NARROW = 3, TALL = 9;  // 24 or 27 of 32 registers hold sums
 #elif defined(__AVX2__)
-constexpr int LANES = 8, COLUMNS = 2, MOST = 4;  // 8 of 16
+constexpr int LANES = 8, COLUMNS = 2, MOST = 4, NARROW = 2, TALL = 4;  // 8 of 16
 #else
-constexpr int LANES = 4, COLUMNS = 2, MOST = 4;
+constexpr int LANES = 4, COLUMNS = 2, MOST = 4, NARROW = 2, TALL = 4;
 #endif
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
