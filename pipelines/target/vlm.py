@@ -119,6 +119,7 @@ class VlmTarget(ModelTarget):
         new = pad(ids, (max(0, read - ids.shape[1]), 0))[:, -read:]  # soft prompts have no ids
         mask = arguments.get("attention_mask")
         valid = ids.new_ones(len(ids), past + read, dtype=torch.bool) if mask is None else mask.bool()
+        valid = valid.expand(len(ids), -1)  # stock takes one row of a mask, or of positions, for all
         visual = media(new, self.model.config, arguments)
         decode = captured_prompt.reader(self, slots, valid)
         given, out, arguments = forward.prefill(self.model, call, slots, decode, self.shares)
@@ -168,11 +169,12 @@ class VlmTarget(ModelTarget):
 
         Without either, the decoder counts the cache slots, `length` of them with padding.
         """
+        given = read.arguments.get("position_ids")
         if positions is not None:
-            return Onward(positions[..., -1:])
-        given, rows = read.arguments.get("position_ids"), len(read.final)
-        first = torch.tensor([[length]], device=self.model.device) if given is None else given[..., -1:] + 1
-        return Onward(first.expand(*first.shape[:-2], rows, 1))
+            first = positions[..., -1:]
+        else:
+            first = torch.tensor([[length]], device=self.model.device) if given is None else given[..., -1:] + 1
+        return Onward(first.expand(*first.shape[:-2], len(read.final), 1))
 
     def _embeds(self, read: Read, ids: Tensor) -> Tensor:
         embeds = read.arguments.get("inputs_embeds")

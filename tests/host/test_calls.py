@@ -91,6 +91,15 @@ def test_a_prompt_longer_than_a_model_keeps_its_cache_for(drafter: str) -> None:
         as_stock(model, {"input_ids": words(count)}, drafter, call=PLAIN)
 
 
+@pytest.mark.parametrize("drafter", ["ngram", "eagle tree"])
+@pytest.mark.parametrize("name", ["attention_mask", "position_ids"])
+def test_a_mask_or_positions_of_one_row_for_several(llava: Any, name: str, drafter: str) -> None:
+    """Rows that end at different times take theirs with them."""
+    one = {"attention_mask": torch.ones(1, 9, dtype=torch.long), "position_ids": torch.arange(3, 12)[None]}
+    call = {**PLAIN, "eos_token_id": [*range(3, 40)]}
+    as_stock(llava, {"input_ids": words(9, rows=3), name: one[name]}, drafter, call=call)
+
+
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 def test_prefill_in_pieces_is_said_to_have_no_effect(name: str) -> None:
     model, inputs = copy.deepcopy(tiny_vlms.model(name)), tiny_vlms.prompt(name, "text only")
