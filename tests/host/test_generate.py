@@ -319,8 +319,8 @@ def test_stop_strings_without_an_end_of_sequence(llava: Any) -> None:
     """Where no end-of-sequence token is set, stock decoding goes on with the rows that have stopped until all have."""
     tokenizer, inputs = letters(), prompt("ragged")
     full = tiny_vlms.generate(llava, inputs)[:, inputs["input_ids"].shape[1] :]
-    call = {"stop_strings": [tokenizer.decode(full[0, 3:5])], "tokenizer": tokenizer}
-    as_stock(llava, inputs, "right within", call=call)
+    for string in (tokenizer.decode(full[0, 3:5]), ""):
+        as_stock(llava, inputs, "right within", call={"stop_strings": [string], "tokenizer": tokenizer})
 
 
 @pytest.mark.parametrize("drafter", ["always right", "right within", "ngram"])

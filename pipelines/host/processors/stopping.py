@@ -116,7 +116,7 @@ class Endings:
 
 def string_end(criterion: StopStringCriteria, tokens: list[int], begin: int) -> int | None:
     """The first length ≥ `begin` at which a stop string is complete, in one call on the host if possible."""
-    widest, ends = criterion.maximum_token_len, range(begin, len(tokens) + 1)
+    widest, ends = max(1, criterion.maximum_token_len), range(begin, len(tokens) + 1)  # 0: every string is empty
     tails = [tokens[max(0, end - widest) : end] for end in ends]
     if len(tails[0]) == len(tails[-1]):
         complete = criterion(torch.tensor(tails), None).tolist()
