@@ -6,7 +6,16 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, QuantizedCache, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    QuantizedCache,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from mmspec.kernels import dispatch
 from mmspec.pipelines.host.forward import now
@@ -15,6 +24,7 @@ from mmspec.prefix_store import LayerTensors
 from mmspec.ragged_cache import Lengths, RaggedBuffer, stacked
 
 _FEATURES = -1  # the layer index under which `held` returns the drafter's features
+_PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 _POSITIONS = -1  # the layer index under which positions are stored among the indexers' keys
 
 
@@ -203,6 +213,13 @@ class RaggedCache(Cache):
     @staticmethod
     def quantized(cache: Cache | None) -> bool:
         return isinstance(cache, QuantizedCache)
+
+    @staticmethod
+    def stores_plainly(cache: Cache | None) -> bool:
+        """Whether a cache keeps keys and values as they are: its classes are stock's, not subclasses."""
+        if cache is None or type(cache) not in (Cache, DynamicCache, StaticCache):
+            return cache is None
+        return {type(layer) for layer in cache.layers} | {cache.layer_class_to_replicate} <= {None, *_PLAIN}
 
     @staticmethod
     def can_adopt(cache: Cache | None) -> bool:

@@ -93,12 +93,14 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
         ("has_previous_state", "layer_idx state_idx"),
         ("is_recording_past", "layer_idx"),
       )),
-    ("transformers.cache_utils.Cache.__init__", "takes", "layers", "Our cache begins as one without layers", "host/cache"),
+    ("transformers.cache_utils.Cache.__init__", "takes", "layers layer_class_to_replicate", "Our cache begins as one without layers; a caller's may make layers of a class", "host/cache"),
     ("transformers.cache_utils.Cache", "holds", "get_max_length get_query_offset is_compileable is_initialized is_sliding is_linear is_croppable offloading crop layers", "Stock uses these of any cache, and our cache defines or inherits them", "host/cache patching/generate host/processors/reader"),
     ("transformers.cache_utils.CacheLayerMixin", "holds", "keys values is_initialized reset lazy_initialization get_seq_length _layer_type", "A caller's cache is read and filled by layer", "host/cache"),
     ("transformers.cache_utils.DynamicLayer.lazy_initialization", "order", "key_states value_states", "A caller's cache is given views of ours", "host/cache"),
     ("transformers.cache_utils.StaticLayer.update", "order", "key_states value_states", "A caller's static cache is filled by it", "host/cache"),
     ("transformers.cache_utils.DynamicCache", "is", "", "A call that returns its cache gets one", "host/cache host/processors/reader"),
+    *((f"transformers.cache_utils.{name}", "is", "", "A caller's cache of other classes runs the stock path", "host/cache")
+      for name in ("StaticCache", "DynamicSlidingWindowLayer", "StaticSlidingWindowLayer")),
     ("transformers.cache_utils.QuantizedCache", "is", "", "A call with one runs the stock path", "host/cache"),
     # -- attention, masks, modules
     ("transformers.integrations.sdpa_attention.sdpa_attention_forward", "order", "module query key value attention_mask dropout scaling", "Tree attention passes calls on to it that it does not handle", "host/tree_attention"),

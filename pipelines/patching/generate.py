@@ -80,9 +80,11 @@ def obstacle(model: GenerativeModel, call: Call, patch: Patch) -> Obstacle | Non
 
 
 def _own_cache(host: HostModel, call: Call) -> Obstacle | None:
-    """A cache that the caller passed in, for a model whose layers keep more than keys and values."""
+    """A cache that the caller passed in, if it or the model's layers keep more than keys and values as they are."""
     if call.owned and not host.only_keys:
         return Obstacle("mmspec fills a caller's cache with keys and values only, but these layers keep more")
+    if call.owned and not RaggedCache.stores_plainly(call.cache):
+        return Obstacle("a cache that is not of transformers' plain classes may change the keys and values given to it")
     return None
 
 

@@ -24,6 +24,7 @@ from compared import as_stock, refused_or_stock
 from hostile_drafters import DRAFTERS, Oracle, Scripted, _random, eagle
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 import mmspec
@@ -562,6 +563,29 @@ def test_the_users_cache_object_comes_back(llava: Any) -> None:
     with mmspec.enable(llava):
         out = tiny_vlms.generate(llava, prompt(), **{CACHE: cache}, return_dict_in_generate=True)
     assert getattr(out, CACHE) is cache and cache.get_seq_length() == out.sequences.shape[1] - 1
+
+
+class Halved(DynamicLayer):
+    """A layer that compresses what it is given, as methods for long texts do."""
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return super().update(keys, values / 2, *args, **kwargs)
+
+
+class HalvedCache(T.DynamicCache):
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return super().update(keys, values / 2, *args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [HalvedCache, lambda: Cache(layer_class_to_replicate=Halved)])
+def test_a_cache_of_the_users_own_class(llava: Any, kind: Callable[[], Any]) -> None:
+    def answer(target: Any, inputs: dict[str, Tensor], **call: Any) -> Tensor:
+        return tiny_vlms.generate(target, inputs, **call, **{CACHE: kind()})
+
+    with mmspec.enable(llava), pytest.raises(UnsupportedError, match="plain classes"):
+        answer(llava, prompt())
+    with pytest.warns(UserWarning, match="plain classes"):
+        as_stock(llava, prompt(), draw=answer, on_unsupported="fallback")
 
 
 @pytest.mark.parametrize("policy", ["error", "fallback"])
