@@ -20,6 +20,17 @@ def decoder(model: GenerativeModel) -> TextDecoder:
     return found if hasattr(found, "layers") else getattr(found, "model", found)
 
 
+def wrapped(model: GenerativeModel) -> str | None:
+    """Why the model's decoder cannot be followed: it is inside a module of its own that `torch.compile` made, which
+    calls the decoder's stock class; None: it is not."""
+    text, parts = decoder(model), (module._modules for module in each_module(model))
+    if "_orig_mod" in text._modules or any(part.get("_orig_mod") is text for part in parts):
+        return (
+            "torch.compile(decoder) hides its decoder; compile it in place with decoder.compile(), or the whole model"
+        )
+    return None
+
+
 def head(model: GenerativeModel) -> Weighted | None:
     """The head of the model, or of the language model inside it, that computes logits; None: there is none."""
     own, inner = model.get_output_embeddings(), getattr(model, "language_model", model)

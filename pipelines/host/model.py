@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mmspec.compile.version import Version, version
 from mmspec.modes import Mode, each_module
 from mmspec.pipelines.host import quantized, reach, recurrent, renamed
-from mmspec.pipelines.host.decoder import decoder, embedding, head, more_than_states, readers
+from mmspec.pipelines.host.decoder import decoder, embedding, head, more_than_states, readers, wrapped
 from mmspec.pipelines.host.exotic import ties
 from mmspec.pipelines.host.hooks import Taps
 from mmspec.pipelines.host.kinds import GenerativeModel, TextDecoder, Weighted
@@ -28,7 +28,7 @@ class HostModel:
     embedding: Weighted
     attention: str  # the implementation that the decoder's config names
     draft_attention: str | None  # the implementation that reads drafts in its place; None: the decoder's own does
-    unfit: str | None  # why neither implementation can read a tree; None: one can
+    unfit: str | None  # why its decoder cannot be followed, or neither implementation reads a tree; None: one can
     kinds: tuple[str, ...]  # the type of each layer, if the config lists them
     window: int | None  # positions that layers with a sliding window see
     slides: bool  # if the config lists no layer types: whether all layers have that window
@@ -59,7 +59,7 @@ class HostModel:
         config = text.config
         return cls(
             decoder=text, head=head(model), embedding=embedding(model), attention=config._attn_implementation,
-            draft_attention=renamed.for_drafts(text), unfit=renamed.unfit(text),
+            draft_attention=renamed.for_drafts(text), unfit=wrapped(model) or renamed.unfit(text),
             kinds=tuple(getattr(config, "layer_types", None) or ()), window=getattr(config, "sliding_window", None),
             slides=bool(getattr(config, "use_sliding_window", True)),
             chunk=getattr(config, "attention_chunk_size", None), table=reach.table(text),

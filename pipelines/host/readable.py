@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 from mmspec.pipelines.host import recurrent, renamed
-from mmspec.pipelines.host.decoder import decoder, head
+from mmspec.pipelines.host.decoder import decoder, head, wrapped
 from mmspec.pipelines.host.exotic import path_readers
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.kinds import GenerativeModel
@@ -34,6 +34,8 @@ def unsupported(model: GenerativeModel) -> str | None:
     text = decoder(model) if hasattr(model, "get_decoder") else None
     if text is None or text is model or not hasattr(text, "layers"):
         return "get_decoder() does not return a text decoder with layers"
+    if (hidden := wrapped(model)) is not None:
+        return hidden
     if head(model) is None:
         return "get_output_embeddings() returns no head"
     if "position_ids" not in inspect.signature(text.forward).parameters:

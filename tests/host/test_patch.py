@@ -232,6 +232,17 @@ def test_a_compiled_model(whole: bool) -> None:
     torch.compiler.reset()
 
 
+def test_a_compiled_decoder() -> None:
+    """`torch.compile(model.model)` calls the decoder past all hooks, before `enable` as after it."""
+    model, ids = tiny_vlms.text(), torch.randint(5, 90, (1, 9))
+    with mmspec.enable(model):
+        model.model = torch.compile(model.model, backend="eager")
+        with pytest.raises(mmspec.UnsupportedError, match="hides its decoder"):
+            model.generate(ids, max_new_tokens=4)
+    with pytest.raises(mmspec.UnsupportedError, match="hides its decoder"):
+        mmspec.enable(model)
+
+
 def prompted(model: Any, kind: str) -> Any:
     peft = pytest.importorskip("peft")
     config = {
