@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 
+from transformers import GenerationMixin
+
 from mmspec.pipelines.host import recurrent, renamed
 from mmspec.pipelines.host.decoder import decoder, head, wrapped
 from mmspec.pipelines.host.exotic import path_readers
@@ -31,6 +33,8 @@ def unsupported(model: GenerativeModel) -> str | None:
         return "it is an encoder-decoder model; only decoder-only models are supported"
     if stock(model).__name__ in _REFUSED:
         return _REFUSED[stock(model).__name__]
+    if getattr(stock(model), "_sample", GenerationMixin._sample) is not GenerationMixin._sample:
+        return "its class has a decoding loop of its own (_sample)"
     text = decoder(model) if hasattr(model, "get_decoder") else None
     if text is None or text is model or not hasattr(text, "layers"):
         return "get_decoder() does not return a text decoder with layers"

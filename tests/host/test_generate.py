@@ -812,7 +812,16 @@ def lfm2() -> Any:
     return T.Lfm2ForCausalLM(T.Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]))
 
 
+def own_loop() -> Any:
+    class Own(T.LlamaForCausalLM):
+        def _sample(self, *args: Any, **kwargs: Any) -> Any:
+            return super()._sample(*args, **kwargs) * 0
+
+    return Own(tiny_vlms.text().config)
+
+
 REFUSED = {
+    "own loop": (own_loop, "decoding loop of its own"),
     "encoder-decoder": (t5, "encoder-decoder"),
     "no positions": (mamba, "position_ids"),
 }
