@@ -57,16 +57,26 @@ def read(target: Any, session: Session, call: Call, reserve: int) -> tuple[State
         prompt = _prompt(target, call, state, [text.pad for text in texts])
         texts = [replace(text, pad=0) for text in texts]
     state.arguments = {name: v for name, v in state.arguments.items() if name not in encoded(target.model)}
+    placed = by_row or _as_called(prompt, call)
     for row, text in zip(session.rows, texts, strict=True):
         assert text.cuts is not None
-        if bool((text.cuts | ~text.free).all()):
+        if not bool((text.cuts | ~text.free).all()):  # the keys of a token would depend on tokens after it
+            stats.read_whole["its prompts are read in both directions"] += 1
+        elif not placed:
+            stats.read_whole["its positions count the padding of the batch"] += 1
+        else:
             row.text = text
             _keep(target, state, text, text.key, text.cuts)
-        else:  # the keys of a token would depend on tokens after it
-            stats.read_whole["its prompts are read in both directions"] += 1
     stats.prefix = {"prompts": B, "tokens": tokens, "reused tokens": resumed}
     stats.kept_bytes = store.bytes
     return state, prompt, raw
+
+
+def _as_called(prompt: Prompt, call: Call) -> bool:
+    """Whether the decoder read the prompts at the call's positions, which the keys hold; some models drop these."""
+    assert prompt.positions is not None
+    differ = prompt.positions[:, -1, :-1] != call.arguments["position_ids"].reshape(-1, *call.input_ids.shape)[-1]
+    return not bool((differ & prompt.valid).any())
 
 
 def follow(target: Any, session: Session, round_: Round) -> None:

@@ -94,6 +94,23 @@ def test_every_family(name: str) -> None:
         assert handle.stats.prefix.get("reused tokens", 0) > 0 or both_ways or kind == "ragged"
 
 
+APART = {
+    "hyperclovax_vision_v2": "its positions count the padding of the batch",
+    "exaone4_5": "its positions count the padding of the batch",
+}
+
+
+@pytest.mark.parametrize("name", APART)
+@pytest.mark.every(2)
+def test_what_stock_would_read_otherwise_in_another_prompt_is_not_kept(name: str) -> None:
+    """Rows of unequal length; the first ones again have two words more, which are read like a draft."""
+    ragged = zoo.prompt(name, "ragged")
+    asked = [ragged, further(ragged, torch.tensor([[5, 6]] * 3)), zoo.prompt(name), zoo.prompt(name, "early")]
+    handle = as_stock(zoo.model(name), asked, draw=zoo.generate, times=2, prefix_cache="64MB")
+    assert APART[name] in handle.stats.read_whole
+    assert (handle.stats.prefix.get("reused tokens", 0) > 0) == ("padding" in APART[name])
+
+
 @pytest.mark.parametrize("name", ["llava", "qwen3_5"])
 def test_seeds_draw_the_same(name: str) -> None:
     model, drawn = tiny_vlms.model(name), {"do_sample": True, "temperature": 1.3}
