@@ -39,6 +39,7 @@ class HostModel:
     rotary_limit: int | None  # see `reach.rotary_limit`
     recurrent: bool  # whether layers keep a recurrent or convolutional state
     stateful: bool  # whether layers keep more than keys, values and such states
+    apart: bool  # whether stock reads a token of a prompt otherwise than one of an answer
     cacheless: bool  # whether gradient checkpointing in training mode takes the cache away from layers
     readers: list[tuple[nn.Module, type]]  # see `decoder.readers`
     shared_scale: str | None  # see `quantized.shared_scale`
@@ -66,6 +67,7 @@ class HostModel:
             crossed=tuple(getattr(config, "cross_attention_layers", None) or ()),
             shares=bool(getattr(config, "num_kv_shared_layers", 0)), rotary_limit=reach.rotary_limit(text),
             recurrent=bool(recurrent.modules(text)), stateful=more_than_states(text),
+            apart=_apart(text),
             cacheless=any(map(_checkpoints, each_module(model.get_decoder()))), readers=readers(text),
             shared_scale=quantized.shared_scale(model), mode=mode_of(model),
         )  # fmt: skip
@@ -88,6 +90,17 @@ class HostModel:
     def tied(self, mask: Tensor | None) -> str | None:
         """Why an indexer would choose differently with the padding of this mask [B, L]; None: it would not."""
         return None if mask is None else ties.why(self.decoder.config, mask)
+
+
+def _apart(text: TextDecoder) -> bool:
+    """Whether stock reads a token of a prompt otherwise than one of an answer: a window or a limit is for one alone."""
+    config, kinds = text.config, getattr(text.config, "layer_types", None)
+    if any(map(recurrent.limited, each_module(text))):
+        return True
+    if kinds:
+        return "reference_sliding_attention" in kinds
+    slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return bool(slides) and "create_sliding_window_causal_mask" not in recurrent.names(type(text))
 
 
 def _checkpoints(module: nn.Module) -> bool:

@@ -171,12 +171,18 @@ SCANS: dict[str, Callable[..., Callable[..., object]]] = {
     "mamba2_selective_state_update": _ssd_step,
 }
 KINDS = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "moe", "mlp"}  # in `config.layer_types`
+_NO_LIMIT = (0.0, float("inf"))
 _WRITES = {"update_conv_state": {"causal_conv1d_fn"}, "update_recurrent_state": set(SCANS) - {"causal_conv1d_fn"}}
 
 
 def modules(decoder: Module) -> list[Module]:
     """The modules of a decoder with a state other than keys and values."""
     return [module for module in each_module(decoder) if _keeps(stock(module))]
+
+
+def limited(module: Module) -> bool:
+    """Whether a state space layer limits the time steps of prompts; stock decodes without these limits."""
+    return tuple(getattr(module, "time_step_limit", _NO_LIMIT)) != _NO_LIMIT
 
 
 @cache

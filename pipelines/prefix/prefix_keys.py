@@ -63,6 +63,7 @@ class Text:
 _WHOLE: tuple[tuple[Callable[[Any, Call], object], str], ...] = (
     (lambda t, c: t.streams > 1, "guided calls read two prompts for each row"),
     (lambda t, c: t.stateful, "its layers keep more than keys, values and recurrent states"),
+    (lambda t, c: t.apart, "its layers read prompts otherwise than answers"),
     (lambda t, c: c.filled or c.owned, "the cache is the caller's own"),
     (lambda t, c: c.arguments.get("inputs_embeds") is not None, "the prompt is given as embeddings"),
     (lambda t, c: not _placed(c), "its positions are left to the model"),

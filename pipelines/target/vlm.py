@@ -58,7 +58,8 @@ class VlmTarget(ModelTarget):
         self.captured = captures.of(model, patch.config.compile) if patch is not None else None
         self.compiles_prompts = patch is not None and patch.config.compile
         self.stateful, self.by_tree = host.stateful, not host.only_keys
-        self.table, self.shares, self.draft_attention = host.table, host.shares, host.draft_attention
+        self.apart, self.table, self.shares = host.apart, host.table, host.shares
+        self.draft_attention = host.draft_attention
         ends = (n - 1 for n in (host.table, host.rotary_limit) if n is not None)
         self.last = min(ends, default=None)
         name = host.draft_attention or host.attention
