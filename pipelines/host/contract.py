@@ -198,7 +198,7 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
     ("transformers.generation.logits_process.TopKLogitsWarper", "holds", "top_k filter_value", "It is applied to all nodes at once", "host/processors/table"),
     ("transformers.generation.logits_process.TopPLogitsWarper", "holds", "top_p filter_value min_tokens_to_keep", "It has a faster twin on a GPU", "host/processors/table host/processors/nucleus"),
     ("transformers.generation.logits_process.NoBadWordsLogitsProcessor", "line", "class NoBadWordsLogitsProcessor(SequenceBiasLogitsProcessor)", "It is applied along each node's path", "host/processors/history"),
-    ("transformers.generation.logits_process.PrefixConstrainedLogitsProcessor", "holds", "_prefix_allowed_tokens_fn", "Its function is called for each node", "host/processors/table host/processors/history"),
+    ("transformers.generation.logits_process.PrefixConstrainedLogitsProcessor", "holds", "_prefix_allowed_tokens_fn _num_beams", "Its function is called for each node", "host/processors/table host/processors/history"),
     ("transformers.generation.logits_process.PrefixConstrainedLogitsProcessor.__init__", "order", "prefix_allowed_tokens_fn num_beams", "It is built again for the nodes of a tree", "host/processors/history"),
     ("transformers.generation.logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor", "holds", "guidance_scale model unconditional_context", "A second stream of the batch takes its place", "host/processors/guidance"),
     ("transformers.generation.logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor", "says", "input_ids attention_mask first_pass log_softmax", "The negative prompt is taken from its context", "host/processors/guidance"),

@@ -40,6 +40,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "suppressed at the beginning": lambda: stock.SuppressTokensAtBeginLogitsProcessor([1, 2, 8], 11),
     "decay": lambda: stock.ExponentialDecayLengthPenalty((2, 1.37), [2, 9], 9),
     "grammar": lambda: stock.PrefixConstrainedLogitsProcessor(lawful, 1),
+    "grammar of prompts with two rows": lambda: stock.PrefixConstrainedLogitsProcessor(lawful, 2),
 }
 
 
@@ -79,10 +80,11 @@ def expected(processor: Any, logits: Tensor, at: Session, proposed: Draft) -> tu
             ids = torch.tensor([[*row.tokens, *tokens]])
             told = processor()
             if isinstance(told, stock.PrefixConstrainedLogitsProcessor):
+                place = row.index // told._num_beams
                 steps = [[*row.tokens, *tokens][: len(row.tokens) + i] for i in range(len(tokens))]
-                if any(t not in lawful(row.index, torch.tensor(s)) for t, s in zip(tokens, steps, strict=True)):
+                if any(t not in lawful(place, torch.tensor(s)) for t, s in zip(tokens, steps, strict=True)):
                     continue
-                told = stock.PrefixConstrainedLogitsProcessor(lambda _, ids, i=row.index: lawful(i, ids), 1)
+                told = stock.PrefixConstrainedLogitsProcessor(lambda _, ids, i=place: lawful(i, ids), 1)
             if NO_TOKEN in tokens:
                 continue
             if isinstance(getattr(told, "prompt_ignore_length", None), Tensor):

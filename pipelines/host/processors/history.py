@@ -188,14 +188,15 @@ def grammar(processor: stock.PrefixConstrainedLogitsProcessor, scores: Tensor, b
     """A pure `prefix_allowed_tokens_fn`, called for every node; it runs on the host, which has to wait for the device.
 
     Nodes below a forbidden token cannot be accepted. For these the function gets an allowed token instead, so that it
-    sees only prefixes that it allows.
+    sees only prefixes that it allows. Like stock it gets the number of the row's prompt, which `num_return_sequences`
+    rows share.
     """
     tokens, parents = torch.stack([before.draft.tokens, before.draft.tree.parents]).tolist()
     allow, every = processor._prefix_allowed_tokens_fn, list[list[int]]()
     for b, row in enumerate(before.session.rows):
-        text = before.text[b, : len(row.tokens)]
+        text, prompt = before.text[b, : len(row.tokens)], row.index // processor._num_beams
 
-        def allowed_after(line: list[int], text: Tensor = text, place: int = row.index) -> list[int]:
+        def allowed_after(line: list[int], text: Tensor = text, place: int = prompt) -> list[int]:
             with lasting():
                 answer = allow(place, torch.cat([text, text.new_tensor(line)]))
             return answer.tolist() if isinstance(answer, Tensor) else list(answer)
