@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmspec.pipelines.families.surveyed import FOUND, VERSION
 from mmspec.pipelines.host import adapters, loading, release, text_encoder
+from mmspec.pipelines.host.names import has
 from mmspec.registry import RULES, drafters
 
 if TYPE_CHECKING:  # `mmspec.supported` does not need these imports
@@ -92,6 +93,14 @@ def unwrap_all(model_or_pipe: object) -> list[Any]:
             f"{type(model_or_pipe).__name__}. mmspec.supported() lists what works"
         )
     return layers
+
+
+def asked(model_or_pipe: object) -> Any:
+    """The object whose `generate` takes what a processor returns: the one to patch, or a BLIP around it, which encodes
+    the pictures first."""
+    layers = unwrap_all(model_or_pipe)
+    encodes = (one for one in layers if hasattr(type(one), "generate") and has(type(one).generate, "pixel_values"))
+    return next(encodes, layers[-1])
 
 
 def _inside(wrapper: Any) -> object:

@@ -17,6 +17,7 @@ from mmspec.pipelines.families import table as families
 from mmspec.pipelines.families.surveyed import FOUND, VERSION
 from mmspec.pipelines.host import loading
 from mmspec.pipelines.host.names import CACHE
+from mmspec.pipelines.serving.stream import stream
 
 TALKING = [case for case in zoo.CASES if zoo.picture_of(case) is not None and FOUND[survey.name_of(case)] is None]
 
@@ -137,12 +138,21 @@ def test_a_seed_gives_what_it_gives_stock(case: str) -> None:
         assert as_stock(model, inputs, call=call, seed=seed, draw=zoo.generate, reproducible=True).stats.rounds
 
 
-@pytest.mark.parametrize("case", [*LAYERS.values(), "idefics", "phi4_multimodal"])
+@pytest.mark.parametrize("case", [*LAYERS.values(), "blip-2", "idefics", "phi4_multimodal"])
 @pytest.mark.every(6)
 def test_prompts_that_share_their_rows_answer_as_if_alone(case: str) -> None:
     model, options = zoo.model(case), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": list(range(5, 20))}
     asked = [zoo.prompt(case, rows, picture) for picture, rows in enumerate(("one", "early", "late", "one", "early"))]
     as_alone(model, asked, DRAFTERS["random tree"](model, None), 2, options, zoo.generate)
+
+
+def test_a_model_whose_generate_delegates_is_verified_and_streamed_with_its_pictures() -> None:
+    model, inputs = zoo.model("blip-2"), zoo.prompt("blip-2")
+    want = zoo.generate(model, inputs)[0, inputs["input_ids"].shape[1] :].tolist()
+    with mmspec.enable(model):
+        report = mmspec.verify(model, inputs)
+        steps = list(stream(model, inputs, max_new_tokens=20, do_sample=False))
+    assert report.ok and report.image_matters and [token for step in steps for token in step.tokens] == want
 
 
 def test_blocks_of_padding_alone_are_left_to_stock() -> None:
