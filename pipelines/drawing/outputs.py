@@ -38,5 +38,7 @@ def seeds(generator: Generators, rows: int) -> list[int]:
         if len(generator) != rows:
             raise ValueError(f"generator must be one, or one for each of the {rows} pictures; got {len(generator)}")
         return [seeds(each, 1)[0] for each in generator]
+    if not isinstance(generator, torch.Generator | None):
+        raise ValueError(f"generator must be a torch.Generator, or one for each picture; got {generator!r}")
     device = "cpu" if generator is None else generator.device
     return torch.randint(2**62, (rows,), generator=generator, device=device).tolist()

@@ -510,6 +510,7 @@ BAD = [
     ("class", {"class_labels": "3"}, r"from 0 to 9; got \['3'\]"),
     ("class", {"class_labels": 1, "guidance_scale": math.nan}, "guidance_scale must be a number"),
     ("class", {"class_labels": [1, 2], "generator": seeded(1)}, "one for each of the 2 pictures; got 1"),
+    ("class", {"class_labels": [1, 2], "generator": 7}, "generator must be a torch.Generator, .*; got 7"),
     ("class", {"class_labels": 1, "output_type": "png"}, "output_type must be one of pil, pt, np, latent"),
     ("class", {"class_labels": 1, "top_k": -1}, "top_k must be"),
     ("class", {"class_labels": 1, "top_p": 0.0}, "top_p must be"),
