@@ -18,6 +18,7 @@ from mmspec.app.caption.journal import Record, digest, facts_of
 from mmspec.app.caption.options import AUTO, NEVER, Options
 from mmspec.app.caption.outputs import Writer
 from mmspec.app.caption.plan import Task
+from mmspec.app.embedded import SHIPPED, STOCK
 from mmspec.app.extras import EngineError, cores
 from mmspec.app.media.decoder import Decoder, DecoderError
 from mmspec.media import Media
@@ -74,6 +75,16 @@ class Worker:
         self._writer.close()
 
     @property
+    def drafter(self) -> str:
+        """The drafter in use, for records; which one that is, only the engine knows if the model ships with it."""
+        named = STOCK if self.engine.drafter is None else self.job.options.drafter
+        if named != SHIPPED:
+            return named
+        from mmspec.registry import name_of  # imports torch, which must not come before its threads are set
+
+        return name_of(self.engine.drafter)
+
+    @property
     def window(self) -> int:
         """Maximum number of unfinished tasks."""
         return max(2 * self.rows, PATIENCE + 1) + AHEAD * self._decoders
@@ -107,7 +118,7 @@ class Worker:
 
     def summary(self) -> dict[str, Any]:
         """Facts about this worker for the report."""
-        facts: Record = {"worker": self.slot}
+        facts: Record = {"worker": self.slot, "drafter": self.drafter}
         model = self.engine.model if self.job.options.report else None
         if model is not None:
             from mmspec.app.provenance import provenance
@@ -176,7 +187,8 @@ class Worker:
     def _record(self, task: Task, media: Media, answer: Any) -> None:
         choice, scores = task.choice, answer.scores
         texts = [choice.caption(text) for text in (answer.text, *answer.further)]
-        facts = about(task, media.content, self.job) | self.job.shaping | {"tokens": answer.tokens}
+        facts = about(task, media.content, self.job) | self.job.shaping
+        facts |= {"drafter": self.drafter, "tokens": answer.tokens}
         facts |= facts_of(
             prompt=choice.text, system=choice.system, existing=task.existing, length=media.seconds,
             seconds=round(answer.seconds, 4), finish=answer.finish, score=scores[0] if scores else None,

@@ -155,6 +155,12 @@ def test_the_last_line_is_the_measured_speed_up(truly, capsys: pytest.CaptureFix
     assert report["counts"]["captioned"] == report["comparison"]["identical"] == 4
     assert report["tokens_per_target_call"] >= 1 and report["workers"][0]["provenance"]["device"]
     assert report["tokens"] == sum(record["tokens"] for record in journal())
+    named = ("--drafter", "shipped")  # as if none was named: what the model ships with, here nothing, so `suffix`
+    assert truly(*named, "--no-compare", "--no-resume", "--report", "report.json") == OK
+    records = json.loads(Path("report.json").read_text())["workers"] + journal()[-4:]
+    assert {record["drafter"] for record in records} == {"suffix"}
+    capsys.readouterr()
+    assert truly(*named, "--dry-run") == OK and "0 to caption, 4 done" in capsys.readouterr().out
     assert truly("--no-compare", "--no-resume", drafter="ngram") == OK
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("4 captions") and "stock" not in last
