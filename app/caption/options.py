@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import re
 from collections.abc import Callable
@@ -256,6 +257,11 @@ def _from_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     if not isinstance(entries, dict):
         raise SettingsError(f"{path} is not a YAML mapping; give lines like `max-new-tokens: 64`")
     inputs = entries.pop("inputs", None) or []
+    keys = ["inputs", *(flag[2:] for flag in parser._option_string_actions if flag[2:] not in ("", "help", "config"))]
+    for name in map(str, entries):
+        if name.replace("_", "-") not in keys:
+            near = difflib.get_close_matches(name, keys, 1, cutoff=0)[0]
+            raise SettingsError(f"{path} has an unknown {name!r}; the nearest key is {near!r}")
     words = [word for name, value in entries.items() for word in _words(str(name), value)]
     prog, parser.prog = parser.prog, f"{parser.prog} --config {path}"  # for its error messages
     try:

@@ -827,7 +827,11 @@ def test_config(caption, photos: Path, capsys: pytest.CaptureFixture):
     assert caption("--config", "frames.yaml", "--frames", "fps:1") == OK
     Path("wrong.yaml").write_text("[")
     assert caption("--config", "wrong.yaml") == SENSELESS and "YAML" in capsys.readouterr().err
-    wrong = {"promt: x": "--promt=x", "resume: 1": "argument --resume/--no-resume", "batch-size: 0": "'0' is not"}
+    for key, near in {"modl": "model", "max_new_token": "max-new-tokens", "no-compar": "no-compare"}.items():
+        Path("wrong.yaml").write_text(f"no-compare: true\n{key}: 3")
+        assert caption("--config", "wrong.yaml") == SENSELESS
+        assert f"wrong.yaml has an unknown '{key}'; the nearest key is '{near}'" in capsys.readouterr().err
+    wrong = {"resume: 1": "argument --resume/--no-resume", "batch-size: 0": "'0' is not"}
     for text, reason in wrong.items():
         Path("wrong.yaml").write_text(text)
         with pytest.raises(SystemExit):
