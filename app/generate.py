@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import statistics
 import sys
@@ -40,7 +41,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("prompt", nargs="*", help="one or several prompts, each in quotes (or class numbers)")
-    add("-o", "--out", type=Path, metavar="PATH", help="a file for one picture, else a folder (default: picture.png)")
+    add("-o", "--out", type=Path, metavar="PATH", help="a file for one picture, else a folder (a new picture.png)")
+    add("--overwrite", action="store_true", help="replace pictures that are there already")
     add("--prompts", type=read_prompts, metavar="FILE", help="prompts, one per line; the pictures go into a folder")
     add("--images", type=count, default=1, metavar="N", help="pictures of each prompt, each with its own seed")
     add("--compare", action="store_true", help="draw each by plain decoding too, and print the difference")
@@ -137,7 +139,9 @@ def _method(args: argparse.Namespace, subject: ImageSubject, options: dict[str, 
 def _orders(args: argparse.Namespace, prompts: list[str]) -> list[DrawingOrder]:
     conditions = [prompt for prompt in prompts for _ in range(args.images)]
     one = len(conditions) == 1 and args.prompts is None and (args.out is None or args.out.suffix != "")
-    out = args.out or Path("picture.png" if one else "pictures")
+    usual = Path("picture.png" if one else "pictures")
+    others = (usual.with_stem(f"{usual.stem}-{number}") for number in itertools.count(2))
+    out = args.out or next(path for path in itertools.chain([usual], others) if not path.exists())
     picture = out.suffix.lower() in ENDINGS
     if one and not picture:
         raise EngineError(f"a picture is a file ending in {', '.join(ENDINGS)}; got {str(out)!r}")
@@ -145,6 +149,8 @@ def _orders(args: argparse.Namespace, prompts: list[str]) -> list[DrawingOrder]:
         raise EngineError(f"{len(conditions)} pictures do not fit into {str(out)!r}; name a folder")
     slugs = (re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture" for prompt in conditions)
     paths = [out if one else out / f"{i:04d}-{slug}.png" for i, slug in enumerate(slugs)]
+    if not args.overwrite and (there := next((path for path in paths if path.exists()), None)):
+        raise EngineError(f"{there} is there already; choose another -o, or --overwrite")
     return [DrawingOrder(prompt, args.seed + i, paths[i]) for i, prompt in enumerate(conditions)]
 
 

@@ -50,6 +50,18 @@ def test_draws_the_picture_of_its_seed(text: Path, tmp_path: Path, capsys: pytes
     assert plain == fast != other
 
 
+def test_a_picture_that_is_there_is_kept(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [PROMPT, "--model", text]
+    assert run(*words) == run(*words, "--seed", 1) == 0
+    first, second = pixels(Path("picture.png")), pixels(Path("picture-2.png"))
+    assert run(*words, "--seed", 1, "-o", "picture.png") == 1 and pixels(Path("picture.png")) == first != second
+    assert "picture.png is there already; choose another -o, or --overwrite" in capsys.readouterr().err
+    assert run(*words, "--seed", 1, "-o", "picture.png", "--overwrite") == 0 and pixels(Path("picture.png")) == second
+
+
 def test_many_prompts_go_into_a_folder(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "list.txt").write_text("a red circle\n\n a blue square \n")
     words = ["--prompts", tmp_path / "list.txt", "--images", 2, "--batch-size", 3, "--model", text]
@@ -67,7 +79,7 @@ def test_a_relaxed_rule_says_that_it_is_one(text: Path, tmp_path: Path, capsys: 
     words = [PROMPT, "--model", text, "-o", tmp_path / "x.png", "--enable", "init=uniform"]
     assert run(*words) == 0
     assert "not lossless" not in capsys.readouterr().out
-    assert run(*words, "rule=scaled(omega=3.0)", "budget=0.25") == 0
+    assert run(*words, "rule=scaled(omega=3.0)", "budget=0.25", "--overwrite") == 0
     told = capsys.readouterr().out
     assert "not lossless: scaled(omega=3.0) changed the distribution" in told
     assert 0 <= float(told.partition("maximum ")[2].split()[0]) <= 0.25

@@ -44,7 +44,7 @@ def test_classes_by_name_and_number(folder, tmp_path, capsys):
     assert names == ["0000-blue-star.png", "0001-blue-star.png", "0002-3.png", "0003-3.png"]
     told = capsys.readouterr().out
     assert "4 pictures in" in told and "head evaluations" in told
-    assert run(folder, "1", "--drafter", "none", "--compare", "-o", tmp_path / "one.png") == 0
+    assert run(folder, "1", "--drafter", "none", "--compare", "-o", tmp_path / "one.png", "--overwrite") == 0
     assert capsys.readouterr().out.count("16.0 passes per batch") == 2
     draft = ["--drafter", folder / "draft", "--enable", "ahead=3", "-o", tmp_path / "drafted"]
     assert run(folder, "red circle", "4", *draft) == 0 and len(list((tmp_path / "drafted").iterdir())) == 2
@@ -64,7 +64,7 @@ def test_what_is_drawn_instead_of_the_published_sampler_is_told(tmp_path, capsys
         (bent, [], "; 1.0 passes per batch"),
         ([*bent, "prefill=0.5"], [], "; 4.0 passes per batch"),  # ⌊0.5 · 4⌋ + 1 of 4, then a block
     ):
-        assert run(tmp_path / "model", "1", *words, "-o", tmp_path / "one.png") == 0
+        assert run(tmp_path / "model", "1", *words, "-o", tmp_path / "one.png", "--overwrite") == 0
         said = capsys.readouterr()
         assert [note for note in (singly, noise) if note in said.err] == notes and out in said.out
     assert run(tmp_path / "model", "1", "2", *bent, "--compare", "-o", tmp_path / "two") == 0
