@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,6 +49,18 @@ class TrainingSample:
     prompt: str
     images: int = 1  # number of images of `load`, of a video the largest
     clip: bool = False  # the images are the frames of a video
+    name: str = ""  # by which `hold_out` chooses: its file, pictures, prompt or row; none if it was drawn at random
+
+
+def hold_out(samples: Sequence[TrainingSample], count: int, seed: int) -> list[int]:
+    """Indices of the samples to measure on: those whose names have the smallest hashes, so that they are a sample of
+    all and stay the same if others are added; of samples drawn at random the first ones, which are one, too."""
+
+    def rank(index: int) -> str:
+        name = samples[index].name
+        return hashlib.sha256(f"{seed} {name}".encode("utf-8", "surrogatepass")).hexdigest() if name else ""
+
+    return sorted(range(len(samples)), key=rank)[:count]
 
 
 def read(source: str, limit: int | None = None, seed: int = 0, clips: Clips | None = None) -> Sequence[TrainingSample]:
@@ -73,9 +86,8 @@ def read(source: str, limit: int | None = None, seed: int = 0, clips: Clips | No
     if kind in DRAWN and rest.isdecimal():
         samples: Sequence[TrainingSample] = [DRAWN[kind](index, seed) for index in range(int(rest))]
     elif kind == "prompts" and Path(rest).is_file():
-        samples = [
-            TrainingSample(list, line.strip(), 0) for line in Path(rest).read_text().splitlines() if line.strip()
-        ]
+        lines = enumerate(Path(rest).read_text().splitlines())
+        samples = [TrainingSample(list, line.strip(), 0, name=str(row)) for row, line in lines if line.strip()]
     elif kind == "hf":
         samples = _dataset(rest, clips)
     elif Path(source).is_dir():
@@ -126,7 +138,10 @@ def _open_clip(cell: object, folders: list[Path], where: str, clips: Clips) -> C
 def _folder(folder: Path) -> list[TrainingSample]:
     pictures = (p for p in folder.rglob("*") if p.suffix.lower() in _SUFFIXES)
     paths = sorted(p for p in pictures if not any(part.startswith(".") for part in p.relative_to(folder).parts))
-    return [TrainingSample(_open(path), _PROMPTS[i % len(_PROMPTS)]) for i, path in enumerate(paths)]
+    return [
+        TrainingSample(_open(path), _PROMPTS[i % len(_PROMPTS)], name=path.relative_to(folder).as_posix())
+        for i, path in enumerate(paths)
+    ]
 
 
 def _lines(path: Path, clips: Clips | None) -> Iterator[TrainingSample]:
@@ -148,10 +163,11 @@ def _lines(path: Path, clips: Clips | None) -> Iterator[TrainingSample]:
                 f"text alone; {error!r}"
             ) from error
         where = f"{path}, line {number}"
+        name = str(video or images or prompt)  # the same for all questions about a picture
         if video is not None and clips is not None:
-            yield TrainingSample(_open_clip(video, [path.parent], where, clips), prompt, clips.count, clip=True)
+            yield TrainingSample(_open_clip(video, [path.parent], where, clips), prompt, clips.count, True, name)
         else:
-            yield TrainingSample(_open_cells(images, [path.parent], where), prompt, len(images))
+            yield TrainingSample(_open_cells(images, [path.parent], where), prompt, len(images), name=name)
 
 
 def video_of(row: Mapping[str, object], allowed: bool) -> object:
@@ -213,12 +229,13 @@ def _dataset(name: str, clips: Clips | None) -> list[TrainingSample]:
         prompt = _question(texts[index]) if texts is not None else ""
         if videos is not None and clips is not None:
             question = prompt or _PROMPTS[index % len(_PROMPTS)]
-            return TrainingSample(partial(frames, index), question, clips.count, clip=True)
+            return TrainingSample(partial(frames, index), question, clips.count, True, str(index))
         count = 0 if pictures is None else len(bare[index][pictures][0]) if pictures == "images" else 1
         return TrainingSample(
             partial(load, index, pictures) if count and pictures else list,
             prompt or _PROMPTS[index % len(_PROMPTS)],
             count,
+            name=str(index),
         )
 
     texts = table.select_columns([questions]).with_format("arrow")[:][questions].to_pylist() if questions else None

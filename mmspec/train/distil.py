@@ -23,7 +23,7 @@ from tqdm import tqdm
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.drafters.growth import TargetHead
 from mmspec.train import gate
-from mmspec.train.data import TrainingSample, UnreadableError, batches, lengths_sorted
+from mmspec.train.data import TrainingSample, UnreadableError, batches, hold_out, lengths_sorted
 from mmspec.train.muon import Muon
 from mmspec.train.objective import expected_tokens, losses
 from mmspec.train.recipes import Recipe
@@ -93,7 +93,7 @@ class Distillation:
     """One training run: answers first, then steps; everything needed to resume is in `out`.
 
     Args:
-        samples: prompts with pictures (or for image generation); the first `recipe.held_out` are used to measure τ.
+        samples: prompts with pictures (or for image generation); `recipe.held_out` of them are used to measure τ.
         texts: prompts without pictures, for recipes whose stages need them.
         answers: folder of the answers, shared by runs with the same target, data and answer settings; default: `out`.
         about: identifies the target and the data, on which the answers depend besides the prompts and the recipe.
@@ -125,7 +125,11 @@ class Distillation:
                 f"{drafter.method!r} drafter is different, so leave it out"
             )
         prompted = [replace(s, prompt=f"{s.prompt} {recipe.suffix}") if recipe.suffix else s for s in samples]
-        self.held_out, self.samples, self.texts = prompted[: recipe.held_out], prompted[recipe.held_out :], list(texts)
+        state = self.stored("cpu", mmap=True)  # raises before the target answers; the tensors are not read
+        self.named = state is None or "named" in state  # older runs held out the first samples, and go on so
+        held = hold_out(samples, recipe.held_out, recipe.seed) if self.named else [*range(recipe.held_out)]
+        left = sorted({*range(len(samples))} - {*held})
+        self.held_out, self.samples, self.texts = [prompted[i] for i in held], [prompted[i] for i in left], list(texts)
         self.optimizers = optimizers(drafter, recipe)
         self.network, *prepared = self.accelerator.prepare(drafter, *self.optimizers)
         self.optimizers = prepared
@@ -185,7 +189,8 @@ class Distillation:
     def _way(self, samples: list[TrainingSample]) -> str:
         """A hash of everything that the answers depend on."""
         r = self.recipe
-        how = [self.about, r.seed, r.temperature, r.sampled, r.max_new_tokens, r.writing, [s.prompt for s in samples]]
+        asked = [s.name + s.prompt if self.named else s.prompt for s in samples]
+        how = [self.about, r.seed, r.temperature, r.sampled, r.max_new_tokens, r.writing, asked]
         return hashlib.sha256(json.dumps(how).encode()).hexdigest()[:10]
 
     def lesson(self, samples: list[TrainingSample], name: str) -> Lesson:
@@ -205,7 +210,6 @@ class Distillation:
 
     def run(self, save_every: float = 300.0, measure_every: int = 250) -> float:
         """Train to the recipe's end, from the last checkpoint if there is one; returns the held-out τ."""
-        self.stored("cpu", mmap=True)  # raises before the target answers; the tensors are not read
         held_out, shown = self.lesson(self.held_out, "held-out"), self.lesson(self.samples, "train")
         text = self.lesson(self.texts, "text") if self.recipe.texts else None
         if self.drafter.head.own:
@@ -313,6 +317,7 @@ class Distillation:
             "curve": self.curve,
             "recipe": json.dumps(asdict(self.recipe)),
             "about": self.about,
+            **({"named": True} if self.named else {}),
             "drafter": self.accelerator.unwrap_model(self.network).state_dict(),
             "optimizers": [o.state_dict() for o in self.optimizers],
         }

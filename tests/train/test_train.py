@@ -84,6 +84,10 @@ def _run(
     return Distillation(drafter, teacher, data.read(str(questions)), recipe, out, **options, accelerator=Accelerator())
 
 
+def _split(run: Distillation) -> list[str]:
+    return [sample.prompt for sample in (*run.held_out, *run.samples)]
+
+
 def test_the_trace_is_what_generation_saw(questions: Path) -> None:
     model, processor = tiny_llava.model(), tiny_llava.processor()
     samples = data.read(str(questions))[2:4]
@@ -161,10 +165,9 @@ def test_another_recipe_does_not_take_over_a_run(
     _run(tmp_path, questions).run()
     said = capsys.readouterr().err  # no terminal, and yet it says what it does
     assert "answers (held-out): " in said and "answers (train): " in said and "train: " in said
-    other, before = _run(tmp_path, questions, RECIPE.with_(lr=1e-3)), sorted(tmp_path.iterdir())
-    other.lesson = lambda *_: pytest.fail("the target answered before")  # type: ignore[method-assign]
+    before = sorted(tmp_path.iterdir())
     with pytest.raises(ValueError, match="another recipe"):
-        other.run()
+        _run(tmp_path, questions, RECIPE.with_(lr=1e-3))
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -174,7 +177,7 @@ def test_training_pays(questions: Path, tmp_path: Path) -> None:
     model, processor = tiny_llava.model(), tiny_llava.processor()
     model.generation_config.eos_token_id = 2
     recipe = RECIPE.with_(steps=150, batch=8, lr=1e-2, sampled=0.0, max_new_tokens=24)
-    learned = data.read(str(questions))[4:]  # not the held-out ones: a random target has no habits to carry over
+    learned = _run(tmp_path / "none", questions, recipe).samples  # a random target's habits carry over to no others
     asked = [chat_inputs(processor, [sample.prompt], [sample.load()]) for sample in learned]
 
     def answers() -> list[torch.Tensor]:
@@ -214,14 +217,16 @@ def _damaged(folder: Path, names: tuple[str, ...] = ("0", "5", "7")) -> str:
 
 def test_pictures_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     recipe = RECIPE.with_(held_out=2, writing=2)
-    questions, shared = Path(_damaged(tmp_path, ("3", "5", "7"))), tmp_path / "answers"
+    held = data.hold_out(data.read(_damaged(tmp_path)), 2, recipe.seed)
+    bad = tuple(str(i) for i in range(8) if i not in held)[1::2]
+    questions, shared = Path(_damaged(tmp_path, bad)), tmp_path / "answers"
     run = _run(tmp_path / "run", questions, recipe, answers=shared)
     with pytest.warns(
-        UserWarning, match=r"left out: 3 of 6 samples \(train\) cannot be read; the first: .*3\.png\S*: is n"
+        UserWarning, match=rf"left out: 3 of 6 samples \(train\) cannot be read; the first: .*{bad[0]}\.png\S*: is n"
     ):
         found = run.answers(run.samples, "train")
     assert [bool(answer) for answer in found] == [True, False] * 3
-    Image.new("RGB", (28, 28)).save(tmp_path / "7.png")  # is there the next time
+    Image.new("RGB", (28, 28)).save(tmp_path / f"{bad[2]}.png")  # is there the next time
     with pytest.warns(UserWarning, match="left out: 2 of 6"):
         again = _run(tmp_path / "again", questions, recipe, answers=shared).answers(run.samples, "train")
     assert again[:5] == found[:5] and again[5]
@@ -236,9 +241,10 @@ def test_training_goes_on_without_a_broken_picture(tmp_path: Path) -> None:
 
 
 def test_no_picture_that_can_be_read(tmp_path: Path) -> None:
-    _damaged(tmp_path, ("0", "1", "2"))
+    held = data.hold_out(data.read(_damaged(tmp_path)), 3, RECIPE.seed)
+    _damaged(tmp_path, tuple(map(str, held)))
     run = _run(tmp_path / "run", tmp_path / "data.jsonl", RECIPE.with_(held_out=3))
-    with pytest.raises(ValueError, match=r"3 of 3 samples \(held-out\) cannot be read; the first: .*0\.png"):
+    with pytest.raises(ValueError, match=rf"3 of 3 samples \(held-out\) cannot be read; the first: .*{held[0]}\.png"):
         run.run()
 
 
@@ -343,6 +349,38 @@ def test_drawn_scenes_and_folders_are_sources(questions: Path) -> None:
     scenes = data.read("scenes:3", seed=1)
     assert [s.load()[0].size for s in scenes] == [(96, 96)] * 3
     assert len(data.read(str(questions.parent), limit=5)) == 5
+
+
+def test_what_is_held_out_is_a_sample_of_all(tmp_path: Path) -> None:
+    def held(source: object, seed: int = 0) -> list[str]:
+        samples = data.read(str(source))
+        return [samples[i].name or samples[i].prompt for i in data.hold_out(samples, 8, seed)]
+
+    folder, rows = tmp_path / "set", tmp_path / "rows.jsonl"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"b{number:02}.png").touch()
+    first = held(folder)
+    assert max(first) > "b30" and len({*first}) == 8 and held(folder, seed=1) != first
+    (folder / "a.png").touch()  # the first by name
+    assert len({*held(folder)} & {*first}) >= 7
+    rows.write_text("".join(f'{{"image": "b{n // 4:02}.png", "prompt": "{n}"}}\n' for n in range(80)))
+    assert len({*held(rows)}) == 2  # all four questions about each of two pictures
+    assert held("pictures:20") == [sample.prompt for sample in data.read("pictures:8")]
+
+
+def test_an_older_run_goes_on_with_what_it_held_out(questions: Path, tmp_path: Path) -> None:
+    run = _run(tmp_path, questions)
+    asked, first = data.read(str(questions)), RECIPE.held_out
+    assert run.held_out != asked[:first] and _split(run) == _split(_run(tmp_path, questions))
+    run.save()
+    assert _split(run) == _split(_run(tmp_path, questions))
+    state = torch.load(tmp_path / "checkpoint.pt")
+    del state["named"]
+    torch.save(state, tmp_path / "checkpoint.pt")
+    older = _run(tmp_path, questions)
+    older.save()
+    assert _split(older) == _split(_run(tmp_path, questions)) == [sample.prompt for sample in asked]
 
 
 def test_hidden_files_of_a_folder_are_left_out(tmp_path: Path) -> None:
