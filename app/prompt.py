@@ -76,7 +76,7 @@ def _check(text: str, what: str) -> None:
 def read_prompts(path: str | Path) -> list[str]:
     """The prompts in a file: its lines that are not empty. PromptError if it cannot be read, or holds none."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"cannot read the prompts of {str(path)!r}: {error}") from error
     lines = [line.strip() for line in text.splitlines() if line.strip()]

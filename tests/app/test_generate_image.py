@@ -63,7 +63,7 @@ def test_a_picture_that_is_there_is_kept(
 
 
 def test_many_prompts_go_into_a_folder(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "list.txt").write_text("a red circle\n\n a blue square \n")
+    (tmp_path / "list.txt").write_text("\ufeffa red circle\n\n a blue square \n", encoding="utf-8")
     words = ["--prompts", tmp_path / "list.txt", "--images", 2, "--batch-size", 3, "--model", text]
     assert run(*words, "-o", tmp_path / "out") == 0
     names = sorted(path.name for path in (tmp_path / "out").iterdir())

@@ -210,8 +210,12 @@ def test_the_screen_shows_the_columns_that_fit_there() -> None:
 
 @pytest.mark.parametrize("content", ["[1, 2]", '"a text"', "{"])
 def test_a_file_that_is_no_list_of_questions(tmp_path: Path, content: str) -> None:
-    (tmp_path / "list.jsonl").write_text(content)
-    with pytest.raises(BenchError, match=r"list\.jsonl cannot be read as a list of questions: "):
+    good = '\ufeff{"image": "0.png", "prompt": "one\u2028two"}\n'  # with a mark of UTF-8, and a separator of lines
+    (tmp_path / "list.jsonl").write_text(good, encoding="utf-8")
+    save_pictures(tmp_path, 1)
+    assert read_questions(tmp_path / "list.jsonl", 1)[0].prompt == "one\u2028two"
+    (tmp_path / "list.jsonl").write_text(good + content, encoding="utf-8")
+    with pytest.raises(BenchError, match=r"list\.jsonl, line 2: a question is a JSON object on one line; "):
         read_questions(tmp_path / "list.jsonl", 1)
     (tmp_path / "more.jsonl").write_text(content)
     with pytest.raises(BenchError, match=r"holds 2 lists \(list\.jsonl, more\.jsonl\); name one of them"):
