@@ -98,7 +98,7 @@ def read(path: Path | str, max_bytes: int = MAX_BYTES) -> bytes:
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
-            raise MediaError(path, "is a folder, not an image", "rename it, or add --recursive to look inside")
+            raise MediaError(path, "is a folder, not an image", "name a picture in it")
         if not stat.S_ISREG(status.st_mode):
             raise MediaError(path, "is a pipe or device, not a file", "remove it from the folder")
         check_bytes(status.st_size, path, max_bytes)

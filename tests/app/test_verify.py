@@ -140,6 +140,8 @@ def test_a_model_that_cannot_be_accelerated(
 def test_no_picture(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", str(tmp_path / "absent.png"), "--model", str(folder), "--drafter", "ngram"]) == 1
     assert "absent.png" in capsys.readouterr().err
+    assert cli.main(["verify", str(tmp_path), "--model", str(folder), "--drafter", "ngram"]) == 1
+    assert "is a folder, not an image; name a picture in it" in capsys.readouterr().err
 
 
 def test_a_clip_is_no_picture(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
