@@ -163,12 +163,12 @@ def _places(name: str, recursive: bool, columns: Columns) -> Iterator[Place]:
     path = Path(name)
     if name.startswith("hf:"):
         yield hub.Dataset(name, columns, hub.SPLIT)
-    elif os.path.lexists(path):
+    elif name and os.path.lexists(path):  # an empty name, as of an unset variable, is no folder
         yield _place(path, recursive, columns)
     elif "{" in name or glob.has_magic(name):
         yield from _pattern(name, recursive, columns)
     else:
-        raise MediaError(path, "no such file or folder", f"give {KNOWN}")
+        raise MediaError(name or "''", "no such file or folder", f"give {KNOWN}")
 
 
 def _place(path: Path, recursive: bool, columns: Columns) -> Place:
