@@ -133,7 +133,8 @@ class Run:
             self._finish()
             if options.report is not None and not options.report.exists():  # else it says what was measured
                 self._report(RunTally(0))
-            print(f"nothing to do; the captions are in {options.out if is_address(options.out) else outputs.folder}")
+            saved = f"; the captions are in {options.out if is_address(options.out) else outputs.folder}"
+            print("nothing to do" + saved * bool(todo.done))
             return SOME_FAILED if failed_before else OK
         self._write_settings()
         tally = RunTally(len(todo.pending), options.quiet)
