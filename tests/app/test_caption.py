@@ -394,11 +394,17 @@ def test_a_lost_caption_file_is_made_again_and_an_edited_one_is_kept(caption):
     assert Path("captions/b.txt").read_text().strip() == captions()["b.jpg"]
 
 
-def test_beside_the_images(caption, photos: Path):
+def test_beside_the_images(caption, photos: Path, capsys: pytest.CaptureFixture):
     paint(photos / "sub" / "e.png")
     assert caption("--out", "beside", "--recursive") == OK
     assert set(captions(photos)) == {*GOOD, "sub/e.png"} and (photos / "sub" / "e.txt").exists()
     assert not Path("captions").exists()
+    capsys.readouterr()
+    assert caption("--out", "beside", folder="photos/a.png") == OK  # it is done
+    assert capsys.readouterr().out.endswith("nothing to do; the captions are in photos\n")
+    shutil.rmtree(photos / ".mmspec")  # now they are those of somebody else
+    assert caption("--out", "beside", "--format", "txt", folder="photos/a.png") == OK
+    assert capsys.readouterr().out.endswith("nothing to do\n")
 
 
 @pytest.mark.parametrize(("mode", "text"), [("skip", "old"), ("overwrite", "new")])
@@ -874,7 +880,8 @@ def test_fatal_errors_say_what_to_do(caption, truly, photos: Path, capsys: pytes
         and not Path("none").exists()
     )
     cases = {
-        ("nowhere",): "no such file or folder",
+        ("nowhere",): "nowhere: no such file or folder",
+        ("",): "'': no such file or folder",
         ("photos", "--out", "photos/a.png"): "choose another --out",
         ("photos", "--engine", "no_such:load"): "No module named 'no_such'",
     }
