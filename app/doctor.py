@@ -139,6 +139,7 @@ def _tokens(model: str, device: str) -> Iterator[Finding]:
     from mmspec import media, zoo
     from mmspec.app import engine
     from mmspec.pipelines.prompts import chat_inputs
+    from mmspec.registry import name_of
 
     drafter = embedded.drafter(model)
     loaded = engine.load(model, drafter, device, "float32", TOKENS, 0.0)
@@ -151,4 +152,5 @@ def _tokens(model: str, device: str) -> Iterator[Finding]:
     if not mmspec.stats(loaded.model).rounds:
         yield Finding(BAD, model, "the stock path ran, and nothing was drafted")
     else:
-        yield Finding(GOOD if report.ok else BAD, model, f"{report.tokens} tokens, {drafter}: {report}")
+        name = name_of(loaded.drafter) if drafter == embedded.SHIPPED else drafter
+        yield Finding(GOOD if report.ok else BAD, model, f"{report.tokens} tokens, {name}: {report}")

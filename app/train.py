@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
+from mmspec.app.embedded import resolve
 from mmspec.app.enabling import value_of
 from mmspec.app.files import write_whole
 from mmspec.app.media.decoder import HELP, USUAL, VideoReader
@@ -102,9 +103,10 @@ def draws(target: str, data: str) -> bool:
     pictures:N, and it is not a local transformers model that only writes text."""
     from mmspec.pipelines.host.image_models import CALLS
 
-    if target.endswith(".py") or (Path(target) / "model_index.json").is_file():
+    where = Path(resolve(target))
+    if target.endswith(".py") or (where / "model_index.json").is_file():
         return True
-    known = Path(target) / "config.json"
+    known = where / "config.json"
     writes = known.is_file() and json.loads(known.read_text(encoding="utf-8")).get("model_type") not in CALLS
     return data.startswith(("prompts:", "pictures:")) and not writes
 
@@ -224,6 +226,8 @@ def run(args: argparse.Namespace) -> int:
     known = {name: one for name, one in config.usual().items() if one is not MISSING} if config else {}
     known |= {"intermediate": 0} if config else {}  # by default the target's
     try:
+        if args.out.exists() and not args.out.is_dir():
+            raise ValueError(f"--out {str(args.out)!r} is a file; name a folder, which may be new")
         recipe = _recipe(args)
         shape = _values("--shape", args.shape, known)
         own = args.target.endswith(".py")  # the user's file, whose `draw` may take any setting

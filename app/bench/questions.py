@@ -139,7 +139,7 @@ def read_questions(
     size = len(source.rows)
     count = size if count is None else count
     if size < count + without:
-        raise BenchError(f"{path} has {size} questions; {count + without} are needed. Lower --images")
+        raise BenchError(f"{path} has {size} questions; {count + without} are needed. Add some, or lower --images")
     taken = {i * size // without for i in range(without)}
     places = [i for i in range(size) if i not in taken]
     return [_question(source, places[i * len(places) // count], pictures, clips) for i in range(count)]

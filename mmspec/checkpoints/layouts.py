@@ -75,5 +75,5 @@ def detect(config: Json, keys: Collection[str]) -> str:
     raise ValueError(
         f"no known drafter layout fits these tensors ({shown}{', …' if len(keys) > 6 else ''}); "
         f"{whole}known: {', '.join(f'{name} ({layout.about})' for name, layout in LAYOUTS.items())}. "
-        "If it is one of them, pass layout="
+        "If it is one of them, pass layout= (`mmspec convert --from`)"
     )

@@ -110,9 +110,10 @@ class Distillation:
         self.drafter, self.teacher, self.recipe, self.out = drafter, teacher, recipe, out
         self.written, self.about, self.room = answers or out, about, room
         if len(samples) <= recipe.held_out:
+            fewer = f", or hold fewer out: --set held_out={max(1, len(samples) // 3)}" if len(samples) > 1 else ""
             raise ValueError(
                 f"{len(samples)} samples are too few: this recipe holds {recipe.held_out} out to measure τ, and learns "
-                f"from the others; give more, or hold fewer out: --set held_out={max(1, len(samples) // 3)}"
+                f"from the others; give more{fewer}"
             )
         if recipe.texts and not texts:
             raise ValueError(

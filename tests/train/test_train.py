@@ -331,6 +331,7 @@ def test_pictures_are_turned_as_they_were_taken(tmp_path: Path) -> None:
         (["--set", "batch=0"], "batch must be at least 1; got 0"),
         (["--set", "held_out=0"], "held_out must be at least 1; got 0"),
         (["--set", "speed=2"], "--set: there is no 'speed'; choose from anchors, batch, betas"),
+        (["--out", __file__], "is a file; name a folder"),
         (["--limit", "3"], "3 samples are too few: this recipe holds 64 out to measure τ,"),
         (["--limit", "12"], "give more, or hold fewer out: --set held_out=4"),
         (["--data", "nowhere"], "unknown data source 'nowhere'"),
