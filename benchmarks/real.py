@@ -44,7 +44,7 @@ from mmspec.app.options import DTYPES  # noqa: E402
 from mmspec.app.provenance import load_average, provenance  # noqa: E402
 
 WEIGHTLESS = ("plain", "ngram", "suffix", "recycle")
-STOCK = ("stock", "stock-static", "hf-lookup", "hf-lookup-static")
+STOCK = ("stock", "stock-static", "hf-lookup")
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,10 @@ def methods(model: Any, args: argparse.Namespace) -> Iterator[RealMethod]:
 
     compiling: Any = CompileConfig(dynamic=False, mode="reduce-overhead" if model.device.type == "cuda" else "default")
     compiling._compile_all_devices = True  # transformers compiles by itself on some devices only
-    lookup = {"prompt_lookup_num_tokens": 10}
-    lengths: Any = CompileConfig(mode=compiling.mode)  # copies have many lengths, which become one dynamic shape
-    lengths._compile_all_devices = True
     stock: dict[str, dict[str, Any]] = {
         "stock": {},
         "stock-static": {"cache_implementation": "static", "compile_config": compiling},
-        "hf-lookup": lookup,
-        "hf-lookup-static": {**lookup, "cache_implementation": "static", "compile_config": lengths},
+        "hf-lookup": {"prompt_lookup_num_tokens": 10},
     }
     for name, arguments in stock.items():
         refused = args.batch > 1 and name.startswith("hf-")  # transformers' assisted generation takes one row only
@@ -192,7 +188,7 @@ def records(kind: str, made: dict[str, list[RealCall]], notes: dict[str, str]) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     add = parser.add_argument
-    ours = [*STOCK[1:], *WEIGHTLESS]
+    ours = [*STOCK[1:3], *WEIGHTLESS]
     add("--methods", nargs="*", choices=ours, default=ours, metavar="NAME", help=", ".join(ours))
     add("--drafters", nargs="*", type=Path, default=[], help="folders of trained drafters, named after their folders")
     add("--lookup", action="store_true", help="also measure each of these with lookup=True")
