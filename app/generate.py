@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mmspec.app import embedded, enabling
 from mmspec.app.embedded import STOCK
 from mmspec.app.extras import EngineError, say
-from mmspec.app.options import count, from_zero, where
+from mmspec.app.options import count, from_zero, seed_value, where
 from mmspec.app.prompt import read_prompts
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--images", type=count, default=1, metavar="N", help="pictures of each prompt, each with its own seed")
     add("--compare", action="store_true", help="draw each by plain decoding too, and print the difference")
     add("--batch-size", type=count, default=4, metavar="N", help="pictures drawn together (%(default)s)")
-    add("--seed", type=int, default=0, help="seed of the first picture; it counts up for the next ones (%(default)s)")
+    add("--seed", type=seed_value, default=0, help="of the first picture; it counts up for the next ones (%(default)s)")
     model = parser.add_argument_group("the model")
     model.add_argument("--model", default=embedded.IMAGE_MODEL, help="a LlamaGen, MAR, Janus or Emu3, mar (embedded), "
         "or a Python file of your own (%(default)s)")  # fmt: skip

@@ -15,6 +15,12 @@ def count(text: str) -> int:
     return int(text)
 
 
+def seed_value(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**62:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a seed; one is a whole number from 0 on, below 2**62")
+    return int(text)
+
+
 def port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port; one is a number from 1 to 65535")

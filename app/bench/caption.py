@@ -21,7 +21,7 @@ from mmspec.app.compare import Comparison, Method, over
 from mmspec.app.devices import wait
 from mmspec.app.embedded import STOCK
 from mmspec.app.engine import Engine, load
-from mmspec.app.options import count, where
+from mmspec.app.options import count, seed_value, where
 from mmspec.app.provenance import provenance
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel
@@ -59,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--turns", type=count, default=3, help="timed runs of every method (default: %(default)s)")
     add("--max-new-tokens", type=count, default=256)
     where(parser)
-    add("--seed", type=int, default=0)
+    add("--seed", type=seed_value, default=0)
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:

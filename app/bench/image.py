@@ -18,7 +18,7 @@ from mmspec.app.bench.report import Record, spread
 from mmspec.app.compare import Comparison, Method, over
 from mmspec.app.devices import wait
 from mmspec.app.image_model import is_mar, load
-from mmspec.app.options import count, from_zero, where
+from mmspec.app.options import count, from_zero, seed_value, where
 from mmspec.app.painter import ImageResult, ImageSubject, together
 from mmspec.app.prompt import read_prompts
 from mmspec.app.provenance import provenance
@@ -69,7 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=from_zero)
     add("--image-area", type=count, metavar="N", help="pixels of an Emu3's pictures (default: its processor's)")
     where(parser)
-    add("--seed", type=int, default=0)
+    add("--seed", type=seed_value, default=0)
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:

@@ -18,7 +18,7 @@ from mmspec.app.media.hub import Dataset
 from mmspec.app.media.inputs import images
 from mmspec.app.media.tables import Columns
 from mmspec.app.media.video import FramePolicy
-from mmspec.app.options import count
+from mmspec.app.options import count, seed_value
 from mmspec.media import MediaError, cell, dataset_folders, decode, load_image
 from mmspec.train.data import VIDEOS, Clips, VideoError, video_of
 from mmspec.zoo import PROMPTS, scenes
@@ -80,7 +80,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--prompt", nargs="+", help="short, long, or your own texts, a cell for each; default: short and long")
     add("--images", type=lambda text: None if text == "all" else count(text), default=20,
         help="questions per cell at batch 1, or all (default: %(default)s)")  # fmt: skip
-    add("--seed", type=int, default=0)
+    add("--seed", type=seed_value, default=0, help="of drawn pictures and answers (default: %(default)s)")
 
 
 def asked(args: argparse.Namespace, pictures: bool = True, tuning: int = 0) -> Questions:

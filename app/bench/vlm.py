@@ -58,9 +58,9 @@ def conditions(parser: argparse.ArgumentParser, batch: list[int], temperature: l
     drafters.configure(parser, " beside ngram")
     add("--without", nargs="+", default=[], metavar="PATTERN", help="leave these out, such as stock-static 'eagle*'")
     questions.configure(parser)
-    add("--batch", type=count, nargs="+", default=batch)
-    add("--temperature", type=from_zero, nargs="+", default=temperature)
-    add("--max-new-tokens", type=count, default=tokens)
+    add("--batch", type=count, nargs="+", default=batch, help="rows per call; several are measured in turn")
+    add("--temperature", type=from_zero, nargs="+", default=temperature, help="0 is greedy; several likewise")
+    add("--max-new-tokens", type=count, default=tokens, metavar="N", help="per answer (default: %(default)s)")
     where(parser)
 
 

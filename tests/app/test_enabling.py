@@ -119,6 +119,7 @@ def test_a_wrong_word_ends_a_verb_before_its_model_is_loaded(
         (["bench", "vlm", "--repeats", "2"], "bench vlm: error: unrecognized arguments: --repeats 2\n"),
         (["captoin"], "argument VERB: invalid choice: 'captoin' (choose from"),
         (["demo", "--port", "99999"], "'99999' is not a port; one is a number from 1 to 65535"),
+        (["generate", "a star", "--seed", "-1"], "'-1' is not a seed; one is a whole number from 0 on, below 2**62"),
         (["demo", "--time-limit", "-1"], "'-1' is not a number above 0"),
         ([], "mmspec: lossless speculative decoding"),
         (["bench"], "answers of a vision-language model"),
