@@ -53,8 +53,8 @@ def caption(
 async def events(inputs, max_new_tokens: int) -> AsyncIterator[str]:
     """One event for each forward of the model; the row is free again when the client goes away."""
     async for part in batcher.stream(inputs, max_new_tokens=max_new_tokens):
-        told = {"text": part.text, "tokens": part.tokens, "accepted": part.stats.accepted}
-        yield f"data: {json.dumps(told)}\n\n"
+        event = {"text": part.text, "tokens": part.tokens, "accepted": part.stats.accepted}
+        yield f"data: {json.dumps(event)}\n\n"
     yield "event: done\ndata: {}\n\n"
 
 

@@ -12,7 +12,6 @@ from mmspec.kernels import few_rows
 from mmspec.modes import computed_in
 
 ENTRIES = 1 << 14  # size of a weight from which `few_rows` is faster
-_PLAIN = {Tensor, nn.Parameter}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -27,7 +26,7 @@ def fits(weight: Tensor) -> bool:
 
     16-bit weights use torch's products, since there the rounding more often decides which token is the likeliest.
     """
-    plain = type(weight) in _PLAIN and weight.dtype is torch.float32 and weight.is_cpu
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.dtype is torch.float32 and weight.is_cpu
     large = plain and weight.numel() >= ENTRIES and weight.is_contiguous()
     return large and few_rows.available(torch.float32)
 

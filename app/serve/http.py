@@ -90,7 +90,8 @@ class Service:
                 n, stats, seconds = part.tokens, part.stats, round(time.perf_counter() - began, 6)
                 usage = {"prompt_tokens": length, "completion_tokens": n, "total_tokens": length + n}
                 counts = {"drafted_tokens": stats.drafted, "accepted_tokens": stats.accepted, "seconds": seconds}
-                calls = {"target_calls": stats.row_rounds, "tokens_per_target_call": stats.tokens_per_target_call}
+                each = round(stats.tokens_per_target_call, 4)
+                calls = {"target_calls": stats.row_rounds, "tokens_per_target_call": each}
                 yield part.text, part.finish, {"usage": usage, "mmspec": calls | counts} if part.finish else {}
         finally:
             self.open -= 1

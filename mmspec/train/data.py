@@ -226,17 +226,13 @@ def _dataset(name: str, clips: Clips | None) -> list[TrainingSample]:
         return _open_clip(video, folders, where, clips)()
 
     def sample(index: int) -> TrainingSample:
-        prompt = _question(texts[index]) if texts is not None else ""
+        own = _question(texts[index]) if texts is not None else ""
+        prompt, name = own or _PROMPTS[index % len(_PROMPTS)], str(index)
         if videos is not None and clips is not None:
-            question = prompt or _PROMPTS[index % len(_PROMPTS)]
-            return TrainingSample(partial(frames, index), question, clips.count, True, str(index))
+            return TrainingSample(partial(frames, index), prompt, clips.count, True, name)
         count = 0 if pictures is None else len(bare[index][pictures][0]) if pictures == "images" else 1
-        return TrainingSample(
-            partial(load, index, pictures) if count and pictures else list,
-            prompt or _PROMPTS[index % len(_PROMPTS)],
-            count,
-            name=str(index),
-        )
+        opened = partial(load, index, pictures) if count and pictures else list
+        return TrainingSample(opened, prompt, count, name=name)
 
     texts = table.select_columns([questions]).with_format("arrow")[:][questions].to_pylist() if questions else None
     bare = table.with_format("arrow")  # so that the library decodes no media, and opens no file that a row names

@@ -95,7 +95,7 @@ def unwrap_all(model_or_pipe: object) -> list[Any]:
     return layers
 
 
-def asked(model_or_pipe: object) -> Any:
+def outer(model_or_pipe: object) -> Any:
     """The object whose `generate` takes what a processor returns: the one to patch, or a BLIP around it, which encodes
     the pictures first."""
     layers = unwrap_all(model_or_pipe)

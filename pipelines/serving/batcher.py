@@ -98,7 +98,7 @@ class Batcher:
         if not isinstance(rows, int) or rows < 1:
             raise ValueError(f"rows must be a whole number of at least 1; got {rows!r}")
         self.model, self.rows, self.stats, self.scored = families.unwrap(model), rows, Stats(), scored
-        self._asked = families.asked(model)
+        self._outer = families.outer(model)
         self.generation = generation
         self._one_answer()
         self._tokenizer: Any = getattr(processor, "tokenizer", processor)
@@ -212,7 +212,7 @@ class Batcher:
         if (strings := self._strings(group[0])) is not None:
             criteria = [*(settings.get("stopping_criteria") or ()), strings]
             settings |= {"stop_strings": None, "stopping_criteria": criteria}
-        return self._asked.generate(**inputs, **(settings | overrides))
+        return self._outer.generate(**inputs, **(settings | overrides))
 
     def _answer(self, group: list[QueuedPrompt]) -> None:
         """Answer prompts in one whole call of `generate`."""

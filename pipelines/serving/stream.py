@@ -63,7 +63,7 @@ def stream(
     require_one_row(inputs, "stream")
     if settings.get("streamer") is not None:
         raise ValueError("stream uses its own streamer; leave streamer out, and iterate over the steps")
-    model, asked = families.unwrap(model_or_pipe), families.asked(model_or_pipe)
+    model, outer = families.unwrap(model_or_pipe), families.outer(model_or_pipe)
     answers = settings.get("num_return_sequences") or setting(
         "num_return_sequences", settings.get("generation_config"), getattr(model, "generation_config", None)
     )
@@ -71,7 +71,7 @@ def stream(
         raise ValueError(f"stream yields one answer; got num_return_sequences={answers}. Call it once for each")
     relay = _Relay(stop)
     work = threading.Thread(
-        target=contextvars.copy_context().run, args=(relay.run, model, asked, inputs, settings), daemon=True
+        target=contextvars.copy_context().run, args=(relay.run, model, outer, inputs, settings), daemon=True
     )
     work.start()
     try:
@@ -94,14 +94,14 @@ class _Relay:
         self._ends = [self.closed, *([stop] if stop is not None else [])]
         self._in_rounds = False
 
-    def run(self, model: GenerativeModel, asked: GenerativeModel, inputs: Any, settings: dict[str, Any]) -> None:
+    def run(self, model: GenerativeModel, outer: GenerativeModel, inputs: Any, settings: dict[str, Any]) -> None:
         self._thread, self._began = threading.get_ident(), time.perf_counter()
         criteria = [*(settings.get("stopping_criteria") or ()), Stopped(self._ends)]
         self._hook = model.register_forward_hook(self._read)
         arguments = {**settings, "streamer": StepStreamer(self._streamed), "stopping_criteria": criteria}
         try:
             with calling(watch=self._round):
-                asked.generate(**inputs, **arguments)
+                outer.generate(**inputs, **arguments)
             self.steps.put(None)
         except BaseException as error:  # raised again in the iterating thread
             self.steps.put(error)

@@ -79,7 +79,7 @@ def verify(model_or_pipe: object, inputs: Any, max_new_tokens: int = 64) -> Repo
         UnsupportedError: the model is not enabled, or cannot be accelerated in this call.
         TypeError: the model only generates images, or does not generate.
     """
-    model, asked = families.unwrap(model_or_pipe), families.asked(model_or_pipe)
+    model, outer = families.unwrap(model_or_pipe), families.outer(model_or_pipe)
     name = type(model).__name__
     if not hasattr(model, "generate"):
         raise TypeError(
@@ -94,17 +94,17 @@ def verify(model_or_pipe: object, inputs: Any, max_new_tokens: int = 64) -> Repo
     settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1, "num_return_sequences": 1}
     settings["return_dict_in_generate"] = False
     before = (handle.stats.gained, handle.stats.row_rounds)
-    fast = asked.generate(**inputs, **settings)
+    fast = outer.generate(**inputs, **settings)
     gained, rounds = handle.stats.gained - before[0], handle.stats.row_rounds - before[1]
-    stock, prompt, fill = _stock(model, asked, inputs, settings), inputs["input_ids"].shape[1], _fill(model)
+    stock, prompt, fill = _stock(model, outer, inputs, settings), inputs["input_ids"].shape[1], _fill(model)
     where = _first_difference(fast, stock.sequences, prompt, fill)
     other = _other_picture(inputs)
     changed = None
     if other is not None:
-        again = asked.generate(**other, **settings)
+        again = outer.generate(**other, **settings)
         changed = _first_difference(fast, again, prompt, fill) is not None
         if where is None and not changed:
-            stock = _stock(model, asked, other, settings)
+            stock = _stock(model, outer, other, settings)
             where = _first_difference(again, stock.sequences, prompt, fill)
     gap = None
     if where is not None:
@@ -114,11 +114,11 @@ def verify(model_or_pipe: object, inputs: Any, max_new_tokens: int = 64) -> Repo
     return Report(where is None, len(fast), fast.shape[1] - prompt, where, gap, changed, tau)
 
 
-def _stock(model: GenerativeModel, asked: GenerativeModel, inputs: Any, settings: dict[str, Any]) -> Any:
+def _stock(model: GenerativeModel, outer: GenerativeModel, inputs: Any, settings: dict[str, Any]) -> Any:
     """One call on the stock path; the patch is restored in any case."""
     patch, scored = put_on(model, None), {"return_dict_in_generate": True, "output_scores": True}
     try:
-        return asked.generate(**inputs, **(settings | scored))
+        return outer.generate(**inputs, **(settings | scored))
     finally:
         put_on(model, patch)
 
