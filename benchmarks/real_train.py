@@ -15,12 +15,15 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from real import loaded  # noqa: E402
 from real_prompts import lessons  # noqa: E402
 
+from mmspec.app.devices import find_device  # noqa: E402
 from mmspec.app.train import _values, train  # noqa: E402
 from mmspec.train.recipes import RECIPES  # noqa: E402
 
@@ -50,6 +53,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="override values of the recipe")
     parser.add_argument("--limit", type=int, default=1600, help="maximum number of prompts")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda, where the model is in bfloat16 (%(default)s)")
     args = parser.parse_args()
     own, shape = OF[args.method]
     recipe = RECIPES[args.method].with_(**SHARED, **own)
@@ -58,7 +62,9 @@ def main() -> None:
     data = (args.answers or args.out) / "prompts.jsonl"
     if not data.exists():  # a resumed run keeps its prompts, whatever Python's version
         data.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in lessons(SEED)))
+    device = find_device(args.device)
     model, tokenizer = loaded()
+    model = model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     if args.method == "block":
         shape = {**shape, "mask_token": tokenizer.convert_tokens_to_ids(MASK)}
     train(
