@@ -39,15 +39,37 @@ def _fold(
     return top, z, acc
 
 
+@triton.jit
+def _filled(length, BLOCK_N: tl.constexpr):
+    """The number of parts, none shorter than four blocks, that a prefix fills."""
+    return tl.maximum(tl.cdiv(length, 4 * BLOCK_N), 1)
+
+
 @triton.jit(do_not_specialize=["slots", "padded", "splits"])  # they change as a text grows
 def _attend(
-    Q, K, V, OUT, ACC, STAT, LENGTHS, BITS, OPEN, FIRST,
+    Q, K, V, OUT, ACC, STAT, LENGTHS, BITS, OPEN, FIRST, TABLE,
     n, heads, groups, slots, padded, words, splits, factor, D, E,
     q_b, q_h, q_n, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_n, bits_b, bits_n, open_b, first_b,
     HAS_OPEN: tl.constexpr, HAS_FIRST: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
+    ADDRESSED: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one kv head's queries (all its query heads stacked) against one part of the prefix."""
+    """One tile of one kv head's queries (all its query heads stacked) against one part of the prefix.
+
+    ADDRESSED: keys, values, padding and their strides are read from TABLE, see `addressed_attention`; a row uses no
+    more of the `splits` parts than its length fills.
+    """
+    if ADDRESSED:
+        K = tl.load(TABLE).to(tl.pointer_type(Q.dtype.element_ty))
+        V = tl.load(TABLE + 1).to(tl.pointer_type(Q.dtype.element_ty))
+        k_b, k_h, v_b, v_h = tl.load(TABLE + 2), tl.load(TABLE + 3), tl.load(TABLE + 4), tl.load(TABLE + 5)
+        OPEN = tl.load(TABLE + 6).to(tl.pointer_type(tl.uint8))
+        open_b, padded = tl.load(TABLE + 7), tl.load(TABLE + 8)
+        if ALIGNED:
+            K, V = tl.multiple_of(K, 16), tl.multiple_of(V, 16)
+            k_b, k_h, v_b, v_h = (
+                tl.multiple_of(k_b, 16), tl.multiple_of(k_h, 16), tl.multiple_of(v_b, 16), tl.multiple_of(v_h, 16)
+            )  # fmt: skip
     part, b, g = tl.program_id(1), (tl.program_id(2) // groups).to(tl.int64), tl.program_id(2) % groups
     share = heads // groups
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -61,6 +83,8 @@ def _attend(
     z = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     length = tl.load(LENGTHS + b).to(tl.int32)
+    if ADDRESSED:
+        splits = tl.minimum(splits, _filled(length, BLOCK_N))
     chunk = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
     begin, end = part * chunk, tl.minimum((part + 1) * chunk, length)
     if HAS_FIRST:
@@ -78,7 +102,9 @@ def _attend(
     if part == splits - 1:
         for start in range(0, words * 64, BLOCK_N):
             other = start + tl.arange(0, BLOCK_N)
-            inside = (other < words * 64) & (length + other < slots)
+            inside = other < words * 64
+            if not ADDRESSED:
+                inside = inside & (length + other < slots)
             word = BITS + b * bits_b + node[:, None] * bits_n + (other // 64)[None, :]
             word = tl.load(word, mask=live[:, None] & inside[None, :], other=0)
             seen = ((word >> (other % 64).to(tl.int64)[None, :]) & 1) != 0
@@ -99,12 +125,15 @@ def _attend(
 
 @triton.jit(do_not_specialize=["splits"])
 def _reduce(
-    ACC, STAT, OUT, splits, heads, n, lines, E, o_b, o_h, o_n,
-    PARTS: tl.constexpr, LINES: tl.constexpr, BLOCK_E: tl.constexpr,
+    ACC, STAT, OUT, LENGTHS, splits, heads, n, lines, E, o_b, o_h, o_n,
+    ADDRESSED: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of some queries' softmax."""
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     part, e = tl.arange(0, PARTS).to(tl.int64)[None, :], tl.arange(0, BLOCK_E)
+    if ADDRESSED:  # what the other parts have left is that they saw nothing
+        length = tl.load(LENGTHS + line // (heads * n), mask=line < lines, other=0).to(tl.int32)
+        splits = tl.minimum(splits, tl.max(_filled(length, BLOCK_N), 0))
     there = (line < lines)[:, None] & (part < splits)
     m = tl.load(STAT + (part * lines + line[:, None]) * 2, mask=there, other=-float("inf"))
     top = tl.max(m, 1)
@@ -153,9 +182,87 @@ def tree_attention(
     B, heads, groups, n, T, D, E, W = (dim[k] for k in ("B", "heads", "kv_heads", "n", "T", "D", "E", "W"))
     if heads % groups:
         raise ValueError(f"tree_attention: {heads} query heads cannot share {groups} kv heads evenly")
+    return _launched(q, (keys, values), E, groups, T, lengths, bits, open_slots, first, scale, splits)
+
+
+def addressed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    bits: Tensor,
+    first: Tensor | None = None,
+    scale: float | None = None,
+    offset: int = 0,
+    aligned: bool = False,
+) -> Tensor:
+    """`reference.tree_attention` over buffers that are found by their addresses, after k and v were appended to them.
+
+    A CUDA graph stores the arguments of its kernels. Here they contain neither a length nor the address of a cache, so
+    one graph serves every cache and every length.
+
+    Args:
+        q: [B, heads, n, D].
+        k, v: of the new rows, [B, kv_heads, n, D] and [B, kv_heads, n, E], written to the slots from
+            `lengths + offset` on; the buffers must have room, and the dtype of q.
+        table: int64 [9]: the addresses of keys and values, the strides of their rows and heads (those of their slots
+            are D and E), and the address of `open_slots`, its stride and its length, which may be 0.
+        lengths: int64 [B], slots before the draft.
+        bits: int64 [B, n, W], which of the slots from `lengths` on each query sees.
+        first: int64 [B, n], the first slot before the draft that each query sees.
+        aligned: whether the addresses and strides of keys and values are divisible by 16.
+    """
+    dim = sizes(
+        "addressed_attention",
+        q=(q, "B heads n D", FLOATS),
+        k=(k, "B kv_heads n D", (q.dtype,)),
+        v=(v, "B kv_heads n E", (q.dtype,)),
+        table=(table, "9", INDEX),
+        lengths=(lengths, "B", INDEX),
+        bits=(bits, "B n W", INDEX),
+        first=(first, "B n", INDEX),
+    )
+    B, groups, n, D, E = (dim[name] for name in ("B", "kv_heads", "n", "D", "E"))
+    if len(table) != 9:
+        raise ValueError(f"addressed_attention: table has {len(table)} entries, expected 9")
+    with at_home(q):
+        _append[(n, B * groups)](
+            k, v, table, lengths, offset, groups, D, E, *k.stride()[:3], *v.stride()[:3],
+            BLOCK_D=triton.next_power_of_2(D), BLOCK_E=triton.next_power_of_2(E),
+        )  # fmt: skip
+    return _launched(q, (table, aligned), E, groups, 2**31 - 1, lengths, bits, None, first, scale, None)
+
+
+@triton.jit
+def _append(
+    KEYS, VALUES, TABLE, LENGTHS, offset, groups, D, E, k_b, k_h, k_n, v_b, v_h, v_n,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Write the keys and values of one new row and head into the buffers of TABLE."""
+    i, b, g = tl.program_id(0), (tl.program_id(1) // groups).to(tl.int64), (tl.program_id(1) % groups).to(tl.int64)
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    slot = tl.load(LENGTHS + b) + offset + i
+    k = tl.load(KEYS + b * k_b + g * k_h + i * k_n + d, mask=d < D)
+    v = tl.load(VALUES + b * v_b + g * v_h + i * v_n + e, mask=e < E)
+    K = tl.load(TABLE).to(tl.pointer_type(KEYS.dtype.element_ty))
+    V = tl.load(TABLE + 1).to(tl.pointer_type(VALUES.dtype.element_ty))
+    tl.store(K + b * tl.load(TABLE + 2) + g * tl.load(TABLE + 3) + slot * D + d, k, mask=d < D)
+    tl.store(V + b * tl.load(TABLE + 4) + g * tl.load(TABLE + 5) + slot * E + e, v, mask=e < E)
+
+
+def _launched(
+    q: Tensor, held: tuple[Tensor, Tensor] | tuple[Tensor, bool], E: int, groups: int, T: int, lengths: Tensor,
+    bits: Tensor, open_slots: Tensor | None, first: Tensor | None, scale: float | None, splits: int | None,
+) -> Tensor:  # fmt: skip
+    """The attention of q over `held`: keys and values with T slots, or their table and whether they are aligned."""
+    (B, heads, n, D), W = q.shape, bits.shape[2]
     out = torch.empty(B, n, heads, E, dtype=q.dtype, device=q.device).transpose(1, 2)
     if not out.numel():
         return out
+    table, aligned = (None, False) if isinstance(held[1], Tensor) else held
+    keys, values = (q, q) if isinstance(held[1], bool) else held
+    strides = (0, 0, D, 0, 0, E) if table is not None else (*keys.stride()[:3], *values.stride()[:3])
     rows = heads // groups * n
     wide = {"BLOCK_D": max(16, triton.next_power_of_2(D)), "BLOCK_E": max(16, triton.next_power_of_2(E))}
     size = max(wide.values()) * q.element_size()  # bytes of a row
@@ -170,19 +277,19 @@ def tree_attention(
     with at_home(q):
         _attend[(tiles, splits, B * groups)](
             q, keys, values, out, acc, stat, lengths, bits, _or(open_slots, lengths), _or(first, lengths),
-            n, heads, groups, T, 0 if open_slots is None else dim["L"], W, splits,
+            _or(table, lengths), n, heads, groups, T, 0 if open_slots is None else open_slots.shape[1], W, splits,
             (D**-0.5 if scale is None else scale) * math.log2(math.e), D, E,
-            *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:3], *bits.stride()[:2],
+            *q.stride()[:3], *strides, *out.stride()[:3], *bits.stride()[:2],
             0 if open_slots is None else open_slots.stride(0), 0 if first is None else first.stride(0),
-            HAS_OPEN=open_slots is not None, HAS_FIRST=first is not None, SPLIT=splits > 1,
+            HAS_OPEN=open_slots is not None or table is not None, HAS_FIRST=first is not None, SPLIT=splits > 1,
             UPCAST=INTERPRETED and q.dtype == torch.bfloat16,  # the interpreter's dot of bfloat16 is wrong
-            BLOCK_M=block_m, BLOCK_N=block_n, **wide, num_stages=2,
+            ADDRESSED=table is not None, ALIGNED=aligned, BLOCK_M=block_m, BLOCK_N=block_n, **wide, num_stages=2,
         )  # fmt: skip
         if splits > 1:
             lines = B * heads * n
             _reduce[(triton.cdiv(lines, 16),)](
-                acc, stat, out, splits, heads, n, lines, E, *out.stride()[:3],
-                PARTS=PARTS, LINES=16, BLOCK_E=wide["BLOCK_E"],
+                acc, stat, out, lengths, splits, heads, n, lines, E, *out.stride()[:3],
+                ADDRESSED=table is not None, BLOCK_N=block_n, PARTS=PARTS, LINES=16, BLOCK_E=wide["BLOCK_E"],
             )  # fmt: skip
     return out
 

@@ -26,7 +26,7 @@ from benchmarks.suites import kernels as bench_kernels
 from mmspec import accept, rules
 from mmspec.app.bench import report
 from mmspec.app.bench.command import Outcome
-from mmspec.kernels import dispatch
+from mmspec.kernels import dispatch, smoke
 from mmspec.kernels import reference as ops
 from mmspec.pipelines.host import tree_attention
 from mmspec.pipelines.host.names import CACHE
@@ -38,6 +38,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 pytest.importorskip("triton")
 checks = pytest.importorskip("mmspec.kernels.checks")
+attention: Any = pytest.importorskip("mmspec.kernels.attention")
 needs_triton = pytest.mark.skipif(
     not (torch.cuda.is_available() or checks.INTERPRETED),
     reason="Triton was imported before tests/conftest.py could ask for its interpreter: set TRITON_INTERPRET=1",
@@ -184,6 +185,41 @@ def test_attention_sees_what_it_should(splits: int, view: str):
         given["open_slots"] = torch.zeros(B, 60, dtype=torch.bool, device=DEVICE)
     out = agree("tree_attention", F32, given, splits=splits)
     assert bool(out.isfinite().all()) and bool(out.any()) == (view != "nothing")
+
+
+@needs_triton
+@pytest.mark.parametrize("view", ["plain", "padded", "window", "long", "uneven widths"])
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16])
+@pytest.mark.every(2)
+def test_attention_by_addresses_appends_and_is_that_of_the_definition(view: str, dtype: torch.dtype):
+    given = made("tree_attention", dtype, **({"T": 700} if view == "long" else {}))
+    q, lengths, bits = given["q"], given["lengths"], given["bits"]
+    (B, _, n, _), offset = q.shape, 2
+    wide = 9 if view == "uneven widths" else q.shape[3]
+    keys, values = (torch.zeros(*given[name].shape[:2], 800, given[name].shape[3], dtype=dtype, device=DEVICE)
+        for name in ("keys", "values"))  # fmt: skip
+    for whole, name in ((keys, "keys"), (values, "values")):
+        whole[:, :, : given[name].shape[2]] = given[name]
+    values = values[..., :wide].contiguous()
+    new = [torch.randn(*t.shape[:2], n, t.shape[3], dtype=dtype, device=DEVICE) for t in (keys, values)]
+    after = [keys.clone(), values.clone()]
+    for whole, fresh in zip(after, new, strict=True):
+        for b, length in enumerate(lengths.tolist()):
+            whole[b, :, length + offset : length + offset + n] = fresh[b]
+    seen = torch.ones(B, 30 if view == "padded" else 0, dtype=torch.bool, device=DEVICE)
+    seen[:, :4] = False
+    first = lengths[:, None] - torch.arange(n, device=DEVICE) - 5 if view == "window" else None
+    first = first if first is None else first.expand(B, n).contiguous()
+    strides = [*keys.stride()[:2], *values.stride()[:2]]
+    table = [keys.data_ptr(), values.data_ptr(), *strides, seen.data_ptr(), seen.stride(0), seen.shape[1]]
+    found = attention.addressed_attention(
+        q, *new, torch.tensor(table, device=DEVICE), lengths, bits, first, 0.3, offset, aligned=view == "plain"
+    )
+    wanted = ops.tree_attention(q, *after, lengths, bits, seen if view == "padded" else None, first, 0.3)
+    near = smoke.near(found, wanted, *smoke.TOLERANCES[dtype])
+    assert bool(near.all()) and bool(found.any())
+    assert torch.equal(keys.nan_to_num(), after[0].nan_to_num())
+    assert torch.equal(values.nan_to_num(), after[1].nan_to_num())
 
 
 def test_attention_is_that_of_sdpa_under_the_tree_mask():
