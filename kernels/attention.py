@@ -179,7 +179,7 @@ def tree_attention(
         open_slots=(open_slots, "B L", BOOL),
         first=(first, "B n", INDEX),
     )
-    B, heads, groups, n, T, D, E, W = (dim[k] for k in ("B", "heads", "kv_heads", "n", "T", "D", "E", "W"))
+    heads, groups, T, E = (dim[k] for k in ("heads", "kv_heads", "T", "E"))
     if heads % groups:
         raise ValueError(f"tree_attention: {heads} query heads cannot share {groups} kv heads evenly")
     return _launched(q, (keys, values), E, groups, T, lengths, bits, open_slots, first, scale, splits)
@@ -206,8 +206,9 @@ def addressed_attention(
         q: [B, heads, n, D].
         k, v: of the new rows, [B, kv_heads, n, D] and [B, kv_heads, n, E], written to the slots from
             `lengths + offset` on; the buffers must have room, and the dtype of q.
-        table: int64 [9]: the addresses of keys and values, the strides of their rows and heads (those of their slots
-            are D and E), and the address of `open_slots`, its stride and its length, which may be 0.
+        table: int64 [10]: the addresses of keys and values, the strides of their rows and heads (those of their slots
+            are D and E), the address of `open_slots`, its stride and its length, which may be 0; and one that is not
+            used, so that the table of each layer begins at an address that 16 divides.
         lengths: int64 [B], slots before the draft.
         bits: int64 [B, n, W], which of the slots from `lengths` on each query sees.
         first: int64 [B, n], the first slot before the draft that each query sees.
@@ -218,20 +219,23 @@ def addressed_attention(
         q=(q, "B heads n D", FLOATS),
         k=(k, "B kv_heads n D", (q.dtype,)),
         v=(v, "B kv_heads n E", (q.dtype,)),
-        table=(table, "9", INDEX),
+        table=(table, "10", INDEX),
         lengths=(lengths, "B", INDEX),
         bits=(bits, "B n W", INDEX),
         first=(first, "B n", INDEX),
     )
-    B, groups, n, D, E = (dim[name] for name in ("B", "kv_heads", "n", "D", "E"))
-    if len(table) != 9:
-        raise ValueError(f"addressed_attention: table has {len(table)} entries, expected 9")
-    with at_home(q):
+    addressed_append(k, v, table, lengths, offset)
+    return _launched(q, (table, aligned), dim["E"], dim["kv_heads"], 2**31 - 1, lengths, bits, None, first, scale, None)
+
+
+def addressed_append(k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, offset: int) -> None:
+    """Write k and v, as in `addressed_attention`, into the buffers of `table`."""
+    (B, groups, n, D), E = k.shape, v.shape[3]
+    with at_home(k):
         _append[(n, B * groups)](
             k, v, table, lengths, offset, groups, D, E, *k.stride()[:3], *v.stride()[:3],
             BLOCK_D=triton.next_power_of_2(D), BLOCK_E=triton.next_power_of_2(E),
         )  # fmt: skip
-    return _launched(q, (table, aligned), E, groups, 2**31 - 1, lengths, bits, None, first, scale, None)
 
 
 @triton.jit

@@ -69,9 +69,7 @@ class RaggedBuffer:
         """Write [B, heads, n, width] after each row's own length; returns views of all slots up to the last one."""
         n = keys.shape[2]
         end = at.longest + n
-        if not (_has_room(self.keys, keys, end) and _has_room(self.values, values, end)):
-            with lasting():
-                self.keys, self.values = self._room(self.keys, keys, end), self._room(self.values, values, end)
+        self.make_room(end, keys, values)
         assert self.keys is not None and self.values is not None
         if at.even:
             self.keys[:, :, end - n : end] = keys
@@ -82,6 +80,15 @@ class RaggedBuffer:
             self.keys[rows, :, slots] = keys.transpose(1, 2)
             self.values[rows, :, slots] = values.transpose(1, 2)
         return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def make_room(self, end: int, keys: Tensor | None = None, values: Tensor | None = None) -> None:
+        """Have at least `end` slots, for entries like these; None: like those that are held."""
+        keys, values = self.keys if keys is None else keys, self.values if values is None else values
+        if keys is None or values is None:
+            return
+        if not (_has_room(self.keys, keys, end) and _has_room(self.values, values, end)):
+            with lasting():
+                self.keys, self.values = self._room(self.keys, keys, end), self._room(self.values, values, end)
 
     def _room(self, buffer: Tensor | None, like: Tensor, end: int) -> Tensor:
         """A buffer with at least `end` slots; grows by at least a quarter, so that copies are rare.

@@ -28,10 +28,23 @@ Compile = Callable[[fx.GraphModule, list[Tensor]], Function]  # a graph and exam
 Place = Callable[[fx.GraphModule, Function], Function]  # a piece and its compiled function → the function to run
 
 _making = threading.RLock()
+# Largest deviation from the module's own result, relative to its largest number: room for another summation order only.
+_NEAR = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 class Uncapturable(Exception):
     """A function that cannot be captured; the message says why."""
+
+
+def compare(mine: Sequence[Tensor], stock: Sequence[Tensor], dtype: torch.dtype) -> None:
+    """Check a capture's outputs against the module's own, to the precision of this dtype.
+
+    Raises:
+        Uncapturable: they deviate more.
+    """
+    errors = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(stock, mine, strict=True)]
+    if not all(error <= _NEAR.get(dtype, 1e-4) for error in errors):  # also if one is NaN
+        raise Uncapturable(f"its outputs would be {max(errors):.1e} away from the uncompiled ones")
 
 
 class Cut(TorchFunctionMode):
@@ -115,7 +128,7 @@ class PiecewiseFunction:
             places = graph.graph.find_nodes(op="placeholder")[len(inputs) :]
             products.replace(graph.graph, dict(zip(places, weights, strict=True)))
         self._weights = weights
-        self._graphs = graphs.Graphs(inputs, attend) if recorded else None
+        self._graphs = graphs.Graphs(inputs, attend, compare) if recorded else None
         place = None if self._graphs is None else self._graphs.place
         with uncast(self._device):
             self._run, self.pieces = _cut(graph, compile or inductor, place)

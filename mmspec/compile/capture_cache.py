@@ -10,7 +10,6 @@ from contextvars import ContextVar
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
 from mmspec.compile import graphs
@@ -20,8 +19,6 @@ from mmspec.modes import ambient
 
 _DROPS = 8  # after so many drops of captures because the module changed, nothing more is captured
 _SETTLED = ContextVar("settled", default=False)
-# Largest deviation from the module's own result, relative to its largest number: room for another summation order only.
-_NEAR = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 class CaptureCache:
@@ -140,17 +137,6 @@ def settled(yes: bool = True) -> Iterator[None]:
         yield
     finally:
         _SETTLED.reset(before)
-
-
-def compare(mine: Sequence[Tensor], stock: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """Check a capture's outputs against the module's own, to the precision of this dtype.
-
-    Raises:
-        Uncapturable: they deviate more.
-    """
-    errors = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(stock, mine, strict=True)]
-    if not all(error <= _NEAR.get(dtype, 1e-4) for error in errors):  # also if one is NaN
-        raise Uncapturable(f"its outputs would be {max(errors):.1e} away from the uncompiled ones")
 
 
 def weights(module: Any) -> list[Tensor]:

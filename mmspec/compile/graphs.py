@@ -14,9 +14,10 @@ import gc
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
 
@@ -25,24 +26,29 @@ from torch import Tensor, fx
 
 from mmspec.functional import LayerAttention
 from mmspec.modes import lasting
+from mmspec.steady import Steady
 
 VARIABLE = "MMSPEC_GRAPHS"
+SETTINGS = ("auto", "pieces", "off")
 WARM_UPS = 3  # runs of a piece before it is recorded, to load and tune kernels
+WHOLES = 4  # whole graphs of one function that are kept
+LARGE = 2**28  # bytes of the results of a function that is not recorded as a whole, since a graph keeps them allocated
 
 Function = Callable[..., Sequence[Tensor]]
+Check = Callable[[Sequence[Tensor], Sequence[Tensor], torch.dtype], None]  # raises an exception if two results differ
 
 _RECORDING = threading.Lock()  # torch records one graph at a time in a process, and must not wait meanwhile
 
 
 def setting() -> str:
-    """The value of MMSPEC_GRAPHS: "auto" (the default) or "off".
+    """The value of MMSPEC_GRAPHS: "auto" (the default), "pieces" or "off".
 
     Raises:
         ValueError: another value.
     """
     value = os.environ.get(VARIABLE) or "auto"
-    if value not in ("auto", "off"):
-        raise ValueError(f"{VARIABLE}={value!r} is not known; choose auto or off, or leave it unset")
+    if value not in SETTINGS:
+        raise ValueError(f"{VARIABLE}={value!r} is not known; choose auto, pieces or off, or leave it unset")
     return value
 
 
@@ -50,7 +56,7 @@ def wanted(tensors: Iterable[Tensor]) -> bool:
     """Whether to record a function of these tensors: they are on one CUDA device whose graphs passed the test `proved`,
     and MMSPEC_GRAPHS is not "off"."""
     devices = {t.device for t in tensors}  # a graph would not repeat computations on the host
-    if setting() != "auto" or len(devices) != 1 or torch.version.hip:
+    if setting() == "off" or len(devices) != 1 or torch.version.hip:
         return False
     (device,) = devices
     return device.type == "cuda" and proved(device)
@@ -64,15 +70,22 @@ class Graphs:
     an attention, which may therefore read them on the current stream but must not keep them; a cache copies keys and
     values. The function's outputs are copies, or new tensors.
 
+    An attention that is steady (`mmspec/steady.py`) is recorded, too: then all is one graph, which the host
+    launches once. It is used after it has given what the pieces give.
+
     Args:
         inputs: example inputs of the function.
         still: replaces the attentions while the pieces are recorded.
+        check: compares the results of a whole graph with those of the pieces.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], still: LayerAttention) -> None:
+    def __init__(self, inputs: Sequence[Tensor], still: LayerAttention, check: Check) -> None:
         with lasting():
             self._places = [t.clone() for t in inputs]
-        self._still = still
+        self._still, self._check = still, check
+        self._wholes: dict[Hashable, Whole | None] = {}  # None: it cannot be recorded as a whole
+        self._draws = False  # whether a piece draws random numbers
+        self._inside = False  # whether a whole graph is being recorded
         self._turn = threading.Lock()  # all calls use the same buffers
         self._numbers = count()
         self._at: list[int] | None = None  # addresses of the weights at the recording
@@ -85,6 +98,7 @@ class Graphs:
         A piece that draws random numbers is not recorded, since a graph supports only torch's default generator.
         """
         if any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in piece.graph.nodes):
+            self._draws = True
             return function
         return partial(self._call, next(self._numbers), function)
 
@@ -102,18 +116,76 @@ class Graphs:
             self._recorder.follow()
             for place, t in zip(self._places, inputs, strict=True):
                 place.copy_(t)
-            return [t.clone() if _base(t) in self._stay else t for t in whole(*self._places, *weights, attend)]
+            outputs = self._at_once(whole, weights, attend) or whole(*self._places, *weights, attend)
+            return [t.clone() if _base(t) in self._stay else t for t in outputs]
+
+    def _at_once(self, whole: Function, weights: Sequence[Tensor], attend: LayerAttention) -> Sequence[Tensor] | None:
+        """The outputs by a whole graph; None: the attention is not steady, or the graph cannot be recorded."""
+        steadied = getattr(attend, "steadied", None)
+        steady: Steady | None = steadied() if steadied is not None and not self._draws and setting() == "auto" else None
+        if steady is None:
+            return None
+        key = (steady.key, *((t.shape, t.dtype) for t in steady.tensors))
+        if key not in self._wholes:
+            full = len(self._wholes) >= WHOLES
+            self._wholes[key] = None if full else self._recorded_whole(whole, weights, attend, steady)
+        one = self._wholes[key]
+        return None if one is None else one(steady.tensors)
+
+    def _recorded_whole(
+        self, whole: Function, weights: Sequence[Tensor], attend: LayerAttention, steady: Steady
+    ) -> Whole | None:
+        wanted = [t.clone() for t in whole(*self._places, *weights, attend)]  # a graph appends the same once more
+        if sum(t.nbytes for t in wanted) > LARGE:
+            return None
+        recorder, count = Recorder(self._places[0].device), len(self._places)
+
+        def function(*given: Tensor) -> Sequence[Tensor]:
+            return whole(*given[:count], *weights, steady.within(given[count:]))
+
+        with _RECORDING, lasting():
+            places, self._inside = [t.clone() for t in steady.tensors], True
+            try:
+                outputs, replay = recorder(function, [*self._places, *places])
+            except RuntimeError as error:
+                _refuse(str(error))
+                return None
+            finally:
+                self._inside = False
+        one = Whole(recorder, places, outputs, replay)
+        try:
+            self._checked(one(steady.tensors), wanted, steady.dtype)
+        except Exception as error:
+            recorder.rest()
+            _refuse(str(error))
+            return None
+        self._stay |= {_base(t) for t in outputs}
+        return one
+
+    def _checked(self, mine: Sequence[Tensor], wanted: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """An exception if numbers differ by more than rounding, or if most of the choices are others."""
+        real = [t.is_floating_point() and t.numel() > 0 for t in wanted]
+        pairs = list(zip(mine, wanted, real, strict=True))
+        self._check([a for a, _, yes in pairs if yes], [b for _, b, yes in pairs if yes], dtype)
+        chosen = [(a == b).flatten() for a, b, yes in pairs if not yes]
+        if chosen and float(torch.cat(chosen).float().mean()) < 0.5:
+            raise RuntimeError("it would choose other tokens")
 
     def _record(self, whole: Function, weights: Sequence[Tensor]) -> None:
         """Record every piece by calling `whole` once on the inputs of the last call."""
         with _RECORDING, lasting():
             if self._recorder is not None:
                 self._recorder.rest()
+            for one in filter(None, self._wholes.values()):
+                one.recorder.rest()
+            self._wholes = {}
             self._recorder = Recorder(self._places[0].device)
             self._replays, self._stay = {}, {_base(t) for t in (*self._places, *weights)}
             whole(*self._places, *weights, self._still)
 
     def _call(self, number: int, function: Function, *given: Tensor) -> Sequence[Tensor]:
+        if self._inside:
+            return function(*given)
         if number not in self._replays:
             self._replays[number] = self._recorded(function, given)
         return (self._replays[number] or function)(*given)
@@ -139,6 +211,28 @@ class Graphs:
             return outputs
 
         return again
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A graph of a whole function, and where it expects the tensors of a steady attention."""
+
+    recorder: Recorder
+    places: list[Tensor]
+    outputs: list[Tensor]
+    replay: Callable[[], None]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        self.recorder.follow()
+        for place, t in zip(self.places, tensors, strict=True):
+            place.copy_(t)
+        self.replay()
+        return self.outputs
+
+
+def _refuse(why: str) -> None:
+    first = why.strip().partition("\n")[0]
+    warnings.warn(f"mmspec records a function in pieces, not as one CUDA graph: {first}", stacklevel=2)
 
 
 def _base(t: Tensor) -> int:

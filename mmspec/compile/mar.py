@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mmspec.compile.capture import PiecewiseFunction
-from mmspec.compile.capture_cache import CaptureCache, compare, weights
+from mmspec.compile.capture import PiecewiseFunction, compare
+from mmspec.compile.capture_cache import CaptureCache, weights
 from mmspec.continuous import denoising
 from mmspec.models.mar_head import Denoiser
 from mmspec.modes import computed_in, lasting

@@ -15,6 +15,7 @@ from mmspec.drafters.blocks import attention
 from mmspec.drafters.feature import FeatureMemory
 from mmspec.drafters.growth import Noise, draws, filled, gumbel
 from mmspec.drafters.shape import ALL
+from mmspec.drafters.steady_memory import MemoryAttention, by_layer
 from mmspec.drafters.trained import check_fit, placed
 from mmspec.functional import LayerAttention
 from mmspec.protocols import BareEmbedding, SessionView, Target, TargetInfo
@@ -154,7 +155,8 @@ class BlockDrafter(BlockNetwork):
             run = before.over(layer, ahead, before.lengths, partial(self._attend, after, layer))
             return run(q, k[:, :, rows:], v[:, :, rows:])
 
-        return attend
+        inside = None if any(self._each(self.config.windows)) else by_layer(rows, self._each(self.config.causal))
+        return MemoryAttention(before, after, attend, inside, max(rows, self.config.block, self.options.depth) + 1)
 
     def _masked(self, target: Target, anchors: Tensor, n: int) -> Tensor:
         """Embeddings [B, n, H] of the anchors [B] followed by mask tokens."""

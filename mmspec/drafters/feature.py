@@ -16,9 +16,11 @@ from mmspec.drafters.blocks import Attend, attention, beside
 from mmspec.drafters.growth import Head, draws, grown
 from mmspec.drafters.layer import FeatureLayer
 from mmspec.drafters.shape import TreeOptions
+from mmspec.drafters.steady_memory import MemoryAttention, by_level
 from mmspec.functional import LayerAttention, cut
 from mmspec.protocols import SessionView, Target
 from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
+from mmspec.steady import AddressTable
 from mmspec.tree import chain
 from mmspec.types import Decided, Draft, Prompt, decided, fold, gather_rows, unfold
 
@@ -159,7 +161,8 @@ class FeatureDrafter(FeatureLayer):
             memory, n = (before, at) if at < rows else (after, at - rows)
             return memory.attend(memory.lengths.further(n), seen, scale=scale)(q, k, v)
 
-        return attend
+        o = self.options
+        return MemoryAttention(before, after, attend, by_level(rows), max(rows, o.size, o.depth * o.width) + 1)
 
     def step(
         self, session: SessionView[FeatureMemory], target: Target, tokens: Tensor, f: Tensor, appended: int,
@@ -208,6 +211,7 @@ class FeatureMemory:
     context: Tensor | None = None  # [B, 1, C], context for `inputs` at the next rows
     stats: dict[str, float] = field(default_factory=dict)  # for `Stats.drafter`, of the prompts
     more: tuple[RaggedBuffer, ...] = ()  # of the layers after the first
+    table: AddressTable = field(default_factory=AddressTable)  # of all layers
 
     def _buffers(self) -> tuple[RaggedBuffer, ...]:
         return (self.slots, *self.more)

@@ -22,6 +22,7 @@ from mmspec.pipelines.host.forward import now
 from mmspec.pipelines.host.recurrent_state import AcceptedPath, RecurrentLayer, RecurrentLayers
 from mmspec.prefix_store import LayerTensors
 from mmspec.ragged_cache import Lengths, RaggedBuffer, stacked
+from mmspec.steady import AddressTable
 
 _FEATURES = -1  # the layer index under which `held` returns the drafter's features
 _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
@@ -48,6 +49,16 @@ class RaggedCache(Cache):
         self.end = 0  # slots in use, including those of the current forward
         self.lengths = Lengths.of([0] * batch, device)
         self.reserve = reserve
+        self._table = AddressTable()
+
+    def addresses(self, n: int, open_slots: Tensor | None) -> tuple[Tensor, torch.dtype, bool] | None:
+        """Where the layers' keys and values are, with room for n more slots, which a graph will write; None: they are
+        not laid out as `kernels.attention.addressed_attention` needs them. See `AddressTable`."""
+        table = self._table.tensor(self.slots, self.lengths, n, open_slots)
+        if table is None:
+            return None
+        self.end = self.lengths.longest + n
+        return table, self._table.dtype, self._table.aligned
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object

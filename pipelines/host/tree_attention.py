@@ -76,7 +76,7 @@ def attend(
     Returns:
         [B, n, heads, D], and no attention maps.
     """
-    packed: PackedMask | None = getattr(attention_mask, "_mmspec_packed", None)
+    packed = packed_mask(attention_mask)
     plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _UNKNOWN)
     plain = plain and query.dtype == key.dtype == value.dtype  # may differ under autocast, which sdpa supports
     if attention_mask is None or not plain or attention_mask.shape[-1] != key.shape[2]:
@@ -85,7 +85,7 @@ def attend(
     own = vars(module).get("config") if module is not None else None
     if packed is None and (own is None or own._attn_implementation == NAME):  # it replaces no other implementation
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    if packed is None or (query.is_cuda and not trusted(*_shape(query, key, value))):
+    if packed is None or not serves(query, key, value):
         out = sdpa(query, key, value, attention_mask, scale)
     elif packed.causal and flash_serves(query, key, value):
         bias = causal_lower_right(query.shape[2], key.shape[2])
@@ -95,6 +95,16 @@ def attend(
             query, key, value, packed.lengths, packed.bits, packed.open_slots, packed.first, scale
         )
     return out.transpose(1, 2).contiguous(), None
+
+
+def packed_mask(mask: Tensor | None) -> PackedMask | None:
+    """What `marked` has attached to a mask, if anything."""
+    return getattr(mask, "_mmspec_packed", None)
+
+
+def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernel, or on another device than CUDA its definition, may be used for tensors like these."""
+    return not query.is_cuda or trusted(*_shape(query, key, value))
 
 
 def flash_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:

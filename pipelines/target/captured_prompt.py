@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mmspec.compile import capture
-from mmspec.compile.capture import PiecewiseFunction, Uncapturable
-from mmspec.compile.capture_cache import compare, weights
+from mmspec.compile.capture import PiecewiseFunction, Uncapturable, compare
+from mmspec.compile.capture_cache import weights
 from mmspec.compile.version import PLAIN, version
 from mmspec.functional import LayerAttention, sdpa
 from mmspec.modes import computed_in, lasting

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from mmspec.compile.capture import PiecewiseFunction, Uncapturable
-from mmspec.compile.capture_cache import CaptureCache, compare, weights
+from mmspec.compile.capture import PiecewiseFunction, Uncapturable, compare
+from mmspec.compile.capture_cache import CaptureCache, weights
 from mmspec.compile.version import PLAIN
 from mmspec.functional import cut, sdpa
 from mmspec.modes import computed_in, lasting

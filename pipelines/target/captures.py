@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 
 from mmspec.compile import capture
-from mmspec.compile.capture import PiecewiseFunction, Uncapturable
-from mmspec.compile.capture_cache import CaptureCache, compare, weights
+from mmspec.compile.capture import PiecewiseFunction, Uncapturable, compare
+from mmspec.compile.capture_cache import CaptureCache, weights
 from mmspec.compile.version import PLAIN, version
 from mmspec.functional import LayerAttention, sdpa
+from mmspec.kernels import dispatch
 from mmspec.modes import computed_in, lasting
 from mmspec.pipelines.host import adapters, recurrent, tree_attention
 from mmspec.pipelines.host.cache import PassThroughCache
@@ -25,6 +27,7 @@ from mmspec.pipelines.host.recurrent_state import RecurrentLayers
 from mmspec.pipelines.target import masks
 from mmspec.pipelines.target.model import ModelTarget
 from mmspec.pipelines.target.state import State
+from mmspec.steady import Steady, addressed
 
 
 class Forward(CaptureCache):
@@ -37,7 +40,7 @@ class Forward(CaptureCache):
         layers, types, device = state.cache.recurrent.values(), tuple(state.types), tokens.device
         states = tuple((t.shape, t.dtype) for layer in layers for t in layer.held())
         key = (type(target), target.eager, *shapes, states, target.features, types, device, constants)
-        attend, inputs = _attending(target, state, mask), _inputs(state, tokens, places)
+        attend, inputs = _Attention(target, state, mask), _inputs(state, tokens, places)
         stock = partial(target.read, state, tokens, places, mask)
 
         def build() -> PiecewiseFunction:
@@ -107,18 +110,51 @@ def same_mask(target: ModelTarget, seen: Tensor) -> Mask:
     return {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(masks.KINDS, seen)} if target.mixed else seen
 
 
-def _attending(target: ModelTarget, state: State, mask: Any) -> LayerAttention:
+class _Attention:
     """The attention of one forward of a capture: appends the new keys and values to the cache and applies the mask."""
-    cache, tree = state.cache, target.tree
-    kinds = target.kinds if isinstance(mask, dict) else None
-    masks = mask if isinstance(mask, dict) else {None: mask}
 
-    def attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = cache.update(k, v, layer)
-        seen = masks[None if kinds is None else kinds[layer]]
-        if tree:
+    def __init__(self, target: ModelTarget, state: State, mask: Any) -> None:
+        self.cache, self.tree, self.padded = state.cache, target.tree, state.padded
+        self.kinds = target.kinds if isinstance(mask, dict) else None
+        self.masks = mask if isinstance(mask, dict) else {None: mask}
+
+    def __call__(self, layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = self.cache.update(k, v, layer)
+        seen = self._mask(layer)
+        if self.tree:
             out, _ = tree_attention.attend(None, q, keys, values, seen, scaling=scale)  # type: ignore[arg-type]
             return out.transpose(1, 2)
         return sdpa(q, keys, values, seen, scale)
 
-    return attend
+    def _mask(self, layer: int) -> Any:
+        return self.masks[None if self.kinds is None else self.kinds[layer]]
+
+    def steadied(self) -> Steady | None:
+        """See `Graphs`; None: a mask is not a tree's, or the cache keeps more than keys and values in plain buffers."""
+        attended = [n for n, layer in enumerate(self.cache.slots) if layer.keys is not None]
+        packed = {layer: tree_attention.packed_mask(self._mask(layer)) for layer in attended} if self.tree else {}
+        if not packed or None in packed.values() or self.cache.pictures or self.cache.indexed:
+            return None
+        masks = {id(one): one for one in packed.values() if one is not None}
+        n = next(iter(masks.values())).bits.shape[1]
+        found = self.cache.addresses(n, next(iter(masks.values())).open_slots if self.padded else None)
+        if found is None or (found[0].is_cuda and dispatch.defined("tree_attention", found[0])):
+            return None
+        table, dtype, aligned = found
+        first = next(iter(masks.values()))
+        tensors, at = [table, first.lengths], dict[int, tuple[int, int | None]]()
+        for name, one in masks.items():
+            at[name] = len(tensors), None if one.first is None else len(tensors) + 1
+            tensors += [one.bits] if one.first is None else [one.bits, one.first]
+
+        def within(places: Sequence[Tensor]) -> LayerAttention:
+            def attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                bits, first = at[id(packed[layer])]
+                if not q.dtype == k.dtype == v.dtype == dtype or not tree_attention.serves(q, k, v):
+                    raise RuntimeError(f"the kernel does not serve the attention of layer {layer}")
+                seen = places[bits], None if first is None else places[first]
+                return addressed(q, k, v, places[0][layer], places[1], *seen, scale, 0, aligned)
+
+            return attend
+
+        return Steady(tensors, within, dtype, (aligned, tuple(at[id(packed[layer])] for layer in attended)))

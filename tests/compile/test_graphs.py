@@ -30,7 +30,11 @@ from uncompiled import as_it_is
 import mmspec
 from mmspec.compile import capture, capture_cache, graphs
 from mmspec.compile.capture import PiecewiseFunction
+from mmspec.drafters.block_config import BlockConfig
+from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.plain import Plain
+from mmspec.drafters.steady_memory import Room
+from mmspec.pipelines.host import tree_attention
 from mmspec.pipelines.target import captures
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -44,7 +48,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     monkeypatch.delenv(graphs.VARIABLE, raising=False)
     if request.param == "cuda":
         return "cuda"
-    monkeypatch.setattr(graphs, "wanted", lambda tensors: graphs.setting() == "auto")
+    monkeypatch.setattr(graphs, "wanted", lambda tensors: graphs.setting() != "off")
     monkeypatch.setattr(graphs, "Recorder", pretend_graphs.Tape)
     monkeypatch.setattr(pretend_graphs.Tape, "made", 0)
     return "cpu"
@@ -341,7 +345,7 @@ def test_the_variable_is_heeded_and_checked(device: str, monkeypatch: pytest.Mon
             (held,) = captures.of(model)._captures.values()
             assert bool(held._graphs) == recorded
         monkeypatch.setenv(graphs.VARIABLE, "on")
-        with pytest.raises(ValueError, match="MMSPEC_GRAPHS='on' is not known; choose auto or off"):
+        with pytest.raises(ValueError, match="MMSPEC_GRAPHS='on' is not known; choose auto, pieces or off"):
             generate()
 
 
@@ -379,6 +383,77 @@ def test_enabled_models_give_what_stock_gives(case: str, device: str) -> None:
     held = captures.of(model)
     assert held._captures and all(one._graphs for one in held._captures.values())
     assert [len(drafts._captures) > 0 for drafts in held.drafts.values()] == [True] * isinstance(drafter, nn.Module)
+
+
+def block(model: Any) -> BlockDrafter:
+    shape = {"hidden": tiny_vlms.HIDDEN, "vocab": tiny_vlms.VOCAB, "heads": 4, "kv_heads": 2, "intermediate": 48}
+    made = BlockConfig.of({**shape, "layers": 2, "features": (1, -1), "block": 5, "mask_token": 5})
+    return BlockDrafter(made).eval()
+
+
+WHOLE = {  # drafter, kind, rows of each call
+    "right": ("always right", "image first", [None]),
+    "chain": ("eagle chain", "ragged", [[0, 2], [0]]),
+    "tree": ("eagle tree", "ragged", [[0, 1]]),
+    "block": ("block", "ragged", [[0, 2], [0]]),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.every(4)
+def test_steady_attentions_are_part_of_one_graph(case: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the target and of the drafter; every call has another cache, and the second prompt another length."""
+    needs_kernels()
+    name, kind, rows = WHOLE[case]
+    model = copy.deepcopy(tiny_vlms.model("llava")).to(device)
+    model.set_attn_implementation(tree_attention.NAME)
+    calls = [tiny_vlms.prompt("llava", kind, seed, rows=some) for seed, some in enumerate(rows)]
+    calls = [{name: t.to(device) for name, t in inputs.items()} for inputs in calls]
+    wanted = [tiny_vlms.generate(model, inputs, max_new_tokens=12) for inputs in calls]
+    drafter = block(model) if name == "block" else DRAFTERS[name](model, Oracle.of(calls[0]["input_ids"], wanted[0]))
+    drafter = drafter.to(device) if isinstance(drafter, nn.Module) else drafter
+    with mmspec.enable(model, drafter, compile=True):
+        for inputs, answer in zip(calls * 2, wanted * 2, strict=True):
+            assert torch.equal(tiny_vlms.generate(model, inputs, max_new_tokens=12), answer)
+        held = captures.of(model)
+        functions = [*held._captures.values(), *(one for own in held.drafts.values() for one in own._captures.values())]
+        wholes = [list(one._graphs._wholes.values()) for one in functions]
+        assert len(wholes) == len(rows) * (2 if isinstance(drafter, nn.Module) else 1)
+        assert all(len(each) == 1 and each[0] is not None for each in wholes)
+        monkeypatch.setattr(graphs.Whole, "__call__", lambda *given: pytest.fail("a whole graph was run"))
+        monkeypatch.setenv(graphs.VARIABLE, "pieces")
+        assert torch.equal(tiny_vlms.generate(model, calls[0], max_new_tokens=12), wanted[0])
+
+
+def test_a_whole_graph_that_computes_something_else_is_not_used(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_kernels()
+    model = copy.deepcopy(tiny_vlms.model("llava")).to(device)
+    model.set_attn_implementation(tree_attention.NAME)
+    inputs = {name: t.to(device) for name, t in tiny_vlms.prompt("llava", "text only").items()}
+    wanted = tiny_vlms.generate(model, inputs, max_new_tokens=8)
+    right = captures.addressed
+    monkeypatch.setattr(captures, "addressed", lambda *given: right(*given) * 1.5)
+    with mmspec.enable(model, Plain(), compile=True):
+        with pytest.warns(UserWarning, match="in pieces, not as one CUDA graph: its outputs would be"):
+            assert torch.equal(tiny_vlms.generate(model, inputs, max_new_tokens=8), wanted)
+        (one,) = captures.of(model)._captures.values()
+        assert list(one._graphs._wholes.values()) == [None]
+
+
+@torch.no_grad()
+def test_a_draft_that_needs_more_room_is_not_recorded(device: str) -> None:
+    room = Room(4, torch.float32, True)
+    room.check(4, torch.zeros(1))
+    for end, t in ((5, torch.zeros(1)), (4, torch.zeros(1, dtype=torch.bfloat16))):
+        with pytest.raises(RuntimeError, match="does not fit into the memory"):
+            room.check(end, t)
+
+
+def needs_kernels() -> None:
+    checks = pytest.importorskip("mmspec.kernels.checks")
+    if not (torch.cuda.is_available() or checks.INTERPRETED):
+        pytest.skip("Triton is not interpreted")
 
 
 def test_pictures_are_those_of_the_seed(device: str) -> None:

@@ -211,7 +211,7 @@ def test_attention_by_addresses_appends_and_is_that_of_the_definition(view: str,
     first = lengths[:, None] - torch.arange(n, device=DEVICE) - 5 if view == "window" else None
     first = first if first is None else first.expand(B, n).contiguous()
     strides = [*keys.stride()[:2], *values.stride()[:2]]
-    table = [keys.data_ptr(), values.data_ptr(), *strides, seen.data_ptr(), seen.stride(0), seen.shape[1]]
+    table = [keys.data_ptr(), values.data_ptr(), *strides, seen.data_ptr(), seen.stride(0), seen.shape[1], 0]
     found = attention.addressed_attention(
         q, *new, torch.tensor(table, device=DEVICE), lengths, bits, first, 0.3, offset, aligned=view == "plain"
     )

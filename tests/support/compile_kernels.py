@@ -75,7 +75,7 @@ for name, case in cases.CASES.items():
             cases.apply(name, run, given | variant)
         if attends:
             q, keys, values = given["q"], *(given[part][:, :, : given["q"].shape[2]] for part in ("keys", "values"))
-            places = torch.zeros(9, dtype=torch.long), given["lengths"], given["bits"]
+            places = torch.zeros(10, dtype=torch.long), given["lengths"], given["bits"]
             for first, aligned in ((None, True), (every["first"], False)):
                 attention.addressed_attention(q, keys, values, *places, first, aligned=aligned)
     print(name, flush=True)
