@@ -14,8 +14,9 @@ from mmspec.compile.capture import PiecewiseFunction, Uncapturable
 from mmspec.compile.capture_cache import CaptureCache
 from mmspec.drafters import static_trees
 from mmspec.drafters.dflash import BlockDrafter
-from mmspec.drafters.feature import FeatureDrafter, FeatureMemory
+from mmspec.drafters.feature import FeatureDrafter
 from mmspec.drafters.growth import draws
+from mmspec.drafters.memory import FeatureMemory
 from mmspec.kernels import reference as ops
 from mmspec.modes import lasting
 from mmspec.protocols import SessionView, Target

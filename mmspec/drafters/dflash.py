@@ -12,10 +12,9 @@ from mmspec.drafters import static_trees
 from mmspec.drafters.block_config import BlockConfig, BlockOptions
 from mmspec.drafters.block_network import BlockNetwork, within
 from mmspec.drafters.blocks import attention
-from mmspec.drafters.feature import FeatureMemory
 from mmspec.drafters.growth import Noise, draws, filled, gumbel
+from mmspec.drafters.memory import FeatureMemory, MemoryAttention, by_layer
 from mmspec.drafters.shape import ALL
-from mmspec.drafters.steady_memory import MemoryAttention, by_layer
 from mmspec.drafters.trained import check_fit, placed
 from mmspec.functional import LayerAttention
 from mmspec.protocols import BareEmbedding, SessionView, Target, TargetInfo

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from mmspec.config import Options
 from mmspec.drafters.blocks import Attend, Block, RMSNorm
-from mmspec.drafters.feature import FeatureDrafter, FeatureMemory
+from mmspec.drafters.feature import FeatureDrafter
 from mmspec.drafters.growth import head_of
+from mmspec.drafters.memory import FeatureMemory
 from mmspec.drafters.shape import ALL, TreeOptions
 from mmspec.drafters.trained import TrainedConfig, check_fit, placed
 from mmspec.functional import Linear

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
-
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from mmspec.drafters import prune
-from mmspec.drafters.blocks import Attend, attention, beside
+from mmspec.drafters.blocks import beside
 from mmspec.drafters.growth import Head, draws, grown
 from mmspec.drafters.layer import FeatureLayer
+from mmspec.drafters.memory import FeatureMemory, MemoryAttention, by_level
 from mmspec.drafters.shape import TreeOptions
-from mmspec.drafters.steady_memory import MemoryAttention, by_level
-from mmspec.functional import LayerAttention, cut
+from mmspec.functional import LayerAttention
 from mmspec.protocols import SessionView, Target
-from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
-from mmspec.steady import AddressTable
+from mmspec.ragged_cache import Lengths, RaggedBuffer
 from mmspec.tree import chain
 from mmspec.types import Decided, Draft, Prompt, decided, fold, gather_rows, unfold
-
-KeysValues = tuple[Tensor, Tensor]  # [B, heads, n, D] each
 
 
 class FeatureDrafter(FeatureLayer):
@@ -194,101 +185,3 @@ def _embed(target: Target, ids: Tensor) -> Tensor:
     """Embeddings [B, n, S·H] of ids [B, n]; all streams read the same tokens."""
     embeds, S = target.embed(ids), target.streams
     return embeds if S == 1 else embeds.repeat(1, 1, S)
-
-
-# -- the memory of a feature drafter ----------------------------------------------------------------------------------
-
-
-@dataclass
-class FeatureMemory:
-    """A feature drafter's state: keys and values of the rows it has read, per sequence; streams are further heads."""
-
-    slots: RaggedBuffer
-    lengths: Lengths  # rows read, per sequence
-    positions: Tensor  # [B], of the next row
-    open_slots: Tensor  # bool [B, L], false at padding
-    padded: bool  # whether any slot is padding, on the host
-    context: Tensor | None = None  # [B, 1, C], context for `inputs` at the next rows
-    stats: dict[str, float] = field(default_factory=dict)  # for `Stats.drafter`, of the prompts
-    more: tuple[RaggedBuffer, ...] = ()  # of the layers after the first
-    table: AddressTable = field(default_factory=AddressTable)  # of all layers
-
-    def _buffers(self) -> tuple[RaggedBuffer, ...]:
-        return (self.slots, *self.more)
-
-    def select(self, rows: Tensor) -> FeatureMemory:
-        order = rows.tolist()
-        for slots in self._buffers():
-            slots.select(rows, order, self.lengths.longest)
-        lengths, context = self.lengths.select(rows, order), None if self.context is None else self.context[rows]
-        positions, open_slots = self.positions[rows], self.open_slots[rows]
-        return replace(self, lengths=lengths, positions=positions, open_slots=open_slots, context=context)
-
-    def join(self, other: FeatureMemory) -> FeatureMemory:
-        for mine, others in zip(self._buffers(), other._buffers(), strict=True):
-            mine.join(others, self.lengths.longest)
-        longest = max(self.open_slots.shape[1], other.open_slots.shape[1])
-        open_slots = [pad(m.open_slots, (0, longest - m.open_slots.shape[1]), value=True) for m in (self, other)]
-        positions = torch.cat([self.positions, other.positions])
-        both = None if self.context is None or other.context is None else torch.cat([self.context, other.context])
-        lengths, padded = self.lengths.join(other.lengths), self.padded or other.padded
-        slots = torch.cat(open_slots)
-        return replace(self, lengths=lengths, positions=positions, padded=padded, open_slots=slots, context=both)
-
-    def attend(
-        self, at: Lengths, ancestors: Tensor | None, slots: RaggedBuffer | None = None, scale: float | None = None
-    ) -> Attend:
-        """Attention over the rows read and the nodes appended since. The last M columns of `ancestors` [B, n, ≥ M] are
-        the mask of the M rows after `self.lengths`, of which the last n are appended at `at`; None: all visible."""
-
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = (slots or self.slots).append(k, v, at)
-            return attention(q, keys, values, self.visible(at, q.shape[2], ancestors), scale)
-
-        return run
-
-    def over(self, layer: int, ahead: KeysValues, at: Lengths, run: Callable[..., Tensor]) -> Attend:
-        """Attention over a layer's keys and values after `ahead` was appended at `at`: `run` with the layer's slots."""
-        slots = self._buffers()[layer]
-        slots.append(*ahead, at)
-        return partial(run, slots)
-
-    def state(self) -> list[Tensor]:
-        """The tensors that a captured draft reads besides keys and values."""
-        return [self.positions, *([] if self.context is None else [self.context])]
-
-    @contextmanager
-    def passing(self, state: Sequence[Tensor]) -> Iterator[PassThroughMemory]:
-        """For a capture: an empty memory of these rows with this state, whose attentions are cuts, numbered by the
-        offset at which they append."""
-        yield PassThroughMemory(*state)
-
-    def visible(self, at: Lengths, n: int, ancestors: Tensor | None) -> Tensor | None:
-        """The mask, bool [B, n, T], of n rows that are appended at `at`, see `attend`; None: everything is visible."""
-        if ancestors is None and not self.padded and at.even:
-            return None
-        M = at.longest + n - self.lengths.longest
-        some = torch.ones(len(at.device), n, M, dtype=torch.bool, device=at.device.device)
-        return visibility(self.lengths, self.open_slots, some if ancestors is None else ancestors[..., -M:])
-
-
-class PassThroughMemory:
-    """See `FeatureMemory.passing`."""
-
-    more = ()  # feature drafters are captured only with one layer
-
-    def __init__(self, positions: Tensor, context: Tensor | None = None) -> None:
-        self.positions, self.context = positions, context
-        self.lengths = Lengths.of([0] * len(positions), positions.device)
-
-    def attend(self, at: Lengths, seen: Tensor | None) -> Attend:
-        return lambda q, k, v: cut(at.longest, q.shape[-1] ** -0.5, q, k, v, seen)
-
-    def over(self, layer: int, ahead: KeysValues, at: Lengths, run: Callable[..., Tensor]) -> Attend:
-        """`ahead` is put before the rows' own keys and values; the replay splits them again."""
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            both = [torch.cat([first, mine], 2) for first, mine in zip(ahead, (k, v), strict=True)]
-            return cut(layer, q.shape[-1] ** -0.5, q, both[0], both[1])
-
-        return attend

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from mmspec.config import Options
 from mmspec.drafters.blocks import RMSNorm
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
-from mmspec.drafters.feature import FeatureMemory
 from mmspec.drafters.growth import weighed
 from mmspec.drafters.layer import EncodedPrompt
+from mmspec.drafters.memory import FeatureMemory
 from mmspec.drafters.shape import Shape, TreeOptions
 from mmspec.drafters.spans import runs, shares, spans_of, splice, spliced
 from mmspec.functional import Linear

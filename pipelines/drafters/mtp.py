@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from mmspec.compile import capture
 from mmspec.config import Options
 from mmspec.drafters import prune
-from mmspec.drafters.feature import FeatureDrafter, FeatureMemory, PassThroughMemory, prompt_stats
+from mmspec.drafters.feature import FeatureDrafter, prompt_stats
 from mmspec.drafters.growth import head_of
+from mmspec.drafters.memory import FeatureMemory, PassThroughMemory
 from mmspec.drafters.shape import ALL, Shape, TreeOptions
 from mmspec.drafters.trained import placed
 from mmspec.pipelines.drafters import mtp_files

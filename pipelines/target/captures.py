@@ -40,7 +40,7 @@ class Forward(CaptureCache):
         layers, types, device = state.cache.recurrent.values(), tuple(state.types), tokens.device
         states = tuple((t.shape, t.dtype) for layer in layers for t in layer.held())
         key = (type(target), target.eager, *shapes, states, target.features, types, device, constants)
-        attend, inputs = _Attention(target, state, mask), _inputs(state, tokens, places)
+        attend, inputs = _ByMask(target, state, mask), _inputs(state, tokens, places)
         stock = partial(target.read, state, tokens, places, mask)
 
         def build() -> PiecewiseFunction:
@@ -110,7 +110,7 @@ def same_mask(target: ModelTarget, seen: Tensor) -> Mask:
     return {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(masks.KINDS, seen)} if target.mixed else seen
 
 
-class _Attention:
+class _ByMask:
     """The attention of one forward of a capture: appends the new keys and values to the cache and applies the mask."""
 
     def __init__(self, target: ModelTarget, state: State, mask: Any) -> None:

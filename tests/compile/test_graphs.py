@@ -32,8 +32,8 @@ from mmspec.compile import capture, capture_cache, graphs
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.drafters.block_config import BlockConfig
 from mmspec.drafters.dflash import BlockDrafter
+from mmspec.drafters.memory import Room
 from mmspec.drafters.plain import Plain
-from mmspec.drafters.steady_memory import Room
 from mmspec.pipelines.host import tree_attention
 from mmspec.pipelines.target import captures
 

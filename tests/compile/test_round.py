@@ -31,7 +31,7 @@ from benchmarks.suites import SUITES
 from benchmarks.suites import round as bench_round
 from mmspec.app import compare
 from mmspec.app.bench import command as bench
-from mmspec.compile import capture, capture_cache
+from mmspec.compile import capture
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable
 from mmspec.compile.capture_cache import CaptureCache
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
@@ -198,14 +198,14 @@ def test_other_buffers_and_another_attention_are_captured_anew(quick: None):
 def test_a_shape_is_captured_once_by_all_threads():
     held, made, captured = CaptureCache("a layer"), [], SimpleNamespace()
 
-    def capture() -> Any:
+    def built() -> Any:
         made.append(time.sleep(0.1))
         return captured
 
-    def get(key: str, apart: float = 0.0, capture: Any = capture) -> Any:
+    def get(key: str, apart: float = 0.0, build: Any = built) -> Any:
         def make() -> Any:
-            capture_cache.compare([torch.ones(2) + apart], [torch.ones(2)], torch.float32)
-            return capture()
+            capture.compare([torch.ones(2) + apart], [torch.ones(2)], torch.float32)
+            return build()
 
         return held.get(key, make)
 
@@ -214,7 +214,7 @@ def test_a_shape_is_captured_once_by_all_threads():
     with pytest.warns(UserWarning, match="a layer uncompiled: .* nan away"):
         assert get("other", float("nan")) is None
     get(
-        "late", capture=lambda: held.check(nn.Linear(2, 2)) or captured
+        "late", build=lambda: held.check(nn.Linear(2, 2)) or captured
     )  # another thread's call finds other weights meanwhile
     assert not held._captures
 

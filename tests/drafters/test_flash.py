@@ -177,7 +177,7 @@ def test_heads_begin_as_the_layer_itself_and_then_differ() -> None:
 @pytest.mark.parametrize("layout", ["several", "training", "text"])
 def test_every_head_of_every_row_is_what_drafting_from_there_computes(layout: str) -> None:
     """Packed training against a prompt that ends at the row, read into a memory and drafted from."""
-    from mmspec.drafters.feature import FeatureMemory
+    from mmspec.drafters.memory import FeatureMemory
 
     drafter, given = flash(), rows(layout)
     e, f, visual, valid = (given[k] for k in ("embeds", "features", "visual", "valid"))

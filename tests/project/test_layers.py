@@ -30,6 +30,7 @@ INSIDE = {  # the order inside mmspec/: each part imports only its own rank and 
     "ragged_cache": 0,
     "prefix_store": 0,
     "functional": 0,
+    "steady": 0,
     "compile": 3,  # of a drafter's pass and of MAR's head, too
     "loop": 1,
     "switch": 1,

@@ -114,7 +114,7 @@ def test_training_unroll_equals_decoding(questions: Path) -> None:
     steps, j = 3, 6
     with torch.no_grad():
         trained = drafter(embeds, features, trace.visual[:, 1:], trace.valid[:, :-1], steps)
-        from mmspec.drafters.feature import FeatureMemory
+        from mmspec.drafters.memory import FeatureMemory
 
         valid = torch.ones(1, 0, dtype=torch.bool)
         zero = Lengths.of([0], torch.device("cpu"))
