@@ -114,10 +114,14 @@ class Graphs:
                 self._at = at
             assert self._recorder is not None
             self._recorder.follow()
-            for place, t in zip(self._places, inputs, strict=True):
-                place.copy_(t)
-            outputs = self._at_once(whole, weights, attend) or whole(*self._places, *weights, attend)
-            return [t.clone() if _base(t) in self._stay else t for t in outputs]
+            _copy(self._places, inputs)
+            outputs = list(self._at_once(whole, weights, attend) or whole(*self._places, *weights, attend))
+            staying = [n for n, t in enumerate(outputs) if _base(t) in self._stay]
+            copies = [torch.empty_like(outputs[n]) for n in staying]
+            _copy(copies, [outputs[n] for n in staying])
+            for n, t in zip(staying, copies, strict=True):
+                outputs[n] = t
+            return outputs
 
     def _at_once(self, whole: Function, weights: Sequence[Tensor], attend: LayerAttention) -> Sequence[Tensor] | None:
         """The outputs by a whole graph; None: the attention is not steady, or the graph cannot be recorded."""
@@ -224,10 +228,20 @@ class Whole:
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         self.recorder.follow()
-        for place, t in zip(self.places, tensors, strict=True):
-            place.copy_(t)
+        _copy(self.places, tensors)
         self.replay()
         return self.outputs
+
+
+def _copy(places: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy tensors, those of one dtype by one kernel."""
+    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for place, t in zip(places, tensors, strict=True):
+        to, of = groups.setdefault(place.dtype, ([], []))
+        to.append(place)
+        of.append(t)
+    for to, of in groups.values():
+        torch._foreach_copy_(to, of)
 
 
 def _refuse(why: str) -> None:
