@@ -151,7 +151,7 @@ class Graphs:
             places, self._inside = [t.clone() for t in steady.tensors], True
             try:
                 outputs, replay = recorder(function, [*self._places, *places])
-            except RuntimeError as error:
+            except Exception as error:  # a kernel's compiler or launch may fail in any way
                 _refuse(str(error))
                 return None
             finally:

@@ -102,6 +102,11 @@ def packed_mask(mask: Tensor | None) -> PackedMask | None:
     return getattr(mask, "_mmspec_packed", None)
 
 
+def used(device: torch.device) -> bool:
+    """Whether drafts on this device are read by the kernel."""
+    return device.type == "cuda" and not dispatch.defined("tree_attention", torch.empty(0, device=device))
+
+
 def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the kernel, or on another device than CUDA its definition, may be used for tensors like these."""
     return not query.is_cuda or trusted(*_shape(query, key, value))

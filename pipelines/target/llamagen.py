@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.models.llamagen import PREFIX, LlamaGenTransformer, visible
+from mmspec.pipelines.host import tree_attention
 from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.forward import reading
 from mmspec.pipelines.host.kinds import Mask
@@ -59,6 +60,7 @@ class LlamaGenTarget(ModelTarget):
         self.inference = mode_of(transformer)
         self.grid = (transformer.config.grid, transformer.config.grid)
         self.last = transformer.config.grid**2 - 1
+        self.tree = captured is not None and tree_attention.used(self.device)  # uncaptured, its layers use sdpa
 
     def embed(self, ids: Tensor) -> Tensor:
         """[B, n, H]; both streams read the same tokens."""
@@ -93,6 +95,8 @@ class LlamaGenTarget(ModelTarget):
 
     def mask(self, state: State, ancestors: Tensor, depth: Tensor, chain: bool = False) -> Tensor:
         seen = visibility(state.cache.lengths, state.open_slots, ancestors)[:, None]
+        if self.tree:
+            return tree_attention.marked(seen, state.cache.lengths.device, state.open_slots, ancestors, depth)
         dtype = self.model.tok_embeddings.weight.dtype  # diffusers' `dtype` looks through all modules
         return additive(seen, dtype) if seen.device.type == "cpu" else seen
 

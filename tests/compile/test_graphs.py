@@ -458,8 +458,12 @@ def needs_kernels() -> None:
         pytest.skip("Triton is not interpreted")
 
 
-def test_pictures_are_those_of_the_seed(device: str) -> None:
+@pytest.mark.parametrize("attention", ["sdpa", "steady"])
+def test_pictures_are_those_of_the_seed(attention: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("diffusers")
+    if attention == "steady":
+        needs_kernels()
+    monkeypatch.setattr(tree_attention, "used", lambda device: attention == "steady")
     import tiny_llamagen
 
     pipe = tiny_llamagen.pipeline("class").to(device)
@@ -472,6 +476,8 @@ def test_pictures_are_those_of_the_seed(device: str) -> None:
     with mmspec.enable(pipe, "jacobi", window=5, reproducible=True, compile=True) as handle:
         assert all(torch.equal(draw(), plain) for _ in range(2)) and handle.stats.accepted > 0
     assert device == "cuda" or pretend_graphs.Tape.made > 0
+    wholes = [one for each in captures.of(pipe.transformer)._captures.values() for one in each._graphs._wholes.values()]
+    assert (len(wholes) > 0 and None not in wholes) == (attention == "steady")
 
 
 def test_denoising_steps_feed_the_next(device: str) -> None:

@@ -127,6 +127,30 @@ def flash(device: torch.device) -> str:
 # -- captures ----------------------------------------------------------------------------------------------------------
 
 
+def addresses(device: torch.device) -> str:
+    """Keys and values found by their addresses, after new ones were appended; twice, since a text grows."""
+    from mmspec.kernels.attention import addressed_attention
+
+    B, heads, groups, n, D, slots = 2, 6, 2, 7, 128 if device.type == "cuda" else 16, 640
+    bits = ops.bit_rows(cases.ancestors(cases.parents(B, n)).to(device))
+    for dtype in cases.TOLERANCES["tree_attention"]:
+        keys, values = torch.randn(2, B, groups, slots, D, device=device).to(dtype)
+        for lengths in (torch.tensor([300, 5], device=device), torch.tensor([601, 9], device=device)):
+            q = torch.randn(B, heads, n, D, device=device).to(dtype)
+            k, v = torch.randn(2, B, groups, n, D, device=device).to(dtype)
+            table = [keys.data_ptr(), values.data_ptr(), *keys.stride()[:2], *values.stride()[:2], 0, 0, 0, 0]
+            found = addressed_attention(
+                q, k, v, torch.tensor(table, device=device), lengths, bits, aligned=device.type == "cuda"
+            )
+            for b, length in enumerate(lengths.tolist()):
+                if not torch.equal(keys[b, :, length : length + n], k[b]):
+                    return f"{dtype}: new keys are not where they should be"
+            off = cases.distance("tree_attention", dtype, found, ops.tree_attention(q, keys, values, lengths, bits))
+            if off is not None:
+                return f"{dtype}: {off}"
+    return ""
+
+
 class Layers(nn.Module):
     """What decoder layers are made of: products, norms, a choice of tokens, attentions."""
 
@@ -194,6 +218,12 @@ CHECKS: dict[str, Check] = {
         shared_memory,
         "in kernels/attention.py halve the 2**14 of `block_n`; until then drafts attend by sdpa, with a warning",
         "what a program of the device may hold",
+    ),
+    "addresses": Check(
+        "attention finds keys and values by addresses in a tensor, as it does inside a graph",
+        addresses,
+        "MMSPEC_GRAPHS=pieces; first try `aligned=False` in mmspec/steady.py",
+        "pointers that a kernel has loaded",
     ),
     "flash": Check(
         "a chain of one row attends by flash attention, heads in groups, and sees what it should",
