@@ -224,6 +224,8 @@ def addressed_attention(
         bits=(bits, "B n W", INDEX),
         first=(first, "B n", INDEX),
     )
+    if len(table) != 10:
+        raise ValueError(f"addressed_attention: table has {len(table)} entries, expected 10")
     addressed_append(k, v, table, lengths, offset)
     return _launched(q, (table, aligned), dim["E"], dim["kv_heads"], 2**31 - 1, lengths, bits, None, first, scale, None)
 

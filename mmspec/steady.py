@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from mmspec.functional import LayerAttention
 from mmspec.ragged_cache import Lengths, RaggedBuffer
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # those of the kernel
 WORDS = 10  # entries of a layer's row in a table, see `kernels/attention.py`
 
 
@@ -41,7 +43,7 @@ class AddressTable:
 
     def __init__(self) -> None:
         self.dtype, self.aligned = torch.float32, False
-        self._of: list[Tensor | None] = []  # the buffers that it describes
+        self._of: list[ref[Tensor] | None] = []  # the buffers that it describes; they may be freed
         self._mask = [0, 0, 0]
         self._slots = 0  # in the smallest of them
         self._tensor: Tensor | None = None
@@ -56,27 +58,37 @@ class AddressTable:
             None: a buffer is not laid out as the kernel needs it, or they are of several dtypes or devices.
         """
         mask = [0, 0, 0] if open_slots is None else [open_slots.data_ptr(), open_slots.stride(0), open_slots.shape[1]]
-        end, now = at.longest + n, [t for buffer in buffers for t in (buffer.keys, buffer.values)]
-        same = len(now) == len(self._of) and all(a is b for a, b in zip(now, self._of, strict=True))
-        if not same or end > self._slots or mask != self._mask:
+        end = at.longest + n
+        if end > self._slots or mask != self._mask or not self._describes(buffers):
             for buffer in buffers:
                 buffer.make_room(end)
-            self._of, self._mask = [t for buffer in buffers for t in (buffer.keys, buffer.values)], mask
-            self._tensor = self._written(at.device.device, open_slots)
+            self._mask = mask
+            self._of = [None if t is None else ref(t) for buffer in buffers for t in (buffer.keys, buffer.values)]
+            self._tensor = self._written(buffers, at.device.device, open_slots)
         return self._tensor
 
-    def _written(self, device: torch.device, open_slots: Tensor | None) -> Tensor | None:
-        held = [t for t in self._of if t is not None]
+    def _describes(self, buffers: Sequence[RaggedBuffer]) -> bool:
+        now = [t for buffer in buffers for t in (buffer.keys, buffer.values)]
+        same = (t is (None if old is None else old()) for t, old in zip(now, self._of, strict=False))
+        return len(now) == len(self._of) and all(same)
+
+    def __reduce__(self) -> tuple[type[AddressTable], tuple[()]]:
+        return AddressTable, ()  # a copy of a cache is elsewhere
+
+    def _written(
+        self, buffers: Sequence[RaggedBuffer], device: torch.device, open_slots: Tensor | None
+    ) -> Tensor | None:
+        held = [t for buffer in buffers for t in (buffer.keys, buffer.values) if t is not None]
         kinds = {(t.dtype, t.device) for t in held}
         regular = all(t.stride(3) == 1 and t.stride(2) == t.shape[3] for t in held)  # a head's slots follow each other
         if len(kinds) != 1 or not regular or (open_slots is not None and open_slots.stride(1) != 1):
             return None
         ((self.dtype, home),) = kinds
-        if home != device:
+        if home != device or self.dtype not in DTYPES:
             return None
         self._slots = min(t.shape[2] for t in held)
         rows = []
-        for keys, values in zip(self._of[::2], self._of[1::2], strict=True):
+        for keys, values in ((buffer.keys, buffer.values) for buffer in buffers):
             if keys is None or values is None:  # a layer without attention
                 rows.append([0] * WORDS)
             else:
@@ -91,7 +103,10 @@ def addressed(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, bits: Tensor, first: Tensor | None, scale: float,
     offset: int, aligned: bool,
 ) -> Tensor:  # fmt: skip
-    """See `kernels.attention.addressed_attention`; q's layout of the result, [B, heads, n, E], is [B, n, heads, E]."""
+    """See `kernels.attention.addressed_attention`; the result [B, heads, n, E] has the memory layout [B, n, heads, E].
+
+    It writes memory that torch does not see as an argument, so it must not be traced or compiled.
+    """
     from mmspec.kernels import attention  # it needs Triton
 
     return attention.addressed_attention(q, k, v, table, lengths, bits, first, scale, offset, aligned)

@@ -93,8 +93,9 @@ class PiecewiseFunction:
 
     Between two attentions nothing depends on the length of the cached prefix, so the pieces have fixed shapes and are
     compiled once; pieces with the same code, such as those between two layers of a model, share one compiled function.
-    Each call passes its own attention. On CUDA each piece except the last is a CUDA graph at each of its places
-    (`mmspec/compile/graphs.py`), and an attention must not keep its arguments.
+    Each call passes its own attention. On CUDA each piece except the last is a CUDA graph at each of its places, or the
+    whole function is one, if the attention is steady (`mmspec/compile/graphs.py`). An attention must not keep its
+    arguments.
 
     Args:
         function: of tensors, returning a list of tensors; its attentions are `attend`.
@@ -149,6 +150,7 @@ class PiecewiseFunction:
 
 
 def _cast(attend: LayerAttention, kind: str, dtype: torch.dtype, *args: Tensor | float | None) -> Tensor:
+    """The attention under autocast; as such it is not steady, so that the function runs in pieces."""
     with torch.autocast(kind, dtype):
         return attend(*args)
 
@@ -217,7 +219,7 @@ def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[
     """The pieces as one function, whose last argument computes attentions; and the number of distinct pieces.
 
     `place` maps a piece and its compiled function to the function to run, such as a CUDA graph. It is not called for
-    the last of several pieces: its outputs (logits) are large, and a graph would keep them allocated.
+    the last of several pieces: its outputs (logits) are large, and each of its graphs would keep them allocated.
     """
     part, parts = 0, {}
     for node in graph.graph.nodes:

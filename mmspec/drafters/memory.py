@@ -126,7 +126,8 @@ class MemoryAttention:
     Attributes:
         before, after: the memory before and after the round's accepted rows are read.
         plain: computes an attention over these memories.
-        inside: makes the attention of a graph from the layers' table, the lengths before and after, and a Room.
+        inside: makes the attention of a graph from the layers' table, the lengths before and after, and a Room; None:
+            the kernel does not know this attention.
         most: number of slots after `before` that a draft may write; a recording that writes more is refused.
     """
 

@@ -150,7 +150,10 @@ class _ByMask:
         def within(places: Sequence[Tensor]) -> LayerAttention:
             def attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 bits, first = at[id(packed[layer])]
-                if not q.dtype == k.dtype == v.dtype == dtype or not tree_attention.serves(q, k, v):
+                held, new = self.cache.slots[layer], (*k.shape[1::2], v.shape[3])
+                assert held.keys is not None and held.values is not None
+                fits = new == (*held.keys.shape[1::2], held.values.shape[3])
+                if not (fits and q.dtype == k.dtype == v.dtype == dtype and tree_attention.serves(q, k, v)):
                     raise RuntimeError(f"the kernel does not serve the attention of layer {layer}")
                 seen = places[bits], None if first is None else places[first]
                 return addressed(q, k, v, places[0][layer], places[1], *seen, scale, 0, aligned)

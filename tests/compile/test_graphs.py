@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
@@ -30,12 +31,13 @@ from uncompiled import as_it_is
 import mmspec
 from mmspec.compile import capture, capture_cache, graphs
 from mmspec.compile.capture import PiecewiseFunction
+from mmspec.drafters import feature
 from mmspec.drafters.block_config import BlockConfig
 from mmspec.drafters.dflash import BlockDrafter
-from mmspec.drafters.memory import Room
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.host import tree_attention
-from mmspec.pipelines.target import captures
+from mmspec.pipelines.host.cache import RaggedCache
+from mmspec.pipelines.target import captures, vlm
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEPTH = 4
@@ -415,13 +417,27 @@ def test_steady_attentions_are_part_of_one_graph(case: str, device: str, monkeyp
     wanted = [tiny_vlms.generate(model, inputs, max_new_tokens=12) for inputs in calls]
     drafter = block(model) if name == "block" else DRAFTERS[name](model, Oracle.of(calls[0]["input_ids"], wanted[0]))
     drafter = drafter.to(device) if isinstance(drafter, nn.Module) else drafter
+    real, compared = graphs.Graphs._at_once, list[int]()
+
+    def both(self: Any, whole: Any, weights: Any, attend: Any) -> Any:
+        """What a whole graph gives, after it was compared with what the pieces give."""
+        found = real(self, whole, weights, attend)
+        if found is not None:
+            mine = [t.clone() for t in found]
+            torch.testing.assert_close(mine, list(whole(*self._places, *weights, attend)), rtol=1e-4, atol=1e-4)
+            compared.append(1)
+        return found
+
+    monkeypatch.setattr(vlm, "_RESERVE", 0)  # buffers grow between two replays
+    monkeypatch.setattr(graphs.Graphs, "_at_once", both)
     with mmspec.enable(model, drafter, compile=True):
         for inputs, answer in zip(calls * 2, wanted * 2, strict=True):
             assert torch.equal(tiny_vlms.generate(model, inputs, max_new_tokens=12), answer)
+        assert len(compared) > 2 * len(calls)
         held = captures.of(model)
         functions = [*held._captures.values(), *(one for own in held.drafts.values() for one in own._captures.values())]
         wholes = [list(one._graphs._wholes.values()) for one in functions]
-        assert len(wholes) == len(rows) * (2 if isinstance(drafter, nn.Module) else 1)
+        assert len(wholes) >= len(rows) * (2 if isinstance(drafter, nn.Module) else 1)
         assert all(len(each) == 1 and each[0] is not None for each in wholes)
         monkeypatch.setattr(graphs.Whole, "__call__", lambda *given: pytest.fail("a whole graph was run"))
         monkeypatch.setenv(graphs.VARIABLE, "pieces")
@@ -443,13 +459,57 @@ def test_a_whole_graph_that_computes_something_else_is_not_used(device: str, mon
         assert list(one._graphs._wholes.values()) == [None]
 
 
-@torch.no_grad()
-def test_a_draft_that_needs_more_room_is_not_recorded(device: str) -> None:
-    room = Room(4, torch.float32, True)
-    room.check(4, torch.zeros(1))
-    for end, t in ((5, torch.zeros(1)), (4, torch.zeros(1, dtype=torch.bfloat16))):
-        with pytest.raises(RuntimeError, match="does not fit into the memory"):
-            room.check(end, t)
+def test_the_check_of_a_whole_graph_compares_numbers_masks_and_choices(device: str) -> None:
+    held = graphs.Graphs([torch.ones(1, device=device)], attention, capture.compare)
+    numbers = torch.tensor([[1.0, -torch.inf, 3.0, torch.finfo(torch.float32).min]], device=device)
+    tokens, nothing = torch.tensor([[5, 6, 7, 8]], device=device), torch.zeros(1, 4, device=device)
+    held._checked([numbers + 1e-6, tokens, nothing], [numbers, tokens, nothing], torch.float32)
+    held._checked([tokens + torch.tensor([0, 0, 1, 1], device=device)], [tokens], torch.float32)
+    for mine, wanted in (
+        (numbers + 0.1, numbers), (numbers.clamp(min=-5), numbers), (tokens + 1, tokens), (nothing + 0.1, nothing),
+        (torch.full_like(numbers, torch.nan), numbers),
+    ):  # fmt: skip
+        with pytest.raises((capture.Uncapturable, RuntimeError), match=r"it would|its outputs"):
+            held._checked([mine], [wanted], torch.float32)
+
+
+def test_a_draft_that_needs_more_room_is_not_recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_kernels()
+    real = feature.MemoryAttention
+    monkeypatch.setattr(feature, "MemoryAttention", lambda *given: real(*given[:-1], 1))
+    model = copy.deepcopy(tiny_vlms.model("llava")).to(device)
+    inputs = {name: t.to(device) for name, t in tiny_vlms.prompt("llava", "text only").items()}
+    wanted = tiny_vlms.generate(model, inputs, max_new_tokens=8)
+    drafter = DRAFTERS["eagle chain"](model, Oracle.of(inputs["input_ids"], wanted)).to(device)
+    with mmspec.enable(model, drafter, compile=True):
+        with pytest.warns(UserWarning, match="does not fit into the memory"):
+            assert torch.equal(tiny_vlms.generate(model, inputs, max_new_tokens=8), wanted)
+        (drafts,) = captures.of(model).drafts.values()
+        assert [list(one._graphs._wholes.values()) for one in drafts._captures.values()] == [[None]]
+
+
+def test_the_table_of_a_cache_follows_its_buffers() -> None:
+    """And keeps none of them alive."""
+    cache = RaggedCache(2, torch.device("cpu"), 4)
+    cache.update(*torch.zeros(2, 2, 1, 3, 4), 0)
+    cache.advance(3)
+
+    def addresses() -> list[int]:
+        found = cache.addresses(1, None)
+        assert found is not None
+        return found[0][0, :2].tolist()
+
+    def now() -> list[int]:
+        return [t.data_ptr() for t in (cache.slots[0].keys, cache.slots[0].values) if t is not None]
+
+    first, old = addresses(), weakref.ref(cache.slots[0].keys)
+    assert first == now()
+    cache.advance(9)
+    assert addresses() == now() != first and old() is None and cache.slots[0].keys.shape[2] >= 13
+    copied = copy.deepcopy(cache)
+    assert copied.addresses(1, None)[0][0, 0] == copied.slots[0].keys.data_ptr() != now()[0]
+    cache.slots[0].values = cache.slots[0].values.bfloat16()
+    assert cache.addresses(1, None) is None
 
 
 def needs_kernels() -> None:
