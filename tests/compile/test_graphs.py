@@ -37,6 +37,7 @@ from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.host import tree_attention
 from mmspec.pipelines.host.cache import RaggedCache
+from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.pipelines.target import captures, vlm
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -417,19 +418,8 @@ def test_steady_attentions_are_part_of_one_graph(case: str, device: str, monkeyp
     wanted = [tiny_vlms.generate(model, inputs, max_new_tokens=12) for inputs in calls]
     drafter = block(model) if name == "block" else DRAFTERS[name](model, Oracle.of(calls[0]["input_ids"], wanted[0]))
     drafter = drafter.to(device) if isinstance(drafter, nn.Module) else drafter
-    real, compared = graphs.Graphs._at_once, list[int]()
-
-    def both(self: Any, whole: Any, weights: Any, attend: Any) -> Any:
-        """What a whole graph gives, after it was compared with what the pieces give."""
-        found = real(self, whole, weights, attend)
-        if found is not None:
-            mine = [t.clone() for t in found]
-            torch.testing.assert_close(mine, list(whole(*self._places, *weights, attend)), rtol=1e-4, atol=1e-4)
-            compared.append(1)
-        return found
-
+    compared = checked_wholes(monkeypatch)
     monkeypatch.setattr(vlm, "_RESERVE", 0)  # buffers grow between two replays
-    monkeypatch.setattr(graphs.Graphs, "_at_once", both)
     with mmspec.enable(model, drafter, compile=True):
         for inputs, answer in zip(calls * 2, wanted * 2, strict=True):
             assert torch.equal(tiny_vlms.generate(model, inputs, max_new_tokens=12), answer)
@@ -457,6 +447,44 @@ def test_a_whole_graph_that_computes_something_else_is_not_used(device: str, mon
             assert torch.equal(tiny_vlms.generate(model, inputs, max_new_tokens=8), wanted)
         (one,) = captures.of(model)._captures.values()
         assert list(one._graphs._wholes.values()) == [None]
+
+
+@pytest.mark.every(2)
+def test_rows_join_and_leave_between_replays(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_kernels()
+    model = copy.deepcopy(tiny_vlms.model("llava")).to(device)
+    model.set_attn_implementation(tree_attention.NAME)
+    prompts = [tiny_vlms.prompt("llava", kind, 3) for kind in ("image first", "text only", "image last", "text only")]
+    prompts = [{name: t.to(device) for name, t in inputs.items()} for inputs in prompts]
+    lengths = (9, 4, 6, 7)
+    wanted = [
+        tiny_vlms.generate(model, inputs, max_new_tokens=n)[0, inputs["input_ids"].shape[1] :].tolist()
+        for inputs, n in zip(prompts, lengths, strict=True)
+    ]
+    compared = checked_wholes(monkeypatch)
+    with mmspec.enable(model, "ngram", compile=True):
+        batches, answers = ContinuousBatcher(model, None, 2), dict[Any, list[int]]()
+        for number, (inputs, n) in enumerate(zip(prompts, lengths, strict=True)):
+            batches.add(number, inputs, max_new_tokens=n)
+        while batches.busy:
+            answers |= {one.ticket: list(one.tokens) for one in batches.step()}
+    assert [answers[number] for number in range(4)] == wanted and len(compared) > 4
+
+
+def checked_wholes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Compare what each call of a whole graph gives with what the pieces give; the calls so far."""
+    real, compared = graphs.Graphs._at_once, list[int]()
+
+    def both(self: Any, whole: Any, weights: Any, attend: Any) -> Any:
+        found = real(self, whole, weights, attend)
+        if found is not None:
+            mine = [t.clone() for t in found]
+            torch.testing.assert_close(mine, list(whole(*self._places, *weights, attend)), rtol=1e-4, atol=1e-4)
+            compared.append(1)
+        return found
+
+    monkeypatch.setattr(graphs.Graphs, "_at_once", both)
+    return compared
 
 
 def test_the_check_of_a_whole_graph_compares_numbers_masks_and_choices(device: str) -> None:
