@@ -125,10 +125,8 @@ def launches(model: Any, inputs: dict[str, Any], drafter: Any, tokens: tuple[int
     samples, stock = [], drafter is None
     model.set_attn_implementation("sdpa" if stock else "mmspec_tree")
     handle = None if stock else mmspec.enable(model, drafter, **how)
-    for count in (
-        *[tokens[1]] * 4,
-        *tokens,
-    ):  # the first calls are a warm-up; a prompt is captured once it has come back
+    warm_up = [tokens[1]] * 4  # a prompt is captured once it has come back
+    for count in (*warm_up, *tokens):
         before = 0 if handle is None else handle.stats.rounds
         played = Tape.played
         with counting() as launched, torch.no_grad():

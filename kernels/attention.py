@@ -182,7 +182,7 @@ def tree_attention(
     heads, groups, T, E = (dim[k] for k in ("heads", "kv_heads", "T", "E"))
     if heads % groups:
         raise ValueError(f"tree_attention: {heads} query heads cannot share {groups} kv heads evenly")
-    return _launched(q, (keys, values), E, groups, T, lengths, bits, open_slots, first, scale, splits)
+    return _launched(q, keys, values, None, False, E, groups, T, lengths, bits, open_slots, first, scale, splits)
 
 
 def addressed_attention(
@@ -227,7 +227,8 @@ def addressed_attention(
     if len(table) != 10:
         raise ValueError(f"addressed_attention: table has {len(table)} entries, expected 10")
     addressed_append(k, v, table, lengths, offset)
-    return _launched(q, (table, aligned), dim["E"], dim["kv_heads"], 2**31 - 1, lengths, bits, None, first, scale, None)
+    E, groups, T = dim["E"], dim["kv_heads"], 2**31 - 1  # the longest text
+    return _launched(q, None, None, table, aligned, E, groups, T, lengths, bits, None, first, scale, None)
 
 
 def addressed_append(k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, offset: int) -> None:
@@ -258,17 +259,16 @@ def _append(
 
 
 def _launched(
-    q: Tensor, held: tuple[Tensor, Tensor] | tuple[Tensor, bool], E: int, groups: int, T: int, lengths: Tensor,
-    bits: Tensor, open_slots: Tensor | None, first: Tensor | None, scale: float | None, splits: int | None,
+    q: Tensor, keys: Tensor | None, values: Tensor | None, table: Tensor | None, aligned: bool, E: int, groups: int,
+    T: int, lengths: Tensor, bits: Tensor, open_slots: Tensor | None, first: Tensor | None, scale: float | None,
+    splits: int | None,
 ) -> Tensor:  # fmt: skip
-    """The attention of q over `held`: keys and values with T slots, or their table and whether they are aligned."""
+    """The attention of q over keys and values of T slots, or of at most T and found by their table."""
     (B, heads, n, D), W = q.shape, bits.shape[2]
     out = torch.empty(B, n, heads, E, dtype=q.dtype, device=q.device).transpose(1, 2)
     if not out.numel():
         return out
-    table, aligned = (None, False) if isinstance(held[1], Tensor) else held
-    keys, values = (q, q) if isinstance(held[1], bool) else held
-    strides = (0, 0, D, 0, 0, E) if table is not None else (*keys.stride()[:3], *values.stride()[:3])
+    strides = (0, 0, D, 0, 0, E) if keys is None or values is None else (*keys.stride()[:3], *values.stride()[:3])
     rows = heads // groups * n
     wide = {"BLOCK_D": max(16, triton.next_power_of_2(D)), "BLOCK_E": max(16, triton.next_power_of_2(E))}
     size = max(wide.values()) * q.element_size()  # bytes of a row
@@ -282,8 +282,9 @@ def _launched(
     stat = out if partial is None else partial.view(-1)[-2 * splits * B * heads * n :]
     with at_home(q):
         _attend[(tiles, splits, B * groups)](
-            q, keys, values, out, acc, stat, lengths, bits, _or(open_slots, lengths), _or(first, lengths),
-            _or(table, lengths), n, heads, groups, T, 0 if open_slots is None else open_slots.shape[1], W, splits,
+            q, _or(keys, q), _or(values, q), out, acc, stat, lengths, bits, _or(open_slots, lengths),
+            _or(first, lengths), _or(table, lengths),
+            n, heads, groups, T, 0 if open_slots is None else open_slots.shape[1], W, splits,
             (D**-0.5 if scale is None else scale) * math.log2(math.e), D, E,
             *q.stride()[:3], *strides, *out.stride()[:3], *bits.stride()[:2],
             0 if open_slots is None else open_slots.stride(0), 0 if first is None else first.stride(0),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mmspec.functional import LayerAttention
+from mmspec.kernels import dispatch
 from mmspec.ragged_cache import Lengths, RaggedBuffer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # those of the kernel
@@ -55,7 +56,8 @@ class AddressTable:
             open_slots: bool [B, L], false at slots with padding; None: there is none.
 
         Returns:
-            None: a buffer is not laid out as the kernel needs it, or they are of several dtypes or devices.
+            None: a buffer is not laid out as the kernel needs it, they are of several dtypes or devices, or this device
+            uses no kernels.
         """
         mask = [0, 0, 0] if open_slots is None else [open_slots.data_ptr(), open_slots.stride(0), open_slots.shape[1]]
         end = at.longest + n
@@ -84,7 +86,8 @@ class AddressTable:
         if len(kinds) != 1 or not regular or (open_slots is not None and open_slots.stride(1) != 1):
             return None
         ((self.dtype, home),) = kinds
-        if home != device or self.dtype not in DTYPES:
+        kernels = home.type != "cuda" or not dispatch.defined("tree_attention", held[0])  # else only tests get here
+        if home != device or self.dtype not in DTYPES or not kernels:
             return None
         self._slots = min(t.shape[2] for t in held)
         rows = []

@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 
 from mmspec.drafters.blocks import Attend, attention
 from mmspec.functional import LayerAttention, cut
-from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
 from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
 from mmspec.steady import AddressTable, Steady, addressed, appended
@@ -141,9 +140,9 @@ class MemoryAttention:
         return self.plain(*args)
 
     def steadied(self) -> Steady | None:
-        """See `mmspec/compile/graphs.py`; None: its kernels are not used here."""
+        """See `mmspec/compile/graphs.py`; None: the kernel cannot be used here."""
         memory, inside = self.before, self.inside
-        if inside is None or (memory.positions.is_cuda and dispatch.defined("tree_attention", memory.positions)):
+        if inside is None:
             return None
         room = self.most + self.after.lengths.longest - memory.lengths.longest
         open_slots = memory.open_slots if memory.padded else None

@@ -17,7 +17,6 @@ from mmspec.compile.capture import PiecewiseFunction, Uncapturable, compare
 from mmspec.compile.capture_cache import CaptureCache, weights
 from mmspec.compile.version import PLAIN, version
 from mmspec.functional import LayerAttention, sdpa
-from mmspec.kernels import dispatch
 from mmspec.modes import computed_in, lasting
 from mmspec.pipelines.host import adapters, recurrent, tree_attention
 from mmspec.pipelines.host.cache import PassThroughCache
@@ -136,13 +135,12 @@ class _ByMask:
         if not packed or None in packed.values() or self.cache.pictures or self.cache.indexed:
             return None
         masks = {id(one): one for one in packed.values() if one is not None}
-        n = next(iter(masks.values())).bits.shape[1]
-        found = self.cache.addresses(n, next(iter(masks.values())).open_slots if self.padded else None)
-        if found is None or (found[0].is_cuda and dispatch.defined("tree_attention", found[0])):
+        some, *_ = masks.values()  # they differ in windows only
+        found = self.cache.addresses(some.bits.shape[1], some.open_slots if self.padded else None)
+        if found is None:
             return None
         table, dtype, aligned = found
-        first = next(iter(masks.values()))
-        tensors, at = [table, first.lengths], dict[int, tuple[int, int | None]]()
+        tensors, at = [table, some.lengths], dict[int, tuple[int, int | None]]()
         for name, one in masks.items():
             at[name] = len(tensors), None if one.first is None else len(tensors) + 1
             tensors += [one.bits] if one.first is None else [one.bits, one.first]
