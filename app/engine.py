@@ -18,15 +18,21 @@ from mmspec.app.embedded import STOCK
 from mmspec.app.prompt import PromptChoice
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.families import table as families
-from mmspec.pipelines.host.kinds import GenerativeModel, Processor
+from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel, Processor
 from mmspec.pipelines.host.loading import model_and_processor
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.batcher import TOGETHER, Batcher, StaticBatcher
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 
+COLD = 1e-5  # temperatures up to this are greedy, since logits divided by them could be infinite
 WARM_UP = 8  # new tokens of a warm-up that compiles the model
 ROWS = {"cpu": 16, "cuda": 64}  # default maximum batch size
 NODES = {"cpu": 64, "cuda": 512}  # maximum number of draft nodes in one forward; beyond it, forwards are compute-bound
+
+
+def sampling_settings(temperature: float, **more: object) -> dict[str, Any]:
+    """The settings of `generate` to sample, or to decode greedily at temperatures near 0."""
+    return {"do_sample": True, "temperature": temperature, **more} if temperature > COLD else {"do_sample": False}
 
 
 class Engine:
@@ -43,9 +49,12 @@ class Engine:
     ):  # fmt: skip
         self.model, self.processor, self.drafter = model.eval(), processor, drafter
         self.options = dict(options or {})  # of `mmspec.enable`
-        self.sampling = temperature > 0
-        warmth = {"do_sample": True, "temperature": temperature} if self.sampling else {"do_sample": False}
-        self.settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "num_beams": 1, **warmth}
+        self.sampling = temperature > COLD
+        self.settings: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "num_beams": 1,
+            **sampling_settings(temperature),
+        }
         tokenizer: Any = getattr(processor, "tokenizer", processor)
         tokenizer.padding_side = "left"
         if tokenizer.pad_token is None:
@@ -77,6 +86,11 @@ class Engine:
             flow.add(number, frames, choice)
         while flow.busy:
             flow.step()
+
+    def room(self, inputs: BatchFeature) -> int:
+        """How many tokens an answer to this prompt may have in the model's context; below 1: the prompt is too long."""
+        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", 2**62)
+        return int(most - inputs["input_ids"].shape[1])
 
     def flow(self, rows: int, **settings: object) -> Captioner:
         return Captioner(self.batcher(rows, **settings), self.threads)

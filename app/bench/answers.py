@@ -16,6 +16,7 @@ import mmspec
 from mmspec.app.bench.questions import Question
 from mmspec.app.compare import Method
 from mmspec.app.devices import wait
+from mmspec.app.engine import sampling_settings
 from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel
 from mmspec.pipelines.host.vision import placeholders
 from mmspec.pipelines.patching.handle import Handle
@@ -95,8 +96,7 @@ class VlmBench:
 
     def call(self, method: Method, temperature: float, inputs: Mapping[str, Tensor], seed: int) -> TimedCall:
         """One timed call; garbage collection and enabling are not timed."""
-        warmth = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        arguments = {**(warmth if temperature > 0 else {"do_sample": False}), **method.arguments}
+        arguments = {**sampling_settings(temperature, top_k=0, top_p=1.0), **method.arguments}
         with enabled(self.model, method.drafter, **method.options) as handle:
             torch.manual_seed(seed)
             return self.timed(inputs, None if handle is None else handle.stats, **arguments)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 
 import mmspec
 from mmspec.app.demo.race import DONE, RUNNING, TIME_LIMIT, TIMED_OUT, Limits, Race, RaceSide, RaceView, RefusedError
-from mmspec.app.engine import Engine
+from mmspec.app.engine import Engine, sampling_settings
 from mmspec.app.media.decoder import Decoder
 from mmspec.app.media.items import Item, file_source
 from mmspec.app.media.video import FramePolicy, centres
@@ -73,8 +73,8 @@ class CaptionRequest(BaseModel, frozen=True):
     @property
     def settings(self) -> dict[str, object]:
         """The settings for `generate`."""
-        drawn = {"temperature": self.temperature, "top_p": self.top_p} if self.temperature > 0 else {}
-        return {"max_new_tokens": self.max_new_tokens, "num_beams": 1, "do_sample": bool(drawn), **drawn}
+        drawn = sampling_settings(self.temperature, top_p=self.top_p)
+        return {"max_new_tokens": self.max_new_tokens, "num_beams": 1, **drawn}
 
 
 @dataclass

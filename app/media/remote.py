@@ -1,16 +1,13 @@
-"""Remote files by address: s3://, gs://, hf:// and whatever else fsspec opens; and pictures by URL."""
+"""Remote files by address: s3://, gs://, hf:// and whatever else fsspec opens."""
 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any, ClassVar
-from urllib.request import urlopen
 
 from fsspec.core import url_to_fs
 from fsspec.utils import tokenize
@@ -99,17 +96,3 @@ def _read(address: str, size: int | None, max_bytes: int = media.MAX_BYTES) -> b
         raise unreachable(address, error) from error
     media.check_bytes(len(data), address, max_bytes)
     return data
-
-
-def fetch(url: str, max_bytes: int, seconds: float) -> bytes:
-    """The content of a URL, within a time limit; a byte more than `max_bytes` says that it is larger. MediaError."""
-    data, end = bytearray(), time.monotonic() + seconds
-    try:
-        with urlopen(url, timeout=seconds) as answer:
-            while len(data) <= max_bytes and (piece := answer.read1(2**20)):
-                data += piece
-                if time.monotonic() > end:
-                    raise TimeoutError(f"not complete after {seconds:g} s")
-    except (OSError, ValueError, HTTPException) as error:
-        raise MediaError("picture", f"cannot be fetched ({error})", "send it as a data URL") from error
-    return bytes(data[: max_bytes + 1])

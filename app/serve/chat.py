@@ -1,23 +1,15 @@
-"""Requests of OpenAI's chat protocol: their fields, their pictures, and errors."""
+"""Requests of OpenAI's chat protocol: their fields and errors."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from PIL import Image
 from pydantic import BaseModel, Field, ValidationError
 
-from mmspec.app.media.decoder import Decoder
-from mmspec.app.media.items import IMAGE, Item, bytes_source
-from mmspec.app.media.remote import fetch
-from mmspec.app.media.video import FramePolicy
-from mmspec.media import MediaError, MediaLimits
+from mmspec.app.engine import sampling_settings
+from mmspec.app.media.pictures import PictureLoader
+from mmspec.media import MediaError
 
-DECODERS = 2  # processes
-SECONDS = 20.0  # time limit to fetch a picture, and to decode it
-COLD = 1e-5  # temperatures up to this are greedy, since logits divided by them could be infinite
 KINDS = {429: "rate_limit_error", 500: "server_error"}  # types of errors by status; others are invalid requests
 NEUTRAL: dict[str, tuple[object, ...]] = {  # unsupported fields → values that have no effect, besides null
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},), "tools": ([],), "functions": ([],),
@@ -115,51 +107,28 @@ class ChatRequest(BaseModel, extra="allow"):
     def settings(self, temperature: float, most: int) -> dict[str, Any]:
         """The settings for `generate`; the arguments are defaults for what the request does not set."""
         warmth = temperature if self.temperature is None else self.temperature
-        drawn = {"temperature": warmth, "top_p": self.top_p or 1.0, "top_k": self.top_k or 0} if warmth > COLD else {}
         most = self.max_completion_tokens or self.max_tokens or most
-        return {"max_new_tokens": most, "do_sample": bool(drawn), **drawn}
+        return {"max_new_tokens": most, **sampling_settings(warmth, top_p=self.top_p or 1.0, top_k=self.top_k or 0)}
 
-
-class Pictures(contextlib.ExitStack):
-    """Loads pictures by their URLs and decodes them in worker processes; a context manager.
-
-    Args:
-        limits: limits for each picture; `max_pixels` also for all pictures of a request.
-        http: whether http(s) URLs are fetched, from any host that this machine can reach.
-    """
-
-    def __init__(self, limits: MediaLimits, http: bool) -> None:
-        super().__init__()
-        self._limits, self._http = limits, http
-        self._decoder = self.enter_context(Decoder(DECODERS, limits, FramePolicy("uniform", 1)))
-
-    def chat(self, messages: Sequence[_Message]) -> list[dict[str, Any]]:
+    def chat(self, pictures: PictureLoader) -> list[dict[str, Any]]:
         """The messages in the format of chat templates; ChatError if a picture cannot be loaded or all are too big."""
-        pixels, most = 0, self._limits.max_pixels
+        room = pictures.limits.max_pixels
 
         def shown(part: _Part) -> dict[str, Any]:
-            nonlocal pixels
+            nonlocal room
             if isinstance(part, _Text):
                 return part.model_dump()
-            picture = self.load(part.image_url.url)
-            pixels += picture.width * picture.height
-            if pixels > most:
-                why = f"the request's pictures have over {most} pixels, the limit for all of them"
-                raise ChatError(400, f"{why}; send fewer or smaller ones", "messages", "invalid_image")
+            try:
+                picture = pictures.load(part.image_url.url)
+                room -= picture.width * picture.height
+                if room < 0:
+                    why = f"goes over {pictures.limits.max_pixels} pixels, the limit for all of a request's pictures"
+                    raise MediaError("picture", why, "send fewer or smaller ones")
+            except MediaError as error:
+                advice = error.what_to_do.split(", or raise")[0]
+                raise ChatError(400, f"the picture {error.reason}; {advice}", "messages", "invalid_image") from error
             return {"type": "image", "image": picture}
 
-        roles = [message.role.replace("developer", "system") for message in messages]
-        contents = ([shown(part) for part in message.parts] for message in messages)
+        roles = [message.role.replace("developer", "system") for message in self.messages]
+        contents = ([shown(part) for part in message.parts] for message in self.messages)
         return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
-
-    def load(self, url: str) -> Image.Image:
-        """The picture at a URL; ChatError if it cannot be loaded."""
-        try:
-            if not url.startswith(("data:", *(("http:", "https:") if self._http else ()))):
-                reason = f"has a URL that this server does not open ({url[:60]!r})"
-                raise MediaError("picture", reason, "send it as a data URL, or see --allow-http")
-            data = fetch(url, self._limits.max_bytes, SECONDS)  # the decoder refuses what is over the limit
-            return self._decoder.one(Item("picture", IMAGE, bytes_source(data))).frames[0]
-        except MediaError as error:
-            advice = error.what_to_do.split(", or raise")[0]
-            raise ChatError(400, f"the picture {error.reason}; {advice}", "messages", "invalid_image") from error

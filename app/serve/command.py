@@ -10,6 +10,8 @@ from mmspec.app import embedded, enabling
 from mmspec.app.options import count, from_zero, is_local, port, where
 from mmspec.media import MAX_PIXELS, MediaLimits
 
+SECONDS = 20.0  # time limit to fetch a picture, and to decode it
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = "Serve OpenAI's chat protocol at /v1, with pictures, streaming and many clients at once."
@@ -50,7 +52,8 @@ def _serve(args: argparse.Namespace, key: str | None) -> None:
     from mmspec.app import engine as engines
     from mmspec.app.caption.options import AUTO
     from mmspec.app.caption.run import area_for
-    from mmspec.app.serve import chat, http
+    from mmspec.app.media.pictures import PictureLoader
+    from mmspec.app.serve import http
     from mmspec.pipelines.serving.async_batcher import AsyncBatcher
 
     drafter = args.drafter or embedded.drafter(args.model)
@@ -58,9 +61,9 @@ def _serve(args: argparse.Namespace, key: str | None) -> None:
     engine = engines.load(args.model, drafter, args.device, args.dtype, args.max_new_tokens, 0.0, **options)
     for note in engine.notes:
         print(f"mmspec serve: {note}", file=sys.stderr)
-    limits = MediaLimits(args.max_pixels, args.max_bytes, chat.SECONDS, max_area=area_for(AUTO, engine)[0])
+    limits = MediaLimits(args.max_pixels, args.max_bytes, SECONDS, max_area=area_for(AUTO, engine)[0])
     batches = AsyncBatcher(engine.batcher(args.batch_size or engine.suggest_rows()), engine.processor)
-    with batches as worker, chat.Pictures(limits, args.allow_http) as pictures:
+    with batches as worker, PictureLoader(limits, args.allow_http) as pictures:
         shown = (args.model, args.max_new_tokens, args.temperature, args.queue, args.max_bytes, key)
         app = http.build(http.Service(engine, worker, pictures, *shown))
         print(f"{args.model} is at http://{args.host}:{args.port}/v1 (Ctrl-C ends it)", flush=True)

@@ -17,10 +17,11 @@ from starlette.requests import ClientDisconnect
 
 from mmspec.app.devices import first_line
 from mmspec.app.engine import Engine
-from mmspec.app.serve.chat import ChatError, ChatRequest, Pictures
+from mmspec.app.media.pictures import PictureLoader
+from mmspec.app.serve.chat import ChatError, ChatRequest
 from mmspec.pipelines.host.processors.grammar import json_grammar
 from mmspec.pipelines.prompts import inputs_of
-from mmspec.pipelines.serving.async_batcher import AsyncBatcher
+from mmspec.pipelines.serving.async_batcher import AnswerPart, AsyncBatcher
 
 T = TypeVar("T")
 KEEP_ALIVE = 75  # seconds that an idle connection stays open; clients that reuse it wait less between two requests
@@ -30,28 +31,18 @@ Part = tuple[str, str | None, dict[str, Any]]  # text; for the last part also th
 
 @dataclass
 class Service:
-    """The state that the endpoints share.
-
-    Attributes:
-        name: the model's name for clients.
-        most: default of a request's maximum number of new tokens.
-        temperature: default of a request's temperature.
-        queue: how many requests may wait besides those in the batch.
-        max_bytes: maximum size of a request.
-        key: the API key that clients must send; None: no key is needed.
-        open: number of open requests.
-    """
+    """The state that the endpoints share; the defaults are those of `mmspec serve`."""
 
     engine: Engine
     worker: AsyncBatcher
-    pictures: Pictures
-    name: str
-    most: int = 512
-    temperature: float = 0.0
-    queue: int = 256
-    max_bytes: int = 32 * 2**20
-    key: str | None = None
-    open: int = 0
+    pictures: PictureLoader
+    name: str  # the model's name for clients
+    most: int = 512  # default of a request's maximum number of new tokens
+    temperature: float = 0.0  # default of a request's temperature
+    queue: int = 256  # how many requests may wait besides those in the batch
+    max_bytes: int = 32 * 2**20  # maximum size of a request
+    key: str | None = None  # the API key that clients must send
+    open: int = 0  # number of open requests
 
     def check_key(self, request: Request) -> None:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -85,14 +76,8 @@ class Service:
             inputs, settings = await self._prepared(body)
             yield "", None, {}
             seed = secrets.randbits(31) if body.seed is None else body.seed % 2**63
-            length = inputs["input_ids"].shape[1]
             async for part in self.worker.stream(inputs, seed, body.stops, bool(body.stream), **settings):
-                n, stats, seconds = part.tokens, part.stats, round(time.perf_counter() - began, 6)
-                usage = {"prompt_tokens": length, "completion_tokens": n, "total_tokens": length + n}
-                counts = {"drafted_tokens": stats.drafted, "accepted_tokens": stats.accepted, "seconds": seconds}
-                each = round(stats.tokens_per_target_call, 4)
-                calls = {"target_calls": stats.row_rounds, "tokens_per_target_call": each}
-                yield part.text, part.finish, {"usage": usage, "mmspec": calls | counts} if part.finish else {}
+                yield part.text, part.finish, _counts(inputs, part, began) if part.finish else {}
         finally:
             self.open -= 1
 
@@ -104,18 +89,25 @@ class Service:
                 settings["logits_processor"] = [await asyncio.to_thread(json_grammar, self.engine.processor, schema)]
             except (ImportError, ValueError) as error:
                 raise ChatError(400, f"response_format: {error}", "response_format") from error
-        chat = await asyncio.to_thread(self.pictures.chat, body.messages)
+        chat = await asyncio.to_thread(body.chat, self.pictures)
         try:
             job = self.engine.threads.submit(lambda processor: inputs_of(processor, [chat]))
             inputs = (await asyncio.wrap_future(job)).to(self.engine.model.dtype)
         except Exception as error:  # the template refuses the chat, or a picture is too small for the processor
             raise ChatError(400, f"the model cannot read this chat ({first_line(error)})", "messages") from error
-        length, context = inputs["input_ids"].shape[1], self.engine.model.config.get_text_config()
-        room = getattr(context, "max_position_embeddings", 2**62) - length
-        if room < 1:
-            why = f"the prompt has {length} tokens, {1 - room} too many for this model and an answer; shorten it"
+        if (room := self.engine.room(inputs)) < 1:
+            why = f"the prompt has {1 - room} tokens too many for this model and an answer; shorten it"
             raise ChatError(400, why, "messages", "context_length_exceeded")
         return inputs, settings | {"max_new_tokens": min(settings["max_new_tokens"], room)}
+
+
+def _counts(inputs: Any, part: AnswerPart, began: float) -> dict[str, Any]:
+    """The fields of a whole answer that say how many tokens and forwards it took."""
+    given, n, stats = inputs["input_ids"].shape[1], part.tokens, part.stats
+    usage = {"prompt_tokens": given, "completion_tokens": n, "total_tokens": given + n}
+    calls = {"target_calls": stats.row_rounds, "tokens_per_target_call": round(stats.tokens_per_target_call, 4)}
+    drafts = {"drafted_tokens": stats.drafted, "accepted_tokens": stats.accepted}
+    return {"usage": usage, "mmspec": calls | drafts | {"seconds": round(time.perf_counter() - began, 6)}}
 
 
 def build(service: Service) -> FastAPI:

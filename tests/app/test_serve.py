@@ -25,8 +25,9 @@ from PIL import Image
 from mmspec import media, zoo
 from mmspec.app import embedded
 from mmspec.app import engine as engines
+from mmspec.app.media.pictures import PictureLoader
 from mmspec.app.serve import chat
-from mmspec.app.serve.chat import ChatRequest, Pictures
+from mmspec.app.serve.chat import ChatRequest
 from mmspec.app.serve.http import KEEP_ALIVE, Service, build
 from mmspec.pipelines.host.processors.grammar import json_grammar
 from mmspec.pipelines.prompts import chat_inputs
@@ -55,7 +56,7 @@ def engine() -> engines.Engine:
 @pytest.fixture(scope="module")
 def service(engine: engines.Engine) -> Iterator[Service]:
     limits = media.MediaLimits(max_pixels=100_000, max_bytes=200_000, seconds=20)
-    with AsyncBatcher(engine.batcher(ROWS), engine.processor) as worker, Pictures(limits, False) as pictures:
+    with AsyncBatcher(engine.batcher(ROWS), engine.processor) as worker, PictureLoader(limits, False) as pictures:
         yield Service(engine, worker, pictures, embedded.MODEL, most=128, max_bytes=500_000)
 
 
@@ -260,9 +261,9 @@ def test_a_stream_goes_on_where_its_row_begins_again(
         assert list(pool.map(one, messages)) == [stock(engine, path) for path in SAMPLES[:2]]
 
 
-def test_a_slow_address_is_given_up_and_keeps_no_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "SECONDS", 0.3)
-    with socket.create_server(("127.0.0.1", 0)) as there, Pictures(media.MediaLimits(), True) as pictures:
+def test_a_slow_address_is_given_up_and_keeps_no_decoder() -> None:
+    limits = media.MediaLimits(seconds=0.3)
+    with socket.create_server(("127.0.0.1", 0)) as there, PictureLoader(limits, True) as pictures:
 
         def drip() -> None:
             with there.accept()[0] as line, contextlib.suppress(OSError):
@@ -273,7 +274,7 @@ def test_a_slow_address_is_given_up_and_keeps_no_decoder(monkeypatch: pytest.Mon
 
         thread = threading.Thread(target=drip)
         thread.start()
-        with pytest.raises(chat.ChatError, match="not complete after"):
+        with pytest.raises(media.MediaError, match="not complete after"):
             pictures.load(f"http://127.0.0.1:{there.getsockname()[1]}/a.png")
         thread.join()
 
