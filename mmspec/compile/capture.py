@@ -19,7 +19,7 @@ from torch.fx.passes.split_module import split_module
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from mmspec.compile import graphs, products
+from mmspec.compile import graphs, opaque, products
 from mmspec.compile.graphs import Function
 from mmspec.functional import LayerAttention, attend, cut
 from mmspec.modes import uncast
@@ -27,6 +27,7 @@ from mmspec.modes import uncast
 Compile = Callable[[fx.GraphModule, list[Tensor]], Function]  # a graph and example inputs → a function
 Place = Callable[[fx.GraphModule, Function], Function]  # a piece and its compiled function → the function to run
 
+_ATTEND = torch.ops.mmspec.attend.default
 _making = threading.RLock()
 # Largest deviation from the module's own result, relative to its largest number: room for another summation order only.
 _NEAR = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -221,9 +222,12 @@ def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[
     `place` maps a piece and its compiled function to the function to run, such as a CUDA graph. It is not called for
     the last of several pieces: its outputs (logits) are large, and each of its graphs would keep them allocated.
     """
-    part, parts = 0, {}
+    part, parts = 0, dict[fx.Node, int]()
     for node in graph.graph.nodes:
-        alone = node.target is torch.ops.mmspec.attend.default
+        if (call := opaque.call_of(node)) is not None:
+            parts[node] = parts[call]
+            continue
+        alone = node.target is _ATTEND or opaque.is_opaque(node)
         part += alone
         parts[node] = part
         part += alone
@@ -235,7 +239,9 @@ def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[
     nodes = whole.graph.find_nodes(op="call_module")
     for node in nodes:
         piece = getattr(whole, node.target)
-        cut = next((n for n in piece.graph.nodes if n.target is torch.ops.mmspec.attend.default), None)
+        if opaque.resolve(piece):
+            continue
+        cut = next((n for n in piece.graph.nodes if n.target is _ATTEND), None)
         if cut is None:
             _in_a_tuple(whole, node, piece)
             function = _ready(piece, ready, compile)

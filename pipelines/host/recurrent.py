@@ -227,10 +227,20 @@ def _rebound(function: FunctionType) -> FunctionType:
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
         own = function.__globals__
-        ours = {name: make(own[name]) for name, make in SCANS.items() if name in function.__code__.co_names}
+        ours = {name: make(_once(own[name])) for name, make in SCANS.items() if name in function.__code__.co_names}
         return _with(function, {**own, **ours}, function.__closure__)
     cells = tuple(CellType(_rebound(inner)) if c.cell_contents is inner else c for c in function.__closure__ or ())
     return _with(function, function.__globals__, cells)
+
+
+def _once(scan: Callable[..., Any]) -> Callable[..., Any]:
+    """The same scan, by what the context calls scans with."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        call = now().scan
+        return scan(*args, **kwargs) if call is None else call(scan, *args, **kwargs)
+
+    return called
 
 
 def _with(function: FunctionType, names: dict[str, object], closure: tuple[CellType, ...] | None) -> FunctionType:

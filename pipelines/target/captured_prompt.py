@@ -17,19 +17,20 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from mmspec.compile import capture
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable, compare
 from mmspec.compile.capture_cache import weights
+from mmspec.compile.opaque import OpaqueCalls
 from mmspec.compile.version import PLAIN, version
 from mmspec.functional import LayerAttention, sdpa
 from mmspec.modes import computed_in, lasting
 from mmspec.pipelines.host.cache import PassThroughCache, RaggedCache
 from mmspec.pipelines.host.call import BOTH_WAYS
-from mmspec.pipelines.host.forward import Decode, now, reading
+from mmspec.pipelines.host.forward import Decode, during, now, reading
 from mmspec.pipelines.host.names import CACHE, FEATURES
 from mmspec.pipelines.host.recurrent_state import RecurrentLayers
 from mmspec.pipelines.target.captures import Forward, require_capturable, same_mask
 from mmspec.types import FINAL
 
 MOST = 4  # the maximum number of shapes that are captured for one module
-UNROLLED = 1024  # the maximum length for recurrent layers, whose loop over chunks of the prompt is unrolled
+UNROLLED = 1024  # the maximum length for which scans of recurrent layers are compiled: their loops are unrolled
 AGAIN, OFTEN = 2, 4  # a shape is captured once seen so often in a row, or in all; chats seldom repeat a shape
 _MASK = "attention_mask"
 
@@ -76,9 +77,7 @@ def reader(target: Any, slots: RaggedCache, valid: Tensor) -> Decode | None:
         valid: bool [B, L], false on padding.
     """
     length = valid.shape[1]
-    # a trace does not see the kernels of other packages that recurrent layers call on a GPU
-    unseen = target.host.recurrent and (valid.device.type != "cpu" or length > UNROLLED)
-    special = unseen or target.stateful or target.shares or target.draft_attention is not None
+    special = target.stateful or target.shares or target.draft_attention is not None
     if not target.compiles_prompts or special or slots.lengths.longest or not target.masks.causal(length):
         return None
     return partial(_read, target, slots) if bool(valid.all()) else None
@@ -137,18 +136,22 @@ def _checked(
     leaves, spec = tree_flatten(given)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     B, L, _ = final.shape
+    scans = OpaqueCalls()
 
     def read(*inputs: Tensor) -> list[Tensor]:
         rest, cache = iter(inputs), PassThroughCache(0)
         now = tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
         seen = torch.ones(B, 1, L, L, dtype=torch.bool)
-        with capture.Cut(cache, masked=True), reading() as read:
+        with capture.Cut(cache, masked=True), during(scan=scans), reading() as read:
             out = run(**now, **{CACHE: cache, _MASK: same_mask(target, seen)})
         states = (t for layer in cache.recurrent.values() for t in layer.held())
         return [out[FEATURES], *(read.layers[i] for i in _layers(target)), *states]
 
     with lasting():
         captured = PiecewiseFunction(read, [t.clone() for t in tensors], weights(target.model), graphed=False)
+    if final.device.type == "cpu" and L <= UNROLLED:
+        for scan in scans.known.values():
+            scan.compiled = partial(PiecewiseFunction(scan.run, scan.examples(), (), graphed=False), sdpa)
     scratch = RaggedCache(B, final.device, L)
     hidden, *rest = captured(_attending(scratch), *tensors)
     mine, theirs = (

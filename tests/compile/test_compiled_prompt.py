@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ import torch
 import uncompiled
 from compared import as_stock
 from hostile_drafters import eagle
+from torch import Tensor
 
 import mmspec
+from mmspec.compile.capture import PiecewiseFunction
+from mmspec.compile.opaque import OpaqueCalls
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.target import captured_prompt
 
@@ -196,8 +200,45 @@ def test_in_bfloat16(name: str, replays: list[int]):
     assert replays == lengths(calls)[-1:]
 
 
-def test_a_long_prompt_of_recurrent_layers_is_not_unrolled(replays: list[int], monkeypatch: pytest.MonkeyPatch):
-    calls = pictures("qwen3_5")
-    monkeypatch.setattr(captured_prompt, "UNROLLED", lengths(calls)[0] - 1)
-    same(tiny_vlms.model("qwen3_5"), *calls)
-    assert not replays
+@pytest.mark.parametrize("short", [True, False])
+def test_all_recurrent_layers_share_a_scan(short: bool, replays: list[int], monkeypatch: pytest.MonkeyPatch):
+    """It is compiled for short prompts, and called as it is for long ones, where its loop would be unrolled."""
+    calls, found = pictures("qwen3_5"), list[OpaqueCalls]()
+    monkeypatch.setattr(captured_prompt, "UNROLLED", lengths(calls)[0] - (not short))
+    monkeypatch.setattr(captured_prompt, "OpaqueCalls", lambda: found.append(OpaqueCalls()) or found[-1])
+    model = tiny_vlms.model("qwen3_5")
+    same(model, *calls)
+    assert replays == lengths(calls)[captured_prompt.AGAIN :]
+    assert model.config.get_text_config().layer_types.count("linear_attention") > 1
+    [scans] = found
+    assert [call.compiled is not None for call in scans.known.values()] == [short] * 2  # convolution, delta rule
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_opaque_calls_are_made_as_they_were_traced(compiled: bool, dtype: torch.dtype | None):
+    g, calls = torch.Generator().manual_seed(0), OpaqueCalls()
+    weight, *inputs = (torch.randn(4, 4, generator=g) for _ in range(3))
+
+    def scan(x: Tensor, *more: Tensor, times: int, last: Tensor | None) -> dict[str, Any]:
+        for _ in range(times):
+            x = x @ more[0]
+        return {"x": x.T, "last": last, "many": [x + 1, None]}
+
+    def function(x: Tensor) -> list[Tensor]:
+        for times in (1, 2, 1, 2):
+            given = calls(scan, x, weight, times=times, last=None)
+            assert given["last"] is None and given["many"][1] is None
+            x = torch.sin(given["x"].float()) + given["many"][0]
+        return [x]
+
+    def unused(*args: object) -> Tensor:
+        raise AssertionError
+
+    with torch.autocast("cpu", dtype or torch.float32, enabled=dtype is not None):
+        captured = PiecewiseFunction(function, inputs[:1], [weight], compile=uncompiled.strictly)
+        assert len(calls.known) == 2
+        for call in calls.known.values() if compiled else ():
+            call.compiled = partial(PiecewiseFunction(call.run, call.examples(), ()), unused)
+        for x in inputs:
+            assert torch.equal(captured(unused, x)[0], function(x)[0])
