@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +169,9 @@ class MARPipeline(DiffusionPipeline):
         if isinstance(draft, (str, Path)):
             draft = MARTransformer2DModel.from_pretrained(draft).to(self.transformer.device, self.transformer.dtype)
         model: Any = getattr(draft, "transformer", draft)
+        known = [f.name for f in fields(Speculation) if f.name != "draft"]
+        if unknown := next((name for name in settings if name not in known), None):
+            raise ValueError(f"speculation has no setting {unknown!r}; choose from {', '.join(known)}")
         speculation = Speculation(model, **settings)
         if model is not None:
             for name in ("channels", "grid", "classes"):

@@ -303,6 +303,7 @@ def test_no_tensor_is_indexed_by_a_list(draft):
     ({"eta": 0.0}, "eta must be in \\(0, 1\\]; got 0.0"),
     ({"prefill": 2}, "prefill must be in \\[0, 1\\]"),
     ({"rule": "cspd"}, "needs a draft model"),
+    ({"window": 3}, "no setting 'window'; choose from ahead, rule, eta, prefill, width"),
     ({"draft": tiny.transformer(grid=3)}, "a draft must have the model's grid, 4; this one has 3"),
 ])  # fmt: skip
 def test_senseless_settings_are_refused(settings, message):
