@@ -90,6 +90,12 @@ class Rounds:
         *views, picture, emitted, features = torch.load(path, weights_only=True)
         return cls(View(*views), picture, emitted, features)
 
+    def first(self, pictures: int) -> Rounds:
+        """The rounds of the first pictures."""
+        kept = self.picture < pictures
+        views = View(*(t[kept] for t in self.views))
+        return Rounds(views, self.picture[kept], self.emitted[kept], self.features[:pictures])
+
     def join(self, other: Rounds) -> Rounds:
         """These rounds and those of other pictures."""
         views = View(*(torch.cat(pair) for pair in zip(self.views, other.views, strict=True)))
@@ -115,10 +121,20 @@ class HeadsTraining(Distillation):
     teacher: Draws
 
     def run(self, save_every: float = 0.0, measure_every: int = 0) -> float:
-        """Train to the recipe's end; returns the number of tokens per forward on held-out pictures."""
+        """Train to the recipe's end; returns the number of tokens per forward on held-out pictures.
+
+        Raises:
+            ValueError: fewer pictures to learn from than parts.
+        """
+        if len(self.samples) < PARTS:
+            raise ValueError(
+                f"heads learn in {PARTS} parts, each from other pictures; {len(self.samples)} are left beside those "
+                "that are held out, so give more prompts"
+            )
         self.resume()
         each, path = -(-self.recipe.steps // PARTS), self.out / "rounds.pt"  # rounds of the finished parts
-        rounds = Rounds.load(path) if self.step else None
+        done = sum(len(self.samples[part::PARTS]) for part in range(self.step // max(1, each)))
+        rounds = Rounds.load(path).first(done) if self.step else None  # a part whose steps were not saved comes again
         steps = tqdm(total=self.recipe.steps, initial=self.step, desc="train", **bar(True))
         while self.step < self.recipe.steps:
             part = self.step // each

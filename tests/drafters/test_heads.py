@@ -166,9 +166,15 @@ def test_training_raises_what_a_forward_gives(tmp_path: Path) -> None:
     assert run.learn(*rounds.batch(torch.arange(len(rounds.picture)), run.accelerator.device)) < 0.9 * loss
 
 
-def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
-    """It stops in the second part of three."""
-    goes_on(training, tmp_path, "learn", 6)
+@pytest.mark.parametrize(("part", "at"), [("learn", 6), ("save", 8)])
+def test_a_stopped_run_goes_on_to_the_same_weights(part: str, at: int, tmp_path: Path) -> None:
+    """It stops in the second part of three, or at its end, when its rounds are written and its weights are not."""
+    goes_on(training, tmp_path, part, at)
+
+
+def test_each_part_needs_a_picture(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="in 3 parts, each from other pictures; 2 are left"):
+        training(tmp_path, RECIPE.with_(held_out=1), prompts=3).run()
 
 
 def test_the_command_trains_for_a_pipelines_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
