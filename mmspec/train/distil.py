@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -47,6 +48,16 @@ def bar(wanted: bool) -> dict[str, float]:
     """tqdm's options for a bar that is live in a terminal, and one line every half minute in a log."""
     every = 0.1 if sys.stderr.isatty() else 30.0
     return {"disable": not wanted, "mininterval": every, "maxinterval": max(10.0, every)}
+
+
+def finite(loss: float, step: int) -> float:
+    """The loss of a step. ValueError if it is nan or inf: the weights are lost, and must not be saved."""
+    if not math.isfinite(loss):
+        raise ValueError(
+            f"the loss of step {step} is {loss}, so training has diverged; begin anew in another --out with a lower "
+            "rate (--set lr=…)"
+        )
+    return loss
 
 
 def _opened(samples: dict[int, TrainingSample], broken: dict[int, str]) -> dict[int, TrainingSample]:
@@ -228,6 +239,7 @@ class Distillation:
             loss, agree = self.update(trace)
             self.seconds += time.process_time() - began
             self.step += 1
+            finite(loss, self.step)
             if self.step % measure_every == 0 or self.step == self.recipe.steps:
                 tau = self.measure(held_out)
                 self.curve.append({"step": self.step, "loss": loss, "held_out_tau": tau})

@@ -18,7 +18,7 @@ from mmspec.config import Options
 from mmspec.drafters.heads import HeadsDrafter, HeadsMemory, View
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.train.data import TrainingSample
-from mmspec.train.distil import Distillation, bar
+from mmspec.train.distil import Distillation, bar, finite
 from mmspec.train.trace import Teaches
 from mmspec.types import Draft, Prompt
 
@@ -148,6 +148,7 @@ class HeadsTraining(Distillation):
                 loss = self.learn(*rounds.batch(rows, self.accelerator.device))
                 self.seconds += time.process_time() - began
                 self.step += 1
+                finite(loss, self.step)
                 steps.set_postfix(loss=f"{loss:.3f}")
                 steps.update()
             rounds.save(path)

@@ -171,6 +171,13 @@ def test_another_recipe_does_not_take_over_a_run(
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_weights_that_are_lost_are_not_saved(questions: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the loss of step \d is nan, so training has diverged"):
+        _run(tmp_path, questions, RECIPE.with_(lr=1e30, muon=False)).run(save_every=0.0)
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert saved["step"] == 1 and all(t.isfinite().all() for t in saved["drafter"].values())
+
+
 @pytest.mark.full
 def test_training_pays(questions: Path, tmp_path: Path) -> None:
     """From the command's own function to an enabled model: a trained drafter is accepted more than an untrained one."""
