@@ -21,8 +21,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from mmspec.config import option_names
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.drafters.growth import TargetHead
+from mmspec.drafters.shape import USUAL
 from mmspec.train import gate
 from mmspec.train.data import TrainingSample, UnreadableError, batches, hold_out, lengths_sorted
 from mmspec.train.muon import Muon
@@ -136,6 +138,7 @@ class Distillation:
                 f"vocabulary={recipe.vocabulary} is for drafters with EAGLE's layer and the target's head; this "
                 f"{drafter.method!r} drafter is different, so leave it out"
             )
+        self.built = {"method": drafter.method, **getattr(drafter.config, "to_dict", dict)()}
         prompted = [replace(s, prompt=f"{s.prompt} {recipe.suffix}") if recipe.suffix else s for s in samples]
         state = self.stored("cpu", mmap=True)  # raises before the target answers; the tensors are not read
         self.named = state is None or "named" in state  # older runs held out the first samples, and go on so
@@ -330,6 +333,7 @@ class Distillation:
             "curve": self.curve,
             "recipe": json.dumps(asdict(self.recipe)),
             "about": self.about,
+            "built": json.dumps(self.built),
             **({"named": True} if self.named else {}),
             "drafter": self.accelerator.unwrap_model(self.network).state_dict(),
             "optimizers": [o.state_dict() for o in self.optimizers],
@@ -345,14 +349,29 @@ class Distillation:
             mmap: leave the tensors in the file.
 
         Raises:
-            ValueError: it belongs to another recipe, target or source of data.
+            ValueError: it is damaged, or belongs to another recipe, drafter, target or source of data.
         """
         if not self.checkpoint.exists():
             return None
-        state: dict[str, Any] = torch.load(self.checkpoint, device, weights_only=True, mmap=mmap)
+        try:
+            state: dict[str, Any] = torch.load(self.checkpoint, device, weights_only=True, mmap=mmap)
+            recipe, built = json.loads(state["recipe"]), json.loads(state.get("built", "{}"))
+        except Exception as error:  # on other bytes torch may raise any error
+            raise ValueError(
+                f"{self.checkpoint} cannot be read ({type(error).__name__}: {error}); if it is damaged, delete it: the "
+                "answers are kept, and the steps begin anew"
+            ) from error
         defaults, now = (json.loads(json.dumps(asdict(recipe))) for recipe in (Recipe(), self.recipe))
-        if defaults | json.loads(state["recipe"]) != now:  # values newer than the checkpoint had their defaults
+        if defaults | recipe != now:  # values newer than the checkpoint had their defaults
             raise ValueError(f"{self.checkpoint} was made with another recipe; choose another --out, or delete it")
+        here = json.loads(json.dumps(self.built))
+        recommended = option_names(USUAL)  # these may change
+        for name in sorted((built.keys() & here.keys()) - {*recommended}):
+            if built[name] != here[name]:
+                raise ValueError(
+                    f"{self.checkpoint} was made for a drafter with {name} {built[name]!r}, and this run's has "
+                    f"{here[name]!r}; choose another --out, or delete it"
+                )
         if state.get("about", self.about) != self.about:
             raise ValueError(
                 f"{self.checkpoint} was made for {state['about']!r}, and this run is for {self.about!r}; choose "

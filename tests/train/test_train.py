@@ -168,6 +168,13 @@ def test_another_recipe_does_not_take_over_a_run(
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ValueError, match="another recipe"):
         _run(tmp_path, questions, RECIPE.with_(lr=1e-3))
+    for other, told in ((_made("msd"), "method 'eagle', and this"), (_made("eagle", rope_theta=9.0), "rope_theta 1")):
+        with pytest.raises(ValueError, match=f"made for a drafter with {told}"):
+            _run(tmp_path, questions, drafter=other)
+    _run(tmp_path, questions, drafter=_made("eagle", depth=9))  # a recommendation
+    (tmp_path / "checkpoint.pt").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"checkpoint.pt cannot be read \(.*delete it: the answers are kept"):
+        _run(tmp_path, questions)
     assert sorted(tmp_path.iterdir()) == before
 
 
