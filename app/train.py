@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from mmspec.pipelines.host.kinds import Processor
 
 DRAW = {"guidance_scale": 3.0, "temperature": 1.0, "top_k": 0, "image_area": 0}  # names of --draw, with their types
-KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list", str: "a word"}
+KINDS = {
+    bool: "true or false", int: "a whole number from 0 on", float: "a number from 0 on", tuple: "a list", str: "a word",
+}  # fmt: skip
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +94,7 @@ def _values(option: str, items: list[str], now: dict[str, Any]) -> dict[str, Any
         value = text if kind is str else value_of(text)
         if (kind, type(value)) in ((float, int), (tuple, list)):
             value = kind(value)
-        if not equals or type(value) is not kind:
+        if not equals or type(value) is not kind or (isinstance(value, int | float) and value < 0):
             raise ValueError(f"{option}: {name} is {KINDS[kind]}, such as {now[name]!r}; got {item!r}")
         chosen[name] = value
     return chosen
@@ -144,9 +146,12 @@ def train(
     frames = frames or FramePolicy.parse(USUAL)
     clips = VideoReader(frames)
     samples = read(data, limit, recipe.seed, clips)
-    if processor is not None and text_alone(processor) and any(sample.images for sample in samples):
-        raise ValueError(f"the target reads text alone, and {data} has pictures; give a .jsonl of prompts without")
-    texts = read(text, limit, recipe.seed) if text and recipe.texts else ()
+    if (processor is None or text_alone(processor)) and any(sample.images for sample in samples):
+        how, give = ("draws", "prompts:FILE or pictures:N") if processor is None else ("reads text alone", "a .jsonl")
+        raise ValueError(f"the target {how}, and {data} has pictures; give {give}, of prompts without")
+    if text and not recipe.texts:
+        raise ValueError("this recipe has no stage on text, as those of msd and vispec have; leave --text out")
+    texts = read(text, limit, recipe.seed) if text else ()
     began = time.monotonic()
     features, of = drafter.features, getattr(drafter.config, "target", "") or model.config._name_or_path
     about = f"{of} {data}" + (f" {frames}" if any(sample.clip for sample in samples) else "")
@@ -176,11 +181,16 @@ def train(
 def _check(drafter: Any, model: Any, processor: Processor | None, recipe: Recipe, drawing: dict[str, Any]) -> None:
     """ValueError for a drafter that cannot be trained for this model, or by this recipe."""
     from mmspec.pipelines.drafters.untrained import check_block, check_drawing
+    from mmspec.pipelines.families import table as families
 
     if processor is None:
         check_drawing(drafter, model, recipe, drawing)
     elif drawing:
         raise ValueError("--draw is for models that draw, and this one generates text; leave it out")
+    else:
+        drafter.fit(families.of(model).describe(model), {})
+    if recipe.confidence_weight and not getattr(drafter.config, "confidence", False):
+        raise ValueError("confidence_weight is for drafters with a confidence head, as dspark's; leave it out")
     if drafter.method == "block":
         check_block(drafter, recipe)
     heads = getattr(drafter.config, "tokens", 1)

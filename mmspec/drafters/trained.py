@@ -93,6 +93,11 @@ class TrainedConfig(FileConfig, Rope):
     shape: Shape = USUAL
 
     def __post_init__(self) -> None:
+        if self.intermediate < 1 or not 0 <= self.draft_vocab <= self.vocab:
+            raise ValueError(
+                f"intermediate must be at least 1, and draft_vocab from 0 to the vocabulary's {self.vocab}; got "
+                f"{self.intermediate} and {self.draft_vocab}"
+            )
         self.check(self.head_dim or self.hidden // self.heads)
 
 

@@ -77,7 +77,7 @@ class Recipe:
         unknown = sorted({name for stage in self.stages for name in stage.changes} - names)
         if unknown:
             raise ValueError(f"a stage changes {unknown[0]!r}, which recipes do not have; choose from {sorted(names)}")
-        for name in ("batch", "held_out"):
+        for name in ("batch", "unroll", "max_new_tokens", "writing", "held_out"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
         if len(self.gate_heat) != 2:

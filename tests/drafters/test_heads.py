@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny_llamagen
 import torch
+from PIL import Image
 from stopped import goes_on
 
 import mmspec
@@ -196,6 +197,9 @@ def test_the_command_trains_for_a_pipelines_folder(tmp_path: Path, capsys: pytes
     capsys.readouterr()
     looking = ["--method", "heads", "--target", "nowhere", "--data", str(tmp_path), "--out", str(tmp_path / "x")]
     assert cli.main(["train", *looking]) == 1 and "'heads' is for models that draw" in capsys.readouterr().err
+    Image.new("RGB", (8, 8)).save(tmp_path / "0.png")
+    shown = ["train", "--target", str(tmp_path / "target"), "--data", str(tmp_path), "--out", str(tmp_path / "x")]
+    assert cli.main(shown) == 1 and "has pictures; give prompts:FILE or pictures:N" in capsys.readouterr().err
 
 
 def test_heads_survive_a_file(tmp_path: Path) -> None:
