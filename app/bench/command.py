@@ -70,6 +70,8 @@ def run(args: argparse.Namespace, outcome: Outcome | None = None) -> int:
         if getattr(args, "missing", None):
             raise BenchError(f"it needs the package {args.missing}: pip install {args.missing}")
         for path in filter(None, (args.json, args.markdown)):
+            if path.is_dir():
+                raise BenchError(f"{path} is a folder; name a file in it")
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path.parent):  # an error now, not after the measurement
                 pass

@@ -96,6 +96,10 @@ Methods = Callable[[ImageSubject, argparse.Namespace], list[Method]]
 
 def methods(painter: ImageSubject, args: argparse.Namespace) -> list[Method]:
     """Plain decoding, Jacobi drafts, the drafters, and each rule of --rule with all of these."""
+    if args.budget is not None and not args.rule:
+        raise BenchError("--budget limits the rules that --rule names; name one")
+    for rule in args.rule:
+        enabling.given([f"rule={rule}"])  # an error now, not after the measurement
     given, exact = enabling.given(args.enable), {"reproducible": True}
     drafted = [Method(f"jacobi-{kind}-16", "jacobi", {**BASE, "coupling": kind}) for kind in ("none", "maximal")]
     seeded = [Method(f"jacobi-exact-seed-{window}", "jacobi", {"window": window, **exact}) for window in (16, 32)]
@@ -134,6 +138,8 @@ def timings(
 ) -> Iterator[None]:
     """Time the chosen methods at each batch size."""
     chosen = matching(methods(bench.painter, args), args.methods, args.without)
+    if args.rule and not any("rule" in method.options for method in chosen):
+        raise BenchError("--methods leaves out every rule of --rule; name these, too, as 'jacobi-maximal-16*' does")
     conditions = prompts(bench.painter, args, args.images)
     gc.freeze()  # so that the garbage collections before the calls skip loaded objects
     try:

@@ -134,6 +134,9 @@ def test_mmspec_bench_image_measures_a_few_methods_and_the_rules_that_are_named(
     assert list(known) == ["ar", *drafted, *exact, "eagle-exact-seed", "heads-exact-seed", *relaxed]
     assert known["eagle"].options == {"depth": 2} and known["jacobi-none-16"].options["coupling"] == "none"
     assert known[relaxed[2]].options == {"depth": 2, "rule": "scaled(omega=2)", "budget": 0.5}
+    for wrong, told in (({"rule": []}, "--budget limits"), ({"rule": ["foo"]}, "unknown rule 'foo'")):
+        with pytest.raises((bench.BenchError, ValueError), match=told):
+            bench_image.methods(ImageSubject(tiny_llamagen.pipeline("class")), argparse.Namespace(**vars(args) | wrong))
 
 
 # -- plain paths ---------------------------------------------------------------------------------------------------
@@ -292,6 +295,8 @@ def test_a_failing_method_is_a_result(classes: Path, tmp_path: Path) -> None:
     ("words", "told"),
     [
         (["--images", 0], "nothing to do"),
+        (["--markdown", Path(__file__).parent], "is a folder; name a file in it"),
+        (["--methods", "jacobi-*-8", "--rule", "scaled(omega=2)"], "--methods leaves out every rule of --rule"),
         (["--methods", "jacoby"], "no method matches 'jacoby'; choose from ar,"),
         (["--images", 0, "--quality-images", 3], "--quality-images must be more than 3"),
         (["--model", "nowhere"], "no folder 'nowhere'"),
