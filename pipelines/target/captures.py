@@ -81,7 +81,7 @@ def require_capturable(target: ModelTarget) -> None:
     if target.stateful:
         raise Uncapturable("its layers keep more than keys, values and recurrent states")
     if adapters.unmerged(target.model):
-        raise Uncapturable("it has adapters, which may be switched at any time; merge them first")
+        raise Uncapturable("it has adapters, which may be switched at any time; merge_and_unload() them first")
 
 
 def _capture(target: ModelTarget, state: State, tokens: Tensor, places: Tensor) -> PiecewiseFunction:
