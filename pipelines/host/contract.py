@@ -103,6 +103,7 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
       for name in ("StaticCache", "DynamicSlidingWindowLayer", "StaticSlidingWindowLayer")),
     ("transformers.cache_utils.QuantizedCache", "is", "", "A call with one runs the stock path", "host/cache"),
     # -- attention, masks, modules
+    ("transformers.models.gemma3.modeling_gemma3.Gemma3ForConditionalGeneration.create_masks_for_generate", "knows", "token_type_ids", "Its parameters tell whether masks depend on token types", "host/model", "Gemma3ForConditionalGeneration"),
     ("transformers.integrations.sdpa_attention.sdpa_attention_forward", "order", "module query key value attention_mask dropout scaling", "Tree attention passes calls on to it that it does not handle", "host/tree_attention"),
     ("transformers.modeling_utils.AttentionInterface", "holds", "get_interface", "Tree attention is registered there, and stock attention looked up", "host/tree_attention"),
     ("transformers.utils.generic.GeneralInterface.register", "order", "key value", "Our attentions and their masks are registered by it", "host/tree_attention"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from inspect import signature
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from mmspec.compile.version import Version, version
 from mmspec.modes import Mode, each_module
 from mmspec.pipelines.host import quantized, reach, recurrent, renamed
+from mmspec.pipelines.host.call import TYPES
 from mmspec.pipelines.host.decoder import decoder, embedding, head, more_than_states, readers, wrapped
 from mmspec.pipelines.host.exotic import ties
 from mmspec.pipelines.host.hooks import Taps
@@ -40,6 +42,7 @@ class HostModel:
     recurrent: bool  # whether layers keep a recurrent or convolutional state
     stateful: bool  # whether layers keep more than keys, values and such states
     apart: bool  # whether stock reads a token of a prompt otherwise than one of an answer
+    both_ways: bool  # whether its masks depend on token types: tokens of an image, or of a prompt, see later ones
     cacheless: bool  # whether gradient checkpointing in training mode takes the cache away from layers
     readers: list[tuple[nn.Module, type]]  # see `decoder.readers`
     shared_scale: str | None  # see `quantized.shared_scale`
@@ -67,7 +70,7 @@ class HostModel:
             crossed=tuple(getattr(config, "cross_attention_layers", None) or ()),
             shares=bool(getattr(config, "num_kv_shared_layers", 0)), rotary_limit=reach.rotary_limit(text),
             recurrent=bool(recurrent.modules(text)), stateful=more_than_states(text),
-            apart=_apart(text),
+            apart=_apart(text), both_ways=_both_ways(model),
             cacheless=any(map(_checkpoints, each_module(model.get_decoder()))), readers=readers(text),
             shared_scale=quantized.shared_scale(model), mode=mode_of(model),
         )  # fmt: skip
@@ -101,6 +104,11 @@ def _apart(text: TextDecoder) -> bool:
         return "reference_sliding_attention" in kinds
     slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     return bool(slides) and "create_sliding_window_causal_mask" not in recurrent.names(type(text))
+
+
+def _both_ways(model: GenerativeModel) -> bool:
+    makes = getattr(type(model), "create_masks_for_generate", None)
+    return makes is not None and not signature(makes).parameters.keys().isdisjoint(TYPES)
 
 
 def _checkpoints(module: nn.Module) -> bool:

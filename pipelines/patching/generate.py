@@ -69,6 +69,9 @@ def obstacle(model: GenerativeModel, call: Call, patch: Patch) -> Obstacle | Non
     """Why this call on an enabled model has to run the stock path, or None."""
     first = next((Obstacle(why) for holds, why in _OBSTACLES if holds(call)), None)
     state, host = obstacles.now(model, call.generation_config, len(call.input_ids)), HostModel.of(model)
+    if host.both_ways and call.pieces is not None:
+        why = "prefill_chunk_size hides later tokens from those that would see them in a whole prompt"
+        state = state or Obstacle(why, always_falls_back=True)
     first = state or first or _own_cache(host, call) or _rotary_change(host, call)
     if first is None and (tied := host.tied(call.arguments.get("attention_mask"))) is not None:
         first = Obstacle(tied)

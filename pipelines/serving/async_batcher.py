@@ -88,6 +88,7 @@ class AsyncBatcher:
 
         Raises:
             ValueError: not exactly one prompt, or several answers to it.
+            RuntimeError: this object's thread does not run, or has ended before the answer.
             Exception: any error of the model for this prompt.
         """
         text = AnswerText(self._tokenizer, stop)
@@ -119,6 +120,8 @@ class AsyncBatcher:
             except Exception as error:
                 send(_Progress([], Stats(), True, error=error))
 
+        if not self._thread.is_alive():
+            raise RuntimeError("an AsyncBatcher answers inside its `with` block only, where its thread runs the model")
         self._jobs.put(begin)
         try:
             done = False
@@ -135,18 +138,22 @@ class AsyncBatcher:
         self._open.discard(send)
         self.batches.cancel(send)
 
+    def _fail(self, error: Exception) -> None:
+        for send in [*self._open]:
+            self._leave(send)
+            send(_Progress([], Stats(), True, error=error))
+
     def _work(self) -> None:
         while True:
             with contextlib.suppress(Empty):
                 while (job := self._jobs.get(block=not self.batches.busy)) is not None:
                     job()
+                self._fail(RuntimeError("the `with` block of this AsyncBatcher has ended before the answer"))
                 return
             try:
                 finished = self.batches.step()
             except Exception as error:  # of the whole batch, since the batcher handles errors of single prompts
-                for send in [*self._open]:
-                    self._leave(send)
-                    send(_Progress([], Stats(), True, error=error))
+                self._fail(error)
                 continue
             updates: list[tuple[Any, _Progress]] = [
                 (end.ticket, _Progress(end.tokens, end.stats, True, end.cut, end.error)) for end in finished

@@ -81,7 +81,7 @@ def require_capturable(target: ModelTarget) -> None:
     if target.stateful:
         raise Uncapturable("its layers keep more than keys, values and recurrent states")
     if adapters.unmerged(target.model):
-        raise Uncapturable("it has adapters, which may be switched at any time; merge them first")
+        raise Uncapturable("it has adapters, which may be switched at any time; merge_and_unload() them first")
 
 
 def _capture(target: ModelTarget, state: State, tokens: Tensor, places: Tensor) -> PiecewiseFunction:
@@ -120,7 +120,8 @@ class _ByMask:
     def __call__(self, layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self.cache.update(k, v, layer)
         seen = self._mask(layer)
-        if self.tree:
+        alike = q.dtype == keys.dtype == values.dtype  # they may differ under autocast
+        if self.tree and alike and tree_attention.packed_mask(seen) is not None:
             out, _ = tree_attention.attend(None, q, keys, values, seen, scaling=scale)  # type: ignore[arg-type]
             return out.transpose(1, 2)
         return sdpa(q, keys, values, seen, scale)

@@ -108,6 +108,15 @@ def test_prefill_in_pieces_is_said_to_have_no_effect(name: str) -> None:
     assert len([w for w in said if "prefill_chunk_size" in str(w.message)]) == 1
 
 
+@pytest.mark.parametrize("name", ["gemma3", "paligemma"])
+def test_pieces_of_what_is_read_in_both_directions_are_stock(name: str) -> None:
+    model, inputs = copy.deepcopy(tiny_vlms.model(name)), tiny_vlms.prompt(name, "image first", 2)
+    wanted = tiny_vlms.generate(model, inputs, prefill_chunk_size=3)
+    assert not torch.equal(tiny_vlms.generate(model, inputs), wanted)
+    with mmspec.enable(model), pytest.warns(UserWarning, match="stock path: prefill_chunk_size hides later tokens"):
+        assert torch.equal(tiny_vlms.generate(model, inputs, prefill_chunk_size=3), wanted)
+
+
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_ids_of_32_bits(llava: Any, do_sample: bool) -> None:
     ids = words(9, rows=2).int()

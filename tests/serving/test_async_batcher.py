@@ -86,6 +86,23 @@ def test_errors_are_those_of_their_prompt_and_closing_frees_the_row(batcher: Asy
     assert freed(batcher)
 
 
+def test_outside_of_its_block_nothing_is_waited_for() -> None:
+    model = tiny_vlms.model("llava")
+
+    async def work(held: AsyncBatcher) -> None:
+        with pytest.raises(RuntimeError, match="inside its `with` block only"):
+            await parts(held, prompts(1)[0])
+        with held:
+            left = held.stream(prompts(1)[0], max_new_tokens=100_000)
+            await anext(left)
+        with pytest.raises(RuntimeError, match="has ended before the answer"):
+            [part async for part in left]
+        assert not held.batches.busy
+
+    with mmspec.enable(model, "ngram"):
+        asyncio.run(asyncio.wait_for(work(AsyncBatcher(ContinuousBatcher(model, Letters(), 2), Letters())), 60))
+
+
 @pytest.mark.parametrize("step", [1, 2, 5])
 @pytest.mark.parametrize(
     ("text", "stops", "want"),
