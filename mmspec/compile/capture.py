@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from mmspec.compile import graphs, opaque, products
-from mmspec.compile.graphs import Function
+from mmspec.compile.recording import Function
 from mmspec.functional import LayerAttention, attend, cut
 from mmspec.modes import uncast
 

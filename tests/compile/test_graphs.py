@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from uncompiled import as_it_is
 
 import mmspec
-from mmspec.compile import capture, capture_cache, graphs
+from mmspec.compile import capture, capture_cache, graphs, recording
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.drafters import feature
 from mmspec.drafters.block_config import BlockConfig
@@ -619,18 +619,18 @@ def test_a_wrong_graph_is_found_before_it_is_used(wrong: Any, monkeypatch: pytes
 def books(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> pretend_streams.Cuda:
     """How a release of torch keeps the work spaces of cuBLAS; `unshared` gives streams of its own."""
     cuda = pretend_streams.Cuda(request.param)
-    monkeypatch.setattr(graphs.torch, "cuda", cuda)
-    monkeypatch.setattr(graphs, "unshared", cuda.unshared)
+    monkeypatch.setattr(recording.torch, "cuda", cuda)
+    monkeypatch.setattr(recording, "unshared", cuda.unshared)
     monkeypatch.setattr(Tensor, "__matmul__", lambda a, b: cuda.multiplied(a, b))
     return cuda
 
 
 def test_graphs_outlive_those_that_were_let_go_and_threads_that_ended(books: pretend_streams.Cuda) -> None:
     """In every release; the same is what `proved` tries on a device."""
-    assert graphs._wrong(torch.device("cpu"), graphs.Recorder) == ""
+    assert recording._wrong(torch.device("cpu"), recording.Recorder) == ""
 
 
-class OnAnyStream(graphs.Recorder):
+class OnAnyStream(recording.Recorder):
     """Records on a stream of torch's, on which it has warmed up: what a work space of the stream does not survive."""
 
     def __call__(self, function: Any, inputs: Any) -> Any:
@@ -642,17 +642,17 @@ class OnAnyStream(graphs.Recorder):
 
 def test_streams_that_are_shared_would_be_noticed(books: pretend_streams.Cuda) -> None:
     with pytest.raises(pretend_graphs.Gone):
-        graphs._wrong(torch.device("cpu"), OnAnyStream)
+        recording._wrong(torch.device("cpu"), OnAnyStream)
 
 
 def test_a_device_that_is_not_proved_is_told_of_once(
     books: pretend_streams.Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "Recorder", OnAnyStream)
-    graphs.proved.cache_clear()
+    monkeypatch.setattr(recording, "Recorder", OnAnyStream)
+    recording.proved.cache_clear()
     with pytest.warns(UserWarning, match="records no CUDA graphs on cpu: Gone: ") as told:
-        assert [graphs.proved(torch.device("cpu")) for _ in range(2)] == [False, False]
-    graphs.proved.cache_clear()
+        assert [recording.proved(torch.device("cpu")) for _ in range(2)] == [False, False]
+    recording.proved.cache_clear()
     assert len(told) == 1
 
 
@@ -691,15 +691,15 @@ def test_a_piece_is_recorded_without_holding_others_up(monkeypatch: pytest.Monke
         graph_pool_handle=lambda: "pool", Stream=lambda: stream("warm"), current_stream=lambda device=None: now[-1],
         CUDAGraph=Graph, device=lambda device: On("device", device), stream=lambda stream: On("stream", stream.name),
     )  # fmt: skip
-    monkeypatch.setattr(graphs.torch, "cuda", fake)
-    monkeypatch.setattr(graphs, "unshared", lambda device: told.append("unshared") or own)
+    monkeypatch.setattr(recording.torch, "cuda", fake)
+    monkeypatch.setattr(recording, "unshared", lambda device: told.append("unshared") or own)
     monkeypatch.setattr(gc, "collect", lambda: told.append("collected"))
-    recorder = graphs.Recorder("cuda:0")  # type: ignore[arg-type]
+    recorder = recording.Recorder("cuda:0")  # type: ignore[arg-type]
     run = [("stream", "own"), ("pool", "thread_local", False), "run", "recorded", "end", "end"]
     for made in (["unshared"], []):
         assert recorder(lambda x: told.append("run") or (x,), [1]) == ([1], "replay")  # type: ignore[list-item]
         assert told == [
-            ("device", "cuda:0"), ("warm", "after", "here"), ("stream", "warm"), *["run"] * graphs.WARM_UPS, "end",
+            ("device", "cuda:0"), ("warm", "after", "here"), ("stream", "warm"), *["run"] * recording.WARM_UPS, "end",
             ("here", "after", "warm"), *made, *run,
         ] and gc.isenabled()  # fmt: skip
         told.clear()
@@ -735,7 +735,7 @@ def test_two_hundred_calls_leave_nothing_behind(device: str) -> None:
 @GPU
 def test_a_stream_of_the_drivers_is_its_own() -> None:
     torch.zeros(1, device="cuda")
-    found = [graphs.unshared(torch.device("cuda:0")) for _ in range(40)]
+    found = [recording.unshared(torch.device("cuda:0")) for _ in range(40)]
     assert len({stream.cuda_stream for stream in found}) == 40
     with torch.cuda.stream(found[0]):
         x = torch.ones(8, device="cuda") + 1
@@ -745,7 +745,7 @@ def test_a_stream_of_the_drivers_is_its_own() -> None:
 
 @GPU
 def test_graphs_are_proved_here() -> None:
-    assert graphs.proved(torch.device("cuda", torch.cuda.current_device()))
+    assert recording.proved(torch.device("cuda", torch.cuda.current_device()))
 
 
 @GPU

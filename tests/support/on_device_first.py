@@ -34,7 +34,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks import kernel_cases as cases
 from mmspec.app.provenance import provenance
-from mmspec.compile import capture, graphs
+from mmspec.compile import capture, graphs, recording
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.kernels import dispatch
 from mmspec.kernels import reference as ops
@@ -233,7 +233,7 @@ CHECKS: dict[str, Check] = {
     ),
     "work spaces": Check(
         "a graph computes the same once other graphs, streams and threads have come and gone",
-        lambda device: graphs._wrong(device, graphs.Recorder),
+        lambda device: recording._wrong(device, recording.Recorder),
         "nothing: `enable` finds it out by itself and records no graphs; tell us the version of torch and the driver",
         "cuBLAS's work spaces",
         toy=False,
