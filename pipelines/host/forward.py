@@ -46,7 +46,7 @@ class ForwardContext:
     encode: Decode | None = None  # is called instead of the vision tower, see tower.py
     draft: Any = None  # the draft tree for layers with a recurrent state, a `recurrent.Reading`
     paths: Any = None  # the draft tree as a row for each node, a `by_path.Paths`
-    scan: Any = None  # calls the scans of layers with a recurrent state, see recurrent.py
+    scan: Any = None  # calls the scans of recurrent layers: a function of the scan and its arguments
     attention: str | None = None  # the implementation for attention modules, instead of the one in their config
 
 

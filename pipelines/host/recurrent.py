@@ -227,14 +227,16 @@ def _rebound(function: FunctionType) -> FunctionType:
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
         own = function.__globals__
-        ours = {name: make(_once(own[name])) for name, make in SCANS.items() if name in function.__code__.co_names}
+        ours = {
+            name: make(_in_context(own[name])) for name, make in SCANS.items() if name in function.__code__.co_names
+        }
         return _with(function, {**own, **ours}, function.__closure__)
     cells = tuple(CellType(_rebound(inner)) if c.cell_contents is inner else c for c in function.__closure__ or ())
     return _with(function, function.__globals__, cells)
 
 
-def _once(scan: Callable[..., Any]) -> Callable[..., Any]:
-    """The same scan, by what the context calls scans with."""
+def _in_context(scan: Callable[..., Any]) -> Callable[..., Any]:
+    """The same scan, called by the `scan` of the ForwardContext if that is set."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         call = now().scan
