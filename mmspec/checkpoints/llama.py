@@ -7,7 +7,7 @@ from reprlib import repr as briefly
 from mmspec.checkpoints import rotary
 from mmspec.checkpoints.files import Json, Settings
 from mmspec.checkpoints.layout import Keys, Layout, Published
-from mmspec.checkpoints.values import LARGEST, MANY, checked, is_count, part
+from mmspec.checkpoints.values import LARGEST, MANY, checked, is_count
 from mmspec.drafters.blocks import ROPE_KINDS
 from mmspec.drafters.trained import TrainedConfig
 
@@ -86,11 +86,10 @@ def read(layout: Layout, files: Published) -> Settings:
             f"head_dim {head_dim} expected {heads * head_dim}, and for k_proj whole heads whose number divides {heads}"
         )
     hidden = shapes[fc][0]
-    theta = flat.get("rope_theta") or part(flat, "rope_parameters").get("rope_theta")
     values = {
         "hidden": hidden, "intermediate": shapes[f"{layer}.mlp.gate_proj.weight"][0], "heads": heads,
         "kv_heads": k // head_dim, "head_dim": 0 if head_dim * heads == hidden else head_dim, "vocab": _vocab(files),
-        "rope_theta": theta or TrainedConfig.rope_theta,
+        "rope_theta": rotary.theta(flat) or TrainedConfig.rope_theta,
         "norm_eps": flat.get("rms_norm_eps") or TrainedConfig.norm_eps,
     }  # fmt: skip
     return checked(TrainedConfig, values)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from reprlib import repr as briefly
+from typing import Any
 
 from mmspec.checkpoints.files import Json, Settings
 from mmspec.drafters.blocks import ROPE_KINDS, Rope
@@ -17,15 +18,34 @@ def scaling(flat: Json) -> Json:
     """The object with the scaling of positions, empty if there is none.
 
     Raises:
-        ValueError: it is not an object.
+        ValueError: it is not an object, or differs between the layers.
     """
     for key in ("rope_scaling", "rope_parameters"):
         part = flat.get(key)
         if part is not None and not isinstance(part, Mapping):
             raise ValueError(f"{key} in config.json must be an object; it is {briefly(part)}")
         if part:
-            return part
+            return _of_all_layers(key, part, flat.get("layer_types"))
     return {}
+
+
+def _of_all_layers(key: str, part: Json, layer_types: Iterable[str] | None) -> Json:
+    """The values for all layers; Gemma-3 and others have an object for each type of layer."""
+    typed = {kind: values for kind, values in part.items() if isinstance(values, Mapping)}
+    used = [typed.get(kind) for kind in layer_types or typed]
+    if not typed:
+        return part
+    if used[0] is None or any(values != used[0] for values in used):
+        raise ValueError(
+            f"{key} in config.json has values for each type of layer ({', '.join(typed)}); mmspec's drafters need the "
+            "same for all of their layers (layer_types)"
+        )
+    return used[0]
+
+
+def theta(flat: Json) -> Any:
+    """The base of the frequencies, None if there is none; as in transformers, that beside the scaling comes first."""
+    return scaling(flat).get("rope_theta") or flat.get("rope_theta")
 
 
 def kind_of(rope: Json) -> object:

@@ -87,6 +87,25 @@ def test_shapes_come_from_the_tensors(tmp_path):
     assert (c.kv_heads, c.intermediate, c.vocab, c.head_dim, c.rope_theta) == (KV, MLP, V, 0, 10000.0)
 
 
+BASES = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6}}  # as Gemma-3 has them
+
+
+@pytest.mark.parametrize(
+    ("said", "theta"),
+    [
+        ({"rope_theta": 5e5}, 5e5),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}, "rope_theta": 5e5}, 1e6),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 5e5}, 5e5),
+        ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": None}, 1e6),
+        ({"rope_parameters": BASES, "layer_types": ["full_attention"]}, 1e6),
+        ({"rope_parameters": {kind: {"rope_theta": 1e6} for kind in BASES}}, 1e6),
+    ],
+)
+def test_the_base_of_positions_in_every_spelling(tmp_path, said, theta):
+    config, t = eagle()
+    assert load(put(tmp_path, {**config, **said}, t)).config.rope_theta == theta
+
+
 def test_heads_wider_than_hidden(tmp_path):
     config, t = eagle3()
     c = load(put(tmp_path, {**config, "num_attention_heads": 2, "head_dim": 16}, t)).config

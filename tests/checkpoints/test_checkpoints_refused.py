@@ -71,6 +71,8 @@ ROWS = torch.zeros(V_D, dtype=torch.long)
         (speculators, flat(rope_scaling={"rope_type": "longrope"}), {}, "scaled by 'longrope'"),
         (speculators, flat(rope_scaling={"mrope_section": [16, 24, 24]}), {}, "must add up to 4"),
         (speculators, flat(layer_types=["sliding_attention"]), {}, "sliding window"),
+        (speculators, flat(rope_parameters={"full_attention": {"rope_theta": 1e6}, "sliding_attention": {}}), {},
+         r"values for each type of layer \(full_attention, sliding_attention\)"),
         (speculators, {"transformer_layer_config": [1]}, {}, "_layer_config in config.json must be an object"),
         (speculators, flat(num_attention_heads="4"), {}, "must give num_attention_heads"),
         (speculators, {}, {"layers.0.self_attn.q_norm.weight": torch.ones(D)}, "norms of the queries and keys"),
