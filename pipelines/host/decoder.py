@@ -45,7 +45,10 @@ def embedding(model: GenerativeModel) -> Weighted:
 def layer_of(model: GenerativeModel, hidden: int) -> dict[str, Any]:
     """The shape of a model's own decoder layer, as values of a drafter's config."""
     config = model.get_decoder().config
-    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
+    rope = getattr(config, "rope_parameters", None) or {}
+    typed = [values for values in rope.values() if isinstance(values, dict)]  # for each type of layer
+    # of several bases the largest, which is that of layers without a window
+    theta = max(values.get("rope_theta", 10000.0) for values in typed or [rope])
     return {
         "intermediate": config.intermediate_size, "heads": config.num_attention_heads,
         "head_dim": getattr(config, "head_dim", None) or hidden // config.num_attention_heads,

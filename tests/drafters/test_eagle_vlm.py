@@ -32,6 +32,7 @@ import mmspec
 from mmspec.drafters.blocks import Rope, rotate
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.shape import Shape
+from mmspec.pipelines.drafters.untrained import build
 
 
 @pytest.mark.parametrize("said", [
@@ -54,6 +55,10 @@ def test_scaled_positions_are_those_of_transformers(tmp_path, said):
     assert c.rope_gain == pytest.approx(gain)
     mmspec.save_drafter(drafter, tmp_path / "again", layout="eagle3")
     assert load(tmp_path / "again").config == c
+
+
+def test_a_new_drafter_has_the_base_of_layers_without_a_window():
+    assert build("eagle", tiny_vlms.model("gemma3")).config.rope_theta == 1e6  # 1e4 within windows
 
 
 def test_the_rest_of_a_head_stays():
