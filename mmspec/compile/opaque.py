@@ -65,8 +65,9 @@ class OpaqueCall:
         args, kwargs = self._given.around(tensors)
         cast: AbstractContextManager[object] = nullcontext() if self._cast is None else torch.autocast(*self._cast)
         with cast:  # a replay turns autocast off
-            self.result = _Structure(self._function(*args, **kwargs))
-        found, _ = [t.contiguous() for t in self.result.tensors], self.result.emptied()
+            result = _Structure(self._function(*args, **kwargs))
+        found = [t.contiguous() for t in result.tensors]
+        self.result = result.emptied()  # last: threads share this call
         return found
 
     def examples(self) -> list[Tensor]:

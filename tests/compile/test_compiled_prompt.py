@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -242,3 +244,20 @@ def test_opaque_calls_are_made_as_they_were_traced(compiled: bool, dtype: torch.
             call.compiled = partial(PiecewiseFunction(call.run, call.examples(), ()), unused)
         for x in inputs:
             assert torch.equal(captured(unused, x)[0], function(x)[0])
+
+
+def test_threads_share_an_opaque_call():
+    calls, before = OpaqueCalls(), sys.getswitchinterval()
+    calls(lambda x: [x + 1, x * 2], torch.zeros(1))
+    [call] = calls.known.values()
+
+    def run(start: int) -> bool:
+        given = torch.arange(start, start + 3000.0)
+        return all([float(t) for t in call.run(x)] == [x + 1, x * 2] for x in given)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert all(threads.map(run, range(4)))
+    finally:
+        sys.setswitchinterval(before)
