@@ -15,25 +15,24 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from mmspec.modes import ambient
 
 
 class _Structure:
-    """Where the tensors of nested tuples, lists and dictionaries are, and everything else in them."""
+    """Where the tensors of nested tuples, lists and dictionaries are, and everything else in them.
 
-    def __init__(self, value: object) -> None:
-        leaves, self._spec = tree_flatten(value)
-        self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    Attributes:
+        kinds: shape, dtype and device of each tensor.
+        key: equal for values that differ in the contents of their tensors only.
+    """
+
+    def __init__(self, leaves: Sequence[Any], spec: TreeSpec) -> None:
+        self._leaves, self._spec = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
         self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self.kinds = [(t.shape, t.dtype, t.device) for t in self.tensors]
-
-    @property
-    def key(self) -> Hashable:
-        """Equal for values that differ in the contents of their tensors only."""
-        return str(self._spec), *self._leaves, *self._places, *self.kinds
+        self.kinds = [(leaves[place].shape, leaves[place].dtype, leaves[place].device) for place in self._places]
+        self.key: Hashable = (str(spec), *self._leaves, *self._places, *self.kinds)
 
     def around(self, tensors: Sequence[Tensor]) -> Any:
         """The same value with these tensors."""
@@ -42,16 +41,18 @@ class _Structure:
             leaves[place] = tensor
         return tree_unflatten(leaves, self._spec)
 
-    def emptied(self) -> _Structure:
-        self.tensors = []
-        return self
+
+def _apart(value: object) -> tuple[list[Tensor], _Structure]:
+    """The tensors of a value, contiguous, and its structure."""
+    leaves, spec = tree_flatten(value)
+    return [leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor)], _Structure(leaves, spec)
 
 
 class OpaqueCall:
     """A function, with arguments that differ from call to call in the contents of their tensors only."""
 
     def __init__(self, function: Callable[..., Any], given: _Structure) -> None:
-        self._function, self._given, self.number = function, given.emptied(), next(_NUMBERS)
+        self._function, self._given, self.number = function, given, next(_NUMBERS)
         kind = given.kinds[0][2].type
         self._cast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
         self.result: _Structure = None  # type: ignore[assignment]  # known after the first call
@@ -65,9 +66,7 @@ class OpaqueCall:
         args, kwargs = self._given.around(tensors)
         cast: AbstractContextManager[object] = nullcontext() if self._cast is None else torch.autocast(*self._cast)
         with cast:  # a replay turns autocast off
-            result = _Structure(self._function(*args, **kwargs))
-        found = [t.contiguous() for t in result.tensors]
-        self.result = result.emptied()  # last: threads share this call
+            found, self.result = _apart(self._function(*args, **kwargs))
         return found
 
     def examples(self) -> list[Tensor]:
@@ -82,13 +81,12 @@ class OpaqueCalls:
         self.known: dict[Hashable, OpaqueCall] = {}
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = _Structure((args, kwargs))
-        tensors = [t.contiguous() for t in given.tensors]
+        tensors, given = _apart((args, kwargs))
         key = (function, given.key, ambient())
         if key not in self.known:
             self.known[key] = OpaqueCall(function, given)
         call = self.known[key]
-        outputs = opaque(call.number, tensors)
+        outputs = opaque(call.number, tensors)  # its first run tells the structure of the result
         return call.result.around(outputs)
 
 
