@@ -75,7 +75,7 @@ def test_what_is_drawn_instead_of_the_published_sampler_is_told(tmp_path, capsys
     (["teapot"], "by name or by number from 0 to 4; 'teapot' is none. Choose from red circle, blue star"),
     (["5"], "'5' is none"),
     (["1", "--top-k", 0], "--top-k is for models that draw token ids"),
-    (["1", "--enable", "depth=3"], "unexpected keyword argument 'depth'"),
+    (["1", "--enable", "depth=3"], "speculation has no setting 'depth'"),
     (["1", "--enable", "ahead=0"], "ahead must be a whole number ≥ 1"),
     (["1", "--drafter", "none", "--enable", "ahead=4"], "needs a drafter"),
     (["1", "--enable", "rule=lantern"], "rule must be one of gaussian_path, cspd"),
