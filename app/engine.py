@@ -35,6 +35,12 @@ def sampling_settings(temperature: float, **more: object) -> dict[str, Any]:
     return {"do_sample": True, "temperature": temperature, **more} if temperature > COLD else {"do_sample": False}
 
 
+def room_after(inputs: BatchFeature, model: GenerativeModel) -> int:
+    """How many tokens an answer to this prompt may have in the model's context; below 1: the prompt is too long."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**62
+    return int(most - inputs["input_ids"].shape[1])
+
+
 class Engine:
     """A model with its processor and drafter; with `drafter=None` it runs on the stock path of transformers.
 
@@ -49,12 +55,7 @@ class Engine:
     ):  # fmt: skip
         self.model, self.processor, self.drafter = model.eval(), processor, drafter
         self.options = dict(options or {})  # of `mmspec.enable`
-        self.sampling = temperature > COLD
-        self.settings: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "num_beams": 1,
-            **sampling_settings(temperature),
-        }
+        self.settings = {"max_new_tokens": max_new_tokens, "num_beams": 1} | sampling_settings(temperature)
         tokenizer: Any = getattr(processor, "tokenizer", processor)
         tokenizer.padding_side = "left"
         if tokenizer.pad_token is None:
@@ -72,6 +73,11 @@ class Engine:
             raise EngineError(str(error)) from error
 
     @property
+    def sampling(self) -> bool:
+        """Whether answers are drawn."""
+        return bool(self.settings["do_sample"])
+
+    @property
     def compilable(self) -> bool:
         """Whether mmspec can accelerate the model at all."""
         return families.of(self.model).unsupported(self.model) is None
@@ -86,11 +92,6 @@ class Engine:
             flow.add(number, frames, choice)
         while flow.busy:
             flow.step()
-
-    def room(self, inputs: BatchFeature) -> int:
-        """How many tokens an answer to this prompt may have in the model's context; below 1: the prompt is too long."""
-        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", 2**62)
-        return int(most - inputs["input_ids"].shape[1])
 
     def flow(self, rows: int, **settings: object) -> Captioner:
         return Captioner(self.batcher(rows, **settings), self.threads)

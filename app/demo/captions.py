@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 
 import mmspec
 from mmspec.app.demo.race import DONE, RUNNING, TIME_LIMIT, TIMED_OUT, Limits, Race, RaceSide, RaceView, RefusedError
-from mmspec.app.engine import Engine, sampling_settings
+from mmspec.app.engine import Engine, room_after, sampling_settings
 from mmspec.app.media.decoder import Decoder
 from mmspec.app.media.items import Item, file_source
 from mmspec.app.media.video import FramePolicy, centres
@@ -182,11 +182,10 @@ class CaptionRace(Race):
     def inputs(self, question: CaptionRequest, frames: Sequence[Image.Image]) -> BatchFeature:
         inputs = chat_inputs(self.processor, [question.prompt.strip()], [frames], clips=True)
         length, most = inputs["input_ids"].shape[1], question.max_new_tokens
-        room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if room is not None and length + most > room:
+        if most > (room := room_after(inputs, self.model)):
             raise RefusedError(
                 f"The {question.noun} and the prompt take {length} tokens and the answer up to {most}; this model has "
-                f"room for {room} in total. Shorten the prompt or the answer, or use fewer frames."
+                f"room for {length + room} in total. Shorten the prompt or the answer, or use fewer frames."
             )
         return inputs.to(self.model.device, self.model.dtype)
 

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from mmspec.app.devices import first_line
-from mmspec.app.engine import Engine
+from mmspec.app.engine import Engine, room_after
 from mmspec.app.media.pictures import PictureLoader
 from mmspec.app.serve.chat import ChatError, ChatRequest
 from mmspec.pipelines.host.processors.grammar import json_grammar
@@ -95,7 +95,7 @@ class Service:
             inputs = (await asyncio.wrap_future(job)).to(self.engine.model.dtype)
         except Exception as error:  # the template refuses the chat, or a picture is too small for the processor
             raise ChatError(400, f"the model cannot read this chat ({first_line(error)})", "messages") from error
-        if (room := self.engine.room(inputs)) < 1:
+        if (room := room_after(inputs, self.engine.model)) < 1:
             why = f"the prompt has {1 - room} tokens too many for this model and an answer; shorten it"
             raise ChatError(400, why, "messages", "context_length_exceeded")
         return inputs, settings | {"max_new_tokens": min(settings["max_new_tokens"], room)}

@@ -15,47 +15,19 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from mmspec.compile.structure import Structure, apart
 from mmspec.modes import ambient
-
-
-class _Structure:
-    """Where the tensors of nested tuples, lists and dictionaries are, and everything else in them.
-
-    Attributes:
-        kinds: shape, dtype and device of each tensor.
-        key: equal for values that differ in the contents of their tensors only.
-    """
-
-    def __init__(self, leaves: Sequence[Any], spec: TreeSpec) -> None:
-        self._leaves, self._spec = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
-        self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self.kinds = [(leaves[place].shape, leaves[place].dtype, leaves[place].device) for place in self._places]
-        self.key: Hashable = (str(spec), *self._leaves, *self._places, *self.kinds)
-
-    def around(self, tensors: Sequence[Tensor]) -> Any:
-        """The same value with these tensors."""
-        leaves = list(self._leaves)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = tensor
-        return tree_unflatten(leaves, self._spec)
-
-
-def _apart(value: object) -> tuple[list[Tensor], _Structure]:
-    """The tensors of a value, contiguous, and its structure."""
-    leaves, spec = tree_flatten(value)
-    return [leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor)], _Structure(leaves, spec)
 
 
 class OpaqueCall:
     """A function, with arguments that differ from call to call in the contents of their tensors only."""
 
-    def __init__(self, function: Callable[..., Any], given: _Structure) -> None:
+    def __init__(self, function: Callable[..., Any], given: Structure) -> None:
         self._function, self._given, self.number = function, given, next(_NUMBERS)
         kind = given.kinds[0][2].type
         self._cast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
-        self.result: _Structure = None  # type: ignore[assignment]  # known after the first call
+        self.result: Structure = None  # type: ignore[assignment]  # known after the first call
         self.compiled: Callable[..., Sequence[Tensor]] | None = None  # takes and returns what `run` does
         _ALIVE[self.number] = self
 
@@ -66,8 +38,8 @@ class OpaqueCall:
         args, kwargs = self._given.around(tensors)
         cast: AbstractContextManager[object] = nullcontext() if self._cast is None else torch.autocast(*self._cast)
         with cast:  # a replay turns autocast off
-            found, self.result = _apart(self._function(*args, **kwargs))
-        return found
+            found, self.result = apart(self._function(*args, **kwargs))
+        return [t.contiguous() for t in found]
 
     def examples(self) -> list[Tensor]:
         """Tensors such as `run` takes."""
@@ -81,12 +53,14 @@ class OpaqueCalls:
         self.known: dict[Hashable, OpaqueCall] = {}
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        tensors, given = _apart((args, kwargs))
+        tensors, given = apart((args, kwargs))
         key = (function, given.key, ambient())
         if key not in self.known:
             self.known[key] = OpaqueCall(function, given)
         call = self.known[key]
-        outputs = opaque(call.number, tensors)  # its first run tells the structure of the result
+        outputs = opaque(
+            call.number, [t.contiguous() for t in tensors]
+        )  # its first run tells the structure of the result
         return call.result.around(outputs)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from inspect import signature
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from mmspec.pipelines.host.exotic import ties
 from mmspec.pipelines.host.hooks import Taps
 from mmspec.pipelines.host.kinds import GenerativeModel, TextDecoder, Weighted
 from mmspec.pipelines.host.modes import mode_of
+from mmspec.pipelines.host.names import has
 
 _CACHE: WeakKeyDictionary[GenerativeModel, tuple[Version, HostModel]] = WeakKeyDictionary()
 
@@ -108,7 +108,7 @@ def _apart(text: TextDecoder) -> bool:
 
 def _both_ways(model: GenerativeModel) -> bool:
     makes = getattr(type(model), "create_masks_for_generate", None)
-    return makes is not None and not signature(makes).parameters.keys().isdisjoint(TYPES)
+    return makes is not None and any(has(makes, name) for name in TYPES)
 
 
 def _checkpoints(module: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
 from diffusers.utils import BaseOutput
 from torch import Tensor
 
-from mmspec.config import Options, is_whole
+from mmspec.config import Options, is_whole, option_names
 from mmspec.models.mar import MARTransformer2DModel
 from mmspec.models.mar_scheduler import MARScheduler
 from mmspec.modes import Mode, each_in
@@ -169,7 +169,7 @@ class MARPipeline(DiffusionPipeline):
         if isinstance(draft, (str, Path)):
             draft = MARTransformer2DModel.from_pretrained(draft).to(self.transformer.device, self.transformer.dtype)
         model: Any = getattr(draft, "transformer", draft)
-        known = [f.name for f in fields(Speculation) if f.name != "draft"]
+        known = [name for name in option_names(Speculation) if name != "draft"]
         if unknown := next((name for name in settings if name not in known), None):
             raise ValueError(f"speculation has no setting {unknown!r}; choose from {', '.join(known)}")
         speculation = Speculation(model, **settings)

@@ -12,12 +12,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mmspec.compile import capture
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable, compare
 from mmspec.compile.capture_cache import weights
 from mmspec.compile.opaque import OpaqueCalls
+from mmspec.compile.structure import apart
 from mmspec.compile.version import PLAIN, version
 from mmspec.functional import LayerAttention, sdpa
 from mmspec.modes import computed_in, lasting
@@ -86,13 +86,11 @@ def reader(target: Any, slots: RaggedCache, valid: Tensor) -> Decode | None:
 def _read(target: Any, slots: RaggedCache, run: Callable[..., Any], *args: object, **kwargs: Any) -> Any:
     """Return what `run` returns, from a capture if there is one; capture shapes that repeat."""
     given = {name: value for name, value in kwargs.items() if name not in (CACHE, _MASK)}
-    leaves, spec = tree_flatten(given)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    if args or kwargs.get(CACHE) is not slots or not _causal(kwargs) or not PLAIN.issuperset(map(type, constants)):
+    tensors, structure = apart(given)
+    plain = PLAIN.issuperset(map(type, structure.constants))
+    if args or kwargs.get(CACHE) is not slots or not _causal(kwargs) or not plain:
         return run(*args, **kwargs)
-    shapes = tuple((t.shape, t.dtype, t.device) for t in tensors)
-    key = ("prompt", type(target), target.features, str(spec), constants, shapes)
+    key = ("prompt", type(target), target.features, structure.key)
     cached, history = target.captured, _OF.setdefault(target.captured, Shapes())
     if (captured := cached.existing(key)) is not None:
         return _replayed(target, slots, history.tried[key], captured, tensors)
@@ -133,17 +131,15 @@ def _checked(
     target: Any, slots: RaggedCache, run: Callable[..., Any], given: dict[str, Any], final: Tensor
 ) -> PiecewiseFunction:
     """The captured decoder call, after a check that it gives `final` and the keys and values that `slots` hold now."""
-    leaves, spec = tree_flatten(given)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors, structure = apart(given)
     B, L, _ = final.shape
     scans = OpaqueCalls()
 
     def read(*inputs: Tensor) -> list[Tensor]:
-        rest, cache = iter(inputs), PassThroughCache(0)
-        now = tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        cache = PassThroughCache(0)
         seen = torch.ones(B, 1, L, L, dtype=torch.bool)
         with capture.Cut(cache, masked=True), during(scan=scans), reading() as read:
-            out = run(**now, **{CACHE: cache, _MASK: same_mask(target, seen)})
+            out = run(**structure.around(inputs), **{CACHE: cache, _MASK: same_mask(target, seen)})
         states = (t for layer in cache.recurrent.values() for t in layer.held())
         return [out[FEATURES], *(read.layers[i] for i in _layers(target)), *states]
 

@@ -12,10 +12,11 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable, compare
 from mmspec.compile.capture_cache import CaptureCache, weights
+from mmspec.compile.structure import Structure, apart
 from mmspec.compile.version import PLAIN
 from mmspec.functional import cut, sdpa
 from mmspec.modes import computed_in, lasting
@@ -29,24 +30,12 @@ _FEW = 2**16  # the most integers in an argument, such as the grids of pictures;
 
 
 @dataclass
-class _TowerOutput:
-    """What a capture of one shape gives: the tower's output, with `...` in place of its tensors."""
-
-    spec: TreeSpec
-    leaves: list[object]
-
-    def of(self, tensors: Sequence[Tensor]) -> Any:
-        these = iter(tensors)
-        return tree_unflatten([next(these) if leaf is ... else leaf for leaf in self.leaves], self.spec)
-
-
-@dataclass
 class _Tower:
     """The vision tower of one model."""
 
     own: nn.Module
     taps: Taps
-    shapes: Shapes[_TowerOutput] = field(default_factory=Shapes)
+    shapes: Shapes[Structure] = field(default_factory=Shapes)
 
 
 _OF: WeakKeyDictionary[GenerativeModel, _Tower] = WeakKeyDictionary()
@@ -77,12 +66,11 @@ def _read(mine: _Tower, captures: CaptureCache, run: Decode, *args: object, **kw
     values = tuple(leaf.cpu().numpy().tobytes() if isinstance(leaf, Tensor) else leaf for leaf in fixed)
     key = ("tower", str(spec), values, *((t.shape, t.dtype, t.device) for t in leaves if isinstance(t, Tensor)))
     if (captured := captures.existing(key)) is not None:
-        return mine.shapes.tried[key].of(captured(_attend, *tensors))
+        return _replayed(mine.shapes.tried[key], captured, tensors)
     out = run(*args, **kwargs)
     if not mine.shapes.due(key) or captures.failed(key):
         return out
-    given, form = tree_flatten(out)
-    mine.shapes.tried[key] = _TowerOutput(form, [... if isinstance(leaf, Tensor) else leaf for leaf in given])
+    _, mine.shapes.tried[key] = apart(out)
 
     def build() -> PiecewiseFunction:
         if not all(map(_real, _tensors(out))):
@@ -109,6 +97,10 @@ def _read(mine: _Tower, captures: CaptureCache, run: Decode, *args: object, **kw
     return out
 
 
+def _replayed(output: Structure, captured: PiecewiseFunction, tensors: Sequence[Tensor]) -> Any:
+    return output.around(captured(_attend, *tensors))
+
+
 def _real(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
@@ -118,7 +110,8 @@ def _known(leaf: object) -> bool:
 
 
 def _tensors(output: object) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+    tensors, _ = apart(output)
+    return tensors
 
 
 def _attend(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
