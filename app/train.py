@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from mmspec.app.media.video import FramePolicy
 from mmspec.app.options import count, from_zero
 from mmspec.drafters import block_config
 from mmspec.registry import DRAFTERS, drafter_class
-from mmspec.train.data import read
+from mmspec.train.data import TrainingSample, read
 from mmspec.train.distil import Distillation
 from mmspec.train.heads import HeadsTraining
 from mmspec.train.recipes import RECIPES, Recipe
@@ -136,7 +137,6 @@ def train(
     from mmspec.pipelines.drafters.untrained import build, build_for_pictures
     from mmspec.pipelines.host.training import Accelerator
     from mmspec.pipelines.image_teacher import ImageTeacher
-    from mmspec.pipelines.prompts import text_alone
     from mmspec.pipelines.teacher import Teacher
 
     torch.manual_seed(recipe.seed)
@@ -146,11 +146,7 @@ def train(
     frames = frames or FramePolicy.parse(USUAL)
     clips = VideoReader(frames)
     samples = read(data, limit, recipe.seed, clips)
-    if (processor is None or text_alone(processor)) and any(sample.images for sample in samples):
-        how, give = ("draws", "prompts:FILE or pictures:N") if processor is None else ("reads text alone", "a .jsonl")
-        raise ValueError(f"the target {how}, and {data} has pictures; give {give}, of prompts without")
-    if text and not recipe.texts:
-        raise ValueError("this recipe has no stage on text, as those of msd and vispec have; leave --text out")
+    _check_data(data, samples, text, processor, recipe)
     texts = read(text, limit, recipe.seed) if text else ()
     began = time.monotonic()
     features, of = drafter.features, getattr(drafter.config, "target", "") or model.config._name_or_path
@@ -196,6 +192,19 @@ def _check(drafter: Any, model: Any, processor: Processor | None, recipe: Recipe
     heads = getattr(drafter.config, "tokens", 1)
     if heads not in (1, recipe.unroll):
         raise ValueError(f"a drafter of {heads} tokens per pass needs {heads} steps: set unroll={heads}, or tokens")
+
+
+def _check_data(
+    data: str, samples: Sequence[TrainingSample], text: str | None, processor: Processor | None, recipe: Recipe
+) -> None:
+    """ValueError for pictures that the target would not see, or texts that the recipe would not use."""
+    from mmspec.pipelines.prompts import text_alone
+
+    if (processor is None or text_alone(processor)) and any(sample.images for sample in samples):
+        how, give = ("draws", "prompts:FILE or pictures:N") if processor is None else ("reads text alone", "a .jsonl")
+        raise ValueError(f"the target {how}, and {data} has pictures; give {give}, of prompts without")
+    if text and not recipe.texts:
+        raise ValueError("this recipe has no stage on text, as those of msd and vispec have; leave --text out")
 
 
 def _report(run: Distillation, tau: float, seconds: float, facts: dict[str, Any]) -> None:

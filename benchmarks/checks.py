@@ -9,7 +9,6 @@ model's version), of reading that version, and of a call for its first token, on
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -25,6 +24,7 @@ sys.path[:0] = [str(ROOT)]
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration  # noqa: E402
 
 import mmspec  # noqa: E402
+from benchmarks.page import heading, page, save  # noqa: E402
 from benchmarks.zoo.vlm import ZooVlm  # noqa: E402
 from mmspec import zoo  # noqa: E402
 from mmspec.app.provenance import provenance  # noqa: E402
@@ -109,20 +109,16 @@ def main() -> None:
     medians = {name: measured(make(), args.turns) for name, make in models.items()}
     facts = provenance(torch.device("cpu"), torch.float32) | {"argv": sys.argv, "turns": args.turns}
     heads = list(next(iter(medians.values())))
-    lines = ["# What a call looks at before its first token", "", *[f"- {k}: {v}" for k, v in facts.items()], ""]
-    lines += [f"| model | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
+    lines = heading(["model", *heads])
     for name, row in medians.items():
         lines.append(f"| {name} | {row['modules']} | " + " | ".join(f"{row[h]:.2f}" for h in heads[1:]) + " |")
-    lines += ["", "Milliseconds of one thread, medians, of a prompt of 32 tokens of text. Checks: whether the call may"]
     lines += [
-        "be accelerated, with the version of a model that did not change. Version again: that part, at once repeated,"
-    ]
-    lines += ["with all that it reads in the caches of the core. Version anew: read as after a change."]
-    text = "\n".join(lines) + "\n"
-    if args.out:
-        args.out.with_suffix(".json").write_text(json.dumps({"provenance": facts, "milliseconds": medians}) + "\n")
-        args.out.with_suffix(".md").write_text(text)
-    print(text)
+        "", "Milliseconds of one thread, medians, of a prompt of 32 tokens of text. Checks: whether the call may",
+        "be accelerated, with the version of a model that did not change. Version again: that part, at once repeated,",
+        "with all that it reads in the caches of the core. Version anew: read as after a change.",
+    ]  # fmt: skip
+    text = page("What a call looks at before its first token", facts, lines)
+    save(args.out, facts, {"milliseconds": medians}, text)
 
 
 if __name__ == "__main__":

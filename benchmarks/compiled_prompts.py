@@ -10,7 +10,6 @@ used.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -28,6 +27,7 @@ import torch  # noqa: E402
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig  # noqa: E402
 
 import mmspec  # noqa: E402
+from benchmarks.page import heading, page, save  # noqa: E402
 from mmspec.app.provenance import provenance  # noqa: E402
 
 LENGTHS = (128, 512, 1024)
@@ -75,16 +75,13 @@ def main() -> None:
     medians = {length: measured(model, length, args.turns) for length in args.lengths}
     facts = provenance(torch.device("cpu"), torch.float32) | {"argv": sys.argv, "turns": args.turns}
     heads = list(next(iter(medians.values())))
-    lines = ["# Compiled prompts of a hybrid", "", *[f"- {k}: {v}" for k, v in facts.items()], ""]
-    lines += [f"| tokens | {' | '.join(heads)} |", "|--:|" + "--:|" * len(heads)]
+    lines = heading(["tokens", *heads], "--:")
     lines += [f"| {length} | " + " | ".join(f"{row[h]:.0f}" for h in heads) + " |" for length, row in medians.items()]
-    lines += ["", f"{args.layers} layers, three of four with the gated delta rule. Time to the first token, medians;"]
-    lines += ["compiling: what the call that captures a prompt of this length takes more, once, nothing being cached."]
-    text = "\n".join(lines) + "\n"
-    if args.out:
-        args.out.with_suffix(".json").write_text(json.dumps({"provenance": facts, "medians": medians}) + "\n")
-        args.out.with_suffix(".md").write_text(text)
-    print(text)
+    lines += [
+        "", f"{args.layers} layers, three of four with the gated delta rule. Time to the first token, medians;",
+        "compiling: what the call that captures a prompt of this length takes more, once, nothing being cached.",
+    ]  # fmt: skip
+    save(args.out, facts, {"medians": medians}, page("Compiled prompts of a hybrid", facts, lines))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ the tiles are noise. Each method answers two questions about every picture and s
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -22,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
 import mmspec  # noqa: E402
+from benchmarks.page import heading, page, save  # noqa: E402
 from benchmarks.suites.shapes_models import REAL, TOY, Chat  # noqa: E402
 from benchmarks.suites.shapes_published import MODELS  # noqa: E402
 from mmspec.app.provenance import provenance  # noqa: E402
@@ -86,21 +86,15 @@ def main() -> None:
             "share": {"median": mid, "p25": low, "p75": high}, "identical": said[name] == said["stock"],
             "n": len(shares),
         })  # fmt: skip
-    lines = ["# A second question about a picture", "", *[f"- {k}: {v}" for k, v in facts.items()], ""]
-    lines += ["| method | first ms | second ms | second/first | identical | n |", "|---|--:|--:|--:|--:|--:|"]
+    lines = heading(["method", "first ms", "second ms", "second/first", "identical", "n"])
     for r in found:
         q = r["share"]
         lines.append(
             f"| {r['method']} | {r['first_ms']:.0f} | {r['second_ms']:.0f} | {q['median']:.1%} ({q['p25']:.1%}-"
             f"{q['p75']:.1%}) | {'yes' if r['identical'] else 'no'} | {r['n']} |"
         )
-    text = "\n".join([*lines, "", "Milliseconds until a call for one token returns, medians over pictures."]) + "\n"
-    if args.out:
-        args.out.with_suffix(".json").write_text(
-            json.dumps({"provenance": facts, "records": found}, separators=(",", ":"))
-        )
-        args.out.with_suffix(".md").write_text(text)
-    print(text)
+    lines += ["", "Milliseconds until a call for one token returns, medians over pictures."]
+    save(args.out, facts, {"records": found}, page("A second question about a picture", facts, lines))
 
 
 if __name__ == "__main__":
