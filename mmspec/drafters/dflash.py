@@ -42,6 +42,7 @@ class BlockDrafter(BlockNetwork):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
         self.options = self.chosen({})
+        self.vocab = config.vocab  # the target's, which may be padded
 
     # -- called by `enable` ------------------------------------------------------------------------------------------
 
@@ -55,9 +56,8 @@ class BlockDrafter(BlockNetwork):
 
     @property
     def capturable(self) -> bool:
-        """Whether drafting depends only on tensors: without `confidence`, and without draws from a smaller vocabulary,
-        which are spread over the target's."""
-        return not self.options.confidence and (self.head.ids is None or not self.options.draws)
+        """Whether drafting depends only on tensors; with `confidence`, the number of tokens depends on their values."""
+        return not self.options.confidence
 
     @property
     def block(self) -> nn.Module:
@@ -96,7 +96,9 @@ class BlockDrafter(BlockNetwork):
         check_fit(self.config, target)
         if self.config.mask_token >= target.vocab:
             raise ValueError(f"its mask token {self.config.mask_token} is not in the {target.vocab} of {target.name}")
-        return placed(self, target, options)
+        fitted = placed(self, target, options)
+        fitted.vocab = target.vocab
+        return fitted
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
@@ -186,13 +188,13 @@ class BlockDrafter(BlockNetwork):
 
     def _drafted(self, session: SessionView[FeatureMemory], hidden: Tensor, logits: Tensor, drawn: bool) -> Draft:
         pending, q = session.pending[:, None], None
-        noise = gumbel(session, logits.shape[-1]) if drawn else None
+        noise = self._noise(session) if drawn else None
         if self.options.tree == static_trees.CHAIN:
             below, q, depth = self._chain(pending, hidden, logits, noise)
             tree = chain(depth + 1, below.device).expand(len(below))
         else:
             below, tree, q = filled(self.options, self.head, *self._growth(pending, hidden, logits), noise)
-        distribution = None if q is None else Categorical(self._spread(q, session))
+        distribution = None if q is None else Categorical(self._spread(q))
         return Draft(torch.cat([pending, below], 1), tree, distribution)
 
     def _chain(
@@ -240,11 +242,14 @@ class BlockDrafter(BlockNetwork):
 
         return at(0, pending)[:, 0], expand
 
-    def _spread(self, distributions: Tensor, session: SessionView[FeatureMemory]) -> Tensor:
+    def _noise(self, session: SessionView[FeatureMemory]) -> Noise:
+        """The noise of each level: that of the target's vocabulary, at the tokens that the drafter knows."""
+        noise, ids = gumbel(session, self.vocab), self.head.ids
+        return noise if ids is None else lambda level: noise(level)[..., ids]
+
+    def _spread(self, distributions: Tensor) -> Tensor:
         """Log-distributions [B, N, V_d] over the draft vocabulary as [B, N, V] over the target's."""
         if (ids := self.head.ids) is None:
             return distributions
-        p = session.last.scores.p.logits
-        assert p is not None
-        whole = distributions.new_full((*distributions.shape[:2], p.shape[-1]), -torch.inf)
+        whole = distributions.new_full((*distributions.shape[:2], self.vocab), -torch.inf)
         return whole.index_copy(2, ids, distributions)

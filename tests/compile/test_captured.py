@@ -121,12 +121,13 @@ CASES: dict[str, tuple[Callable[[Model], Any], dict[str, Any]]] = {
     "block tree": (lambda model: block(model, markov_rank=8, markov="rnn"), TREE),
     "block static": (lambda model: block(model, draft_vocab=50, block=7), STATIC | {"draws": False}),
     "drawn block": (lambda model: block(model, markov_rank=8), {"depth": 4, "draws": True}),
+    "drawn from few tokens": (lambda model: block(model, markov_rank=8, draft_vocab=50), {"depth": 4, "draws": True}),
     "a tree one deep": (eagle, {"depth": 1, "width": 4, "size": 4}),
     "drawn tree": (flat, DRAWN),
     "drawn chain": (flat, {"tree": "chain", "depth": 4, "draws": True}),
 }  # fmt: skip
 RAGGED = ("eagle chain", "eagle tree", "block", "block tree", "sliding block")
-ALONE = ("block, anchored, with heads", "block static", "drawn block")
+ALONE = ("block, anchored, with heads", "block static", "drawn block", "drawn from few tokens")
 ALONE += ("eagle static", "eagle-3", "vispec", "msd", "flash", "specvlm", "drawn chain", "drawn tree")
 DEFAULT = {*((name, "ragged") for name in RAGGED), *((name, "image first") for name in ALONE)}
 

@@ -409,7 +409,7 @@ WHOLE = {  # drafter, kind, rows of each call
 @pytest.mark.every(4)
 def test_steady_attentions_are_part_of_one_graph(case: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the target and of the drafter; every call has another cache, and the second prompt another length."""
-    needs_kernels()
+    needs_kernels(device)
     name, kind, rows = WHOLE[case]
     model = copy.deepcopy(tiny_vlms.model("llava")).to(device)
     model.set_attn_implementation(tree_attention.NAME)
@@ -435,7 +435,7 @@ def test_steady_attentions_are_part_of_one_graph(case: str, device: str, monkeyp
 
 
 def test_a_whole_graph_that_computes_something_else_is_not_used(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_kernels()
+    needs_kernels(device)
     model = copy.deepcopy(tiny_vlms.model("llava")).to(device)
     model.set_attn_implementation(tree_attention.NAME)
     inputs = {name: t.to(device) for name, t in tiny_vlms.prompt("llava", "text only").items()}
@@ -451,7 +451,7 @@ def test_a_whole_graph_that_computes_something_else_is_not_used(device: str, mon
 
 @pytest.mark.every(2)
 def test_rows_join_and_leave_between_replays(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_kernels()
+    needs_kernels(device)
     model = copy.deepcopy(tiny_vlms.model("llava")).to(device)
     model.set_attn_implementation(tree_attention.NAME)
     prompts = [tiny_vlms.prompt("llava", kind, 3) for kind in ("image first", "text only", "image last", "text only")]
@@ -502,7 +502,7 @@ def test_the_check_of_a_whole_graph_compares_numbers_masks_and_choices(device: s
 
 
 def test_a_draft_that_needs_more_room_is_not_recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_kernels()
+    needs_kernels(device)
     real = feature.MemoryAttention
     monkeypatch.setattr(feature, "MemoryAttention", lambda *given: real(*given[:-1], 1))
     model = copy.deepcopy(tiny_vlms.model("llava")).to(device)
@@ -540,9 +540,9 @@ def test_the_table_of_a_cache_follows_its_buffers() -> None:
     assert cache.addresses(1, None) is None
 
 
-def needs_kernels() -> None:
+def needs_kernels(device: str) -> None:
     checks = pytest.importorskip("mmspec.kernels.checks")
-    if not (torch.cuda.is_available() or checks.INTERPRETED):
+    if device == "cpu" and not checks.INTERPRETED:
         pytest.skip("Triton is not interpreted")
 
 
@@ -550,7 +550,7 @@ def needs_kernels() -> None:
 def test_pictures_are_those_of_the_seed(attention: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("diffusers")
     if attention == "steady":
-        needs_kernels()
+        needs_kernels(device)
     monkeypatch.setattr(tree_attention, "used", lambda device: attention == "steady")
     import tiny_llamagen
 
