@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import os
@@ -225,7 +226,21 @@ class Decoder:
 
     def one(self, item: Item) -> Media:
         """Decode one item; may be called by several threads at once. MediaError if it cannot be decoded."""
-        outcome = self._fetch(self._threads.submit(self._decode, item))
+        return self._decoded(self._threads.submit(self._decode, item))
+
+    async def awaited(self, item: Item) -> Media:
+        """The same for a coroutine, which may be cancelled."""
+        future = self._threads.submit(self._decode, item)
+        try:
+            await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if not future.cancel():
+                future.add_done_callback(self._fetch)
+            raise
+        return self._decoded(future)
+
+    def _decoded(self, future: futures.Future[Media | MediaError]) -> Media:
+        outcome = self._fetch(future)
         if isinstance(outcome, MediaError):
             raise outcome
         return outcome

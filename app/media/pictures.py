@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from http.client import HTTPException
+import asyncio
+from functools import partial
 from urllib.request import urlopen
 
+import httpx
 from PIL import Image
 
 from mmspec.app.media.decoder import Decoder
-from mmspec.app.media.items import IMAGE, Item, bytes_source
+from mmspec.app.media.items import IMAGE, Item, Source, bytes_source
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaError, MediaLimits
 
 DECODERS = 2  # processes
+FETCHES = 64  # addresses that are fetched at once
+DATA, HTTP = ("data",), ("http", "https")
 
 
 class PictureLoader(Decoder):
@@ -26,26 +29,44 @@ class PictureLoader(Decoder):
 
     def __init__(self, limits: MediaLimits, http: bool) -> None:
         super().__init__(DECODERS, limits, FramePolicy("uniform", 1))
-        self.limits, self.schemes = limits, ("data:", "http:", "https:") if http else ("data:",)
+        self.limits, self.schemes = limits, DATA + HTTP * http
+        self._tls, self._turns = httpx.create_ssl_context() if http else False, asyncio.Semaphore(FETCHES)
 
-    def load(self, url: str) -> Image.Image:
+    async def load(self, url: str) -> Image.Image:
         """The picture at a URL; MediaError if it cannot be loaded."""
-        if not url.startswith(self.schemes):
+        scheme = url.partition(":")[0].lower()
+        if scheme not in self.schemes:
             reason = f"has a URL that this server does not open ({url[:60]!r})"
             raise MediaError("picture", reason, "send it as a data URL, or see --allow-http")
-        data = fetch(url, self.limits.max_bytes, self.limits.seconds)  # the decoder refuses what is over the limit
-        return self.one(Item("picture", IMAGE, bytes_source(data))).frames[0]
+        source = Source("a data URL", partial(_data, url)) if scheme in DATA else bytes_source(await self._content(url))
+        return (await self.awaited(Item("picture", IMAGE, source))).frames[0]
+
+    async def _content(self, url: str) -> bytes:
+        """The content of an address; a little more than the limit says that it is larger. MediaError."""
+        data, seconds = bytearray(), self.limits.seconds
+        try:
+            async with (
+                self._turns,
+                asyncio.timeout(seconds),
+                httpx.AsyncClient(verify=self._tls, follow_redirects=True, timeout=None) as client,
+                client.stream("GET", url) as answer,
+            ):
+                answer.raise_for_status()
+                async for piece in answer.aiter_bytes():
+                    data += piece
+                    if len(data) > self.limits.max_bytes:
+                        break
+        except (TimeoutError, httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            why = f"not complete after {seconds:g} s" if isinstance(error, TimeoutError) else str(error).split("\n")[0]
+            raise MediaError("picture", f"cannot be fetched ({why})", "send it as a data URL") from error
+        return bytes(data)
 
 
-def fetch(url: str, max_bytes: int, seconds: float) -> bytes:
-    """The content of a URL, within a time limit; a byte more than `max_bytes` says that it is larger. MediaError."""
-    data, end = bytearray(), time.monotonic() + seconds
+def _data(url: str, max_bytes: int) -> bytes:
+    """The content of a data URL; MediaError."""
     try:
-        with urlopen(url, timeout=seconds) as answer:
-            while len(data) <= max_bytes and (piece := answer.read1(2**20)):
-                data += piece
-                if time.monotonic() > end:
-                    raise TimeoutError(f"not complete after {seconds:g} s")
-    except (OSError, ValueError, HTTPException) as error:
-        raise MediaError("picture", f"cannot be fetched ({error})", "send it as a data URL") from error
-    return bytes(data[: max_bytes + 1])
+        with urlopen("data:" + url.partition(":")[2]) as content:
+            return content.read()  # type: ignore[no-any-return]
+    except (OSError, ValueError) as error:
+        advice = "send it as data:image/jpeg;base64, followed by the file in base64"
+        raise MediaError("picture", "has a data URL that cannot be read", advice) from error

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from mmspec.app.engine import sampling_settings
 from mmspec.app.media.pictures import PictureLoader
 from mmspec.media import MediaError
 
-KINDS = {429: "rate_limit_error", 500: "server_error"}  # types of errors by status; others are invalid requests
+KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}  # types of errors by status; others are invalid requests
+PICTURES = 256  # maximum number of pictures in a request
 NEUTRAL: dict[str, tuple[object, ...]] = {  # unsupported fields → values that have no effect, besides null
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},), "tools": ([],), "functions": ([],),
     "presence_penalty": (0,), "frequency_penalty": (0,), "tool_choice": ("none", "auto"), "audio": (),
+    "repetition_penalty": (1,), "min_p": (0,), "max_new_tokens": (), "chat_template_kwargs": ({},),
 }  # fmt: skip
 
 
@@ -40,16 +42,17 @@ class _Picture(BaseModel):
     image_url: _Url
 
 
+def _parts(content: object) -> object:
+    """A text is a list of one part."""
+    return [{"type": "text", "text": content or ""}] if isinstance(content, str | None) else content
+
+
 _Part = Annotated[_Text | _Picture, Field(discriminator="type")]
 
 
 class _Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[_Part]
-
-    @property
-    def parts(self) -> list[_Part]:
-        return [_Text(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+    content: Annotated[list[_Part], BeforeValidator(_parts)]
 
 
 class _Format(BaseModel):
@@ -79,14 +82,17 @@ class ChatRequest(BaseModel, extra="allow"):
         try:
             request = cls.model_validate_json(body)
         except ValidationError as error:
-            first = max(error.errors(), key=lambda one: len(one["loc"]))  # of alternatives, the one that fits most
-            place = ".".join(map(str, first["loc"])) or None
+            first = error.errors()[0]
+            place = ".".join(map(str, _path(first["loc"]))) or None
             raise ChatError(400, f"{place or 'the body'}: {first['msg']}", place) from error
         for name, value in (request.model_extra or {}).items():
             if value not in (None, *NEUTRAL.get(name, (value,))):
                 raise ChatError(400, f"{name} is not supported; leave it out", name, "unsupported_parameter")
         if request.messages[-1].role == "assistant":
             raise ChatError(400, "the last message must be the user's; got the assistant's", "messages")
+        pictures = sum(isinstance(part, _Picture) for message in request.messages for part in message.content)
+        if pictures > PICTURES:
+            raise ChatError(400, f"a request may have {PICTURES} pictures; got {pictures}", "messages")
         return request
 
     @property
@@ -110,16 +116,19 @@ class ChatRequest(BaseModel, extra="allow"):
         most = self.max_completion_tokens or self.max_tokens or most
         return {"max_new_tokens": most, **sampling_settings(warmth, top_p=self.top_p or 1.0, top_k=self.top_k or 0)}
 
-    def chat(self, pictures: PictureLoader) -> list[dict[str, Any]]:
-        """The messages in the format of chat templates; ChatError if a picture cannot be loaded or all are too big."""
+    async def chat(self, pictures: PictureLoader) -> list[dict[str, Any]]:
+        """The messages in the format of chat templates; ChatError if a picture cannot be loaded or all are too big.
+
+        Pictures are loaded one by one, so that requests with few of them need not wait for one with many.
+        """
         room = pictures.limits.max_pixels
 
-        def shown(part: _Part) -> dict[str, Any]:
+        async def shown(part: _Part) -> dict[str, Any]:
             nonlocal room
             if isinstance(part, _Text):
                 return part.model_dump()
             try:
-                picture = pictures.load(part.image_url.url)
+                picture = await pictures.load(part.image_url.url)
                 room -= picture.width * picture.height
                 if room < 0:
                     why = f"goes over {pictures.limits.max_pixels} pixels, the limit for all of a request's pictures"
@@ -129,6 +138,12 @@ class ChatRequest(BaseModel, extra="allow"):
                 raise ChatError(400, f"the picture {error.reason}; {advice}", "messages", "invalid_image") from error
             return {"type": "image", "image": picture}
 
-        roles = [message.role.replace("developer", "system") for message in self.messages]
-        contents = ([shown(part) for part in message.parts] for message in self.messages)
-        return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+        return [
+            {"role": message.role.replace("developer", "system"), "content": [await shown(p) for p in message.content]}
+            for message in self.messages
+        ]
+
+
+def _path(place: tuple[int | str, ...]) -> list[int | str]:
+    """The place of an error in the request: without the type of a part, which pydantic adds after its number."""
+    return [key for at, key in enumerate(place) if at < 2 or place[at - 2] != "content"]

@@ -11,6 +11,7 @@ from mmspec.app.options import count, from_zero, is_local, port, where
 from mmspec.media import MAX_PIXELS, MediaLimits
 
 SECONDS = 20.0  # time limit to fetch a picture, and to decode it
+LAST = 10  # seconds that answers under way may take after Ctrl-C
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", nargs="?", default=embedded.MODEL, help="name on the Hugging Face Hub, or a folder (%(default)s)")
     add("--drafter", help="name, folder or hub name; default: what the model ships with")
+    add("--name", help="the model's name for clients (default: MODEL)")
     add("--host", default="127.0.0.1", help="address to listen on; any but this machine's needs --key (%(default)s)")
     add("--port", type=port, default=8000, help="(%(default)s)")
     add("--key", help="API key that clients must send; or set MMSPEC_API_KEY, which `ps` does not show")
@@ -64,7 +66,10 @@ def _serve(args: argparse.Namespace, key: str | None) -> None:
     limits = MediaLimits(args.max_pixels, args.max_bytes, SECONDS, max_area=area_for(AUTO, engine)[0])
     batches = AsyncBatcher(engine.batcher(args.batch_size or engine.suggest_rows()), engine.processor)
     with batches as worker, PictureLoader(limits, args.allow_http) as pictures:
-        shown = (args.model, args.max_new_tokens, args.temperature, args.queue, args.max_bytes, key)
+        shown = (args.name or args.model, args.max_new_tokens, args.temperature, args.queue, args.max_bytes, key)
         app = http.build(http.Service(engine, worker, pictures, *shown))
         print(f"{args.model} is at http://{args.host}:{args.port}/v1 (Ctrl-C ends it)", flush=True)
-        uvicorn.run(app, host=args.host, port=args.port, log_level="warning", timeout_keep_alive=http.KEEP_ALIVE)
+        uvicorn.run(
+            app, host=args.host, port=args.port, log_level="warning", timeout_keep_alive=http.KEEP_ALIVE,
+            timeout_graceful_shutdown=LAST,
+        )  # fmt: skip

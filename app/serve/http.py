@@ -26,6 +26,7 @@ from mmspec.pipelines.serving.async_batcher import AnswerPart, AsyncBatcher
 T = TypeVar("T")
 KEEP_ALIVE = 75  # seconds that an idle connection stays open; clients that reuse it wait less between two requests
 UPLOAD = 60.0  # seconds within which a request's body must arrive
+FRESH = {"Cache-Control": "no-cache"}  # of streams
 Part = tuple[str, str | None, dict[str, Any]]  # text; for the last part also the finish reason and usage
 
 
@@ -45,17 +46,23 @@ class Service:
     open: int = 0  # number of open requests
 
     def check_key(self, request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self.key is not None and not secrets.compare_digest(given.encode(), self.key.encode()):
+        given = request.headers.get("authorization", "")
+        if self.key is not None and not secrets.compare_digest(given.encode(), f"Bearer {self.key}".encode()):
             raise ChatError(401, "an API key is required: Authorization: Bearer KEY", None, "invalid_api_key")
+
+    def check_name(self, model: str | None) -> None:
+        if model not in (None, self.name):
+            raise ChatError(404, f"no model {model!r} here; this is {self.name!r}", "model", "model_not_found")
 
     async def chat(self, request: Request) -> ChatRequest:
         """Read a request. ChatError if the queue is full, or the request is too large, late or invalid."""
         if self.open >= self.worker.batches.rows + self.queue:
             raise ChatError(429, f"{self.open} requests are open, the limit; try again later", None, "queue_full")
-        if int(request.headers.get("content-length", -1)) not in range(self.max_bytes + 1):
-            why = f"a request needs a Content-Length of at most {self.max_bytes} bytes (--max-bytes)"
-            raise ChatError(413, f"{why}; send smaller pictures")
+        if (length := request.headers.get("content-length")) is None:
+            raise ChatError(411, "a request needs a Content-Length; send its body as a whole, not in chunks")
+        if int(length) > self.max_bytes:
+            why = f"a request may have {self.max_bytes} bytes (--max-bytes)"
+            raise ChatError(413, f"{why}; got {length}: send smaller pictures")
         self.open += 1
         try:
             async with asyncio.timeout(UPLOAD):
@@ -64,8 +71,7 @@ class Service:
             raise ChatError(408, f"the request has not arrived after {UPLOAD:g} s; send smaller pictures") from error
         finally:
             self.open -= 1
-        if body.model not in (None, self.name):
-            raise ChatError(404, f"no model {body.model!r} here; this is {self.name!r}", "model", "model_not_found")
+        self.check_name(body.model)
         return body
 
     async def answer(self, body: ChatRequest) -> AsyncIterator[Part]:
@@ -89,7 +95,7 @@ class Service:
                 settings["logits_processor"] = [await asyncio.to_thread(json_grammar, self.engine.processor, schema)]
             except (ImportError, ValueError) as error:
                 raise ChatError(400, f"response_format: {error}", "response_format") from error
-        chat = await asyncio.to_thread(body.chat, self.pictures)
+        chat = await body.chat(self.pictures)
         try:
             job = self.engine.threads.submit(lambda processor: inputs_of(processor, [chat]))
             inputs = (await asyncio.wrap_future(job)).to(self.engine.model.dtype)
@@ -130,7 +136,13 @@ def build(service: Service) -> FastAPI:
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, object]:
         service.check_key(request)
-        return {"object": "list", "data": [{"id": service.name, "object": "model", "created": 0, "owned_by": "mmspec"}]}
+        return {"object": "list", "data": [_model(service.name)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> dict[str, object]:
+        service.check_key(request)
+        service.check_name(name)
+        return _model(name)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Any:
@@ -140,7 +152,7 @@ def build(service: Service) -> FastAPI:
         frame = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": service.name}
         if body.stream:
             await _while_connected(request, anext(parts))  # so that errors are sent with their status
-            return StreamingResponse(_events(body, parts, frame), media_type="text/event-stream")
+            return StreamingResponse(_events(body, parts, frame), media_type="text/event-stream", headers=FRESH)
 
         async def whole() -> Part:
             return [part async for part in parts][-1]
@@ -153,6 +165,10 @@ def build(service: Service) -> FastAPI:
     return app
 
 
+def _model(name: str) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "mmspec"}
+
+
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:
     """The result of the work; it is cancelled if the client disconnects, the only message that can still arrive."""
     job, gone = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
@@ -161,6 +177,8 @@ async def _while_connected(request: Request, work: Awaitable[T]) -> T:
         if not job.done():
             raise ChatError(499, "the client has left")
         return job.result()
+    except asyncio.CancelledError:
+        raise ChatError(503, "the server is being ended") from None
     finally:
         job.cancel()
         gone.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import io
@@ -261,13 +262,15 @@ def test_a_stream_goes_on_where_its_row_begins_again(
         assert list(pool.map(one, messages)) == [stock(engine, path) for path in SAMPLES[:2]]
 
 
-def test_a_slow_address_is_given_up_and_keeps_no_decoder() -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_slow_address_is_given_up_and_keeps_no_decoder(whole: bool) -> None:
+    """One that sends its content byte by byte, or its headers."""
     limits = media.MediaLimits(seconds=0.3)
     with socket.create_server(("127.0.0.1", 0)) as there, PictureLoader(limits, True) as pictures:
 
         def drip() -> None:
             with there.accept()[0] as line, contextlib.suppress(OSError):
-                line.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n")
+                line.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n" if whole else b"HTTP/1.1 200 OK\r\nA: ")
                 while True:
                     line.sendall(b"x")
                     time.sleep(0.02)
@@ -275,8 +278,21 @@ def test_a_slow_address_is_given_up_and_keeps_no_decoder() -> None:
         thread = threading.Thread(target=drip)
         thread.start()
         with pytest.raises(media.MediaError, match="not complete after"):
-            pictures.load(f"http://127.0.0.1:{there.getsockname()[1]}/a.png")
+            asyncio.run(pictures.load(f"http://127.0.0.1:{there.getsockname()[1]}/a.png"))
         thread.join()
+
+
+def test_many_pictures_of_clients_that_leave_keep_nobody_waiting(base: str, client: openai.OpenAI) -> None:
+    image = io.BytesIO()
+    Image.new("RGB", (20, 20)).save(image, "PNG")
+    shown = asking(url(image.getvalue()))[0]["content"][:1] * chat.PICTURES
+    for _ in range(8):
+        with pytest.raises(openai.APITimeoutError):
+            ask(client, [{"role": "user", "content": shown}], timeout=0.02)
+    began = time.perf_counter()
+    assert ask(client, [{"role": "user", "content": "Hi"}], max_tokens=1).choices
+    idle(base)
+    assert time.perf_counter() - began < 5
 
 
 def large() -> str:
@@ -298,7 +314,16 @@ BAD = {
     "a large body": (asking(url(b"\0" * 500_000)), {}, 413, "500000 bytes"),
     "an address": (asking("http://127.0.0.1:1/a.png"), {}, 400, "does not open"),
     "a file": (asking("file:///etc/passwd"), {}, 400, "does not open"),
-    "no data": (asking("data:image/png;base64,"), {}, 400, "empty"),
+    "no data": (asking("DATA:image/png;base64,"), {}, 400, "empty"),
+    "no data URL": (asking("data:nothing"), {}, 400, "has a data URL that cannot be read; send it as data:image/jpeg"),
+    "257 pictures": (
+        [{"role": "user", "content": asking("data:,")[0]["content"][:1] * 257}],
+        {},
+        400,
+        "may have 256 pictures; got 257",
+    ),
+    "no URL": ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], {}, 400, "0.image_url.url: F"),
+    "penalty": (asking(large()), {"extra_body": {"repetition_penalty": 1.2}}, 400, "repetition_penalty is not"),
     "no schema": (asking(large()), {"response_format": {"type": "json_schema"}}, 400, "schema is missing"),
     "a wrong schema": (
         asking(url(SAMPLES[0].read_bytes())),
@@ -332,12 +357,14 @@ def test_models_keys_and_strange_addresses(client: openai.OpenAI, base: str, ser
     strange = httpx.get(f"{base}/v1/nothing").json()["error"]
     assert strange["type"] == "invalid_request_error"
     assert strange["message"] == "Not Found"
+    assert httpx.post(f"{base}/v1/chat/completions", content=iter([b"{}"])).status_code == 411
     assert httpx.post(f"{base}/v1/chat/completions", content="{").json()["error"]["message"].startswith("the body")
     service.key = "secret"
     try:
         with pytest.raises(openai.AuthenticationError, match="an API key is required"):
             client.models.list()
-        assert list(client.with_options(api_key="secret").models.list())
+        assert client.with_options(api_key="secret").models.retrieve(embedded.MODEL).id == embedded.MODEL
+        assert httpx.get(f"{base}/v1/models", headers={"Authorization": "secret"}).status_code == 401
     finally:
         service.key = None
 
@@ -356,14 +383,16 @@ def test_null_is_left_out_within_messages_and_formats() -> None:
     text = {"type": "text", "text": "?", "image_url": None}
     body = {"messages": [{"role": "user", "content": [text], "name": None}], "response_format": {"type": "text"}}
     body["response_format"]["json_schema"] = None
-    assert ChatRequest.parse(json.dumps(body).encode()).messages[0].parts[0].text == "?"
+    assert ChatRequest.parse(json.dumps(body).encode()).messages[0].content[0].text == "?"
+    body["messages"] = [{"role": "assistant", "content": None}, *body["messages"]]
+    assert ChatRequest.parse(json.dumps(body).encode()).messages[0].content[0].text == ""
 
 
 @pytest.mark.parametrize(
     ("method", "path", "status", "says"),
     [
         ("GET", "/v1/nothing", 404, "Not Found"),
-        ("GET", "/v1/models/gpt-9", 404, "Not Found"),
+        ("GET", "/v1/models/gpt-9", 404, "no model 'gpt-9' here"),
         ("GET", "/v1/chat/completions", 405, "Method Not Allowed"),
         ("DELETE", "/v1/models", 405, "Method Not Allowed"),
         ("POST", "/v1/chat/completions", 400, "the body: Invalid JSON"),
