@@ -77,21 +77,21 @@ def stream(seed: Tensor, tag: int) -> Tensor:
     return seed if tag == COINS else _hash(seed, torch.full_like(seed, -1 - tag))
 
 
-def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
-    """Gumbel noise of every token at absolute positions, from the row's GUMBEL stream; finite.
+def gumbel(seed: Tensor, position: Tensor, tokens: int | Tensor) -> Tensor:
+    """Gumbel noise of tokens at absolute positions, from the row's GUMBEL stream; finite.
 
     argmax(log p + gumbel) is a draw from p, which does not depend on the rest of the batch.
 
     Args:
         seed: int64 [B].
         position: int64 [B, N].
-        vocab: V.
+        tokens: their ids, int64 [V]; a number V is all ids below it.
 
     Returns:
         float64 [B, N, V] (float32 on MPS).
     """
     cell = _hash(stream(seed, GUMBEL)[:, None], position)[..., None]
-    counter = torch.arange(vocab, device=position.device)
+    counter = tokens if isinstance(tokens, Tensor) else torch.arange(tokens, device=position.device)
     dtype = widest(position.device)
     if dtype == torch.float64:
         return uniform(cell, counter).clamp_(min=2.0**-54).log_().neg_().log_().neg_()

@@ -188,7 +188,8 @@ class BlockDrafter(BlockNetwork):
 
     def _drafted(self, session: SessionView[FeatureMemory], hidden: Tensor, logits: Tensor, drawn: bool) -> Draft:
         pending, q = session.pending[:, None], None
-        noise = self._noise(session) if drawn else None
+        tokens = self.vocab if self.head.ids is None else self.head.ids
+        noise = gumbel(session, tokens) if drawn else None
         if self.options.tree == static_trees.CHAIN:
             below, q, depth = self._chain(pending, hidden, logits, noise)
             tree = chain(depth + 1, below.device).expand(len(below))
@@ -241,11 +242,6 @@ class BlockDrafter(BlockNetwork):
             return at(next(levels), self.head.to_target(tokens))
 
         return at(0, pending)[:, 0], expand
-
-    def _noise(self, session: SessionView[FeatureMemory]) -> Noise:
-        """The noise of each level: that of the target's vocabulary, at the tokens that the drafter knows."""
-        noise, ids = gumbel(session, self.vocab), self.head.ids
-        return noise if ids is None else lambda level: noise(level)[..., ids]
 
     def _spread(self, distributions: Tensor) -> Tensor:
         """Log-distributions [B, N, V_d] over the draft vocabulary as [B, N, V] over the target's."""

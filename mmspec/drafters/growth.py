@@ -137,10 +137,10 @@ def grown(drafter: Grower, session: SessionView, target: Target, f: Tensor, draw
 Noise = Callable[[int], Tensor]  # level → Gumbel noise [B, 1, V_d]
 
 
-def gumbel(session: SessionView, vocab: int) -> Noise:
-    """The noise that draws the tokens at each level below the root."""
+def gumbel(session: SessionView, tokens: int | Tensor) -> Noise:
+    """The noise that draws from these tokens, as in `ops.gumbel`, at each level below the root."""
     seeds = ops.stream(session.seeds, ops.FRESH)
-    return lambda level: ops.gumbel(seeds, session.emitted[:, None] + level, vocab)
+    return lambda level: ops.gumbel(seeds, session.emitted[:, None] + level, tokens)
 
 
 def filled(
