@@ -126,7 +126,7 @@ class Run:
         devices = places(options.devices)
         start: Any = WorkerPool if len(devices) > 1 else SingleWorker
         try:
-            with contextlib.closing(tally), contextlib.closing(start(self.job, devices, outputs.slots)) as workers:
+            with contextlib.closing(start(self.job, devices, outputs.slots)) as workers, tally:
                 workers.run(todo.pending, tally.add)
         except KeyboardInterrupt:
             self._wind_up(tally)

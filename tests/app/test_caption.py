@@ -446,6 +446,8 @@ def test_a_model_that_never_works_ends_the_run(caption, photos: Path, capsys):
         paint(photos / f"more{number}.png")
     assert caption("--model", "broken") == FATAL
     assert "the model fails on every item. RuntimeError: it is broken" in capsys.readouterr().err
+    assert caption("--engine", "quick_engine:nosuch") == FATAL
+    assert "has no attribute 'nosuch'" in (said := capsys.readouterr().err) and "item/s" not in said  # before the bar
     assert not captions() and not Path("captions/failed.jsonl").exists()  # the items are not to blame
 
 
