@@ -22,8 +22,8 @@ from mmspec.app.media.decoder import Decoder, DecoderError
 from mmspec.app.media.items import Item
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaError
+from mmspec.progress import bar
 
-EVERY = 30.0  # seconds between two states of the progress bar in a log
 SHOWN, SIDE = 48, 320  # number of pictures in the HTML page, and pixels of their longer side
 FAILED = 20  # number of failures that it lists
 STYLE = """
@@ -56,8 +56,7 @@ class RunTally:
         self.seconds = 0.0  # wall time, without loading the model
 
     def __enter__(self) -> RunTally:
-        pause = 0.1 if sys.stderr.isatty() else EVERY
-        self._bar = tqdm(total=self.total, unit="item", dynamic_ncols=True, mininterval=pause)
+        self._bar = tqdm(total=self.total, unit="item", **bar())
         return self
 
     def __exit__(self, *_: object) -> None:

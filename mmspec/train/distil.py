@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from mmspec.config import option_names
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.drafters.growth import TargetHead
 from mmspec.drafters.shape import USUAL
+from mmspec.progress import bar
 from mmspec.train import gate
 from mmspec.train.data import TrainingSample, UnreadableError, batches, hold_out, lengths_sorted
 from mmspec.train.muon import Muon
@@ -45,12 +45,6 @@ def optimizers(network: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer
     if others:
         found.append(torch.optim.AdamW(others, lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay))
     return found
-
-
-def bar(wanted: bool) -> dict[str, float]:
-    """tqdm's options for a bar that is live in a terminal, and one line every half minute in a log."""
-    every = 0.1 if sys.stderr.isatty() else 30.0
-    return {"disable": not wanted, "mininterval": every, "maxinterval": max(10.0, every)}
 
 
 def finite(loss: float, step: int) -> float:
@@ -254,7 +248,8 @@ class Distillation:
                     self.curve.append({"step": self.step, "loss": loss, "held_out_tau": tau})
                     what = f"held-out tau {tau:.2f} (chain of {self.recipe.unroll})"
                     tqdm.write(f"step {self.step}: loss {loss:.3f}, {what}")
-                steps.set_postfix(loss=f"{loss:.3f}", tau=f"{expected_tokens(agree):.2f}", held_out_tau=f"{tau:.2f}")
+                taus = {"tau": f"{expected_tokens(agree):.2f}", "held_out_tau": f"{tau:.2f}"}
+                steps.set_postfix(loss=f"{loss:.3f}", **taus, refresh=False)
                 steps.update()
                 if time.monotonic() - saved > save_every or self.step == self.recipe.steps:
                     self.save()

@@ -16,9 +16,10 @@ from tqdm import tqdm
 
 from mmspec.config import Options
 from mmspec.drafters.heads import HeadsDrafter, HeadsMemory, View
+from mmspec.progress import bar
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.train.data import TrainingSample
-from mmspec.train.distil import Distillation, bar, finite
+from mmspec.train.distil import Distillation, finite
 from mmspec.train.stop import Stop
 from mmspec.train.trace import Teaches
 from mmspec.types import Draft, Prompt
@@ -152,7 +153,7 @@ class HeadsTraining(Distillation):
                         self.seconds += time.process_time() - began
                         self.step += 1
                         finite(loss, self.step)
-                        steps.set_postfix(loss=f"{loss:.3f}")
+                        steps.set_postfix(loss=f"{loss:.3f}", refresh=False)
                         steps.update()
                         if stop.asked():
                             break
