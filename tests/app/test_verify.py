@@ -138,7 +138,7 @@ def test_a_model_that_cannot_be_accelerated(
 
 
 def test_no_picture(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["verify", str(tmp_path / "absent.png"), "--model", str(folder), "--drafter", "ngram"]) == 1
+    assert cli.main(["verify", str(tmp_path / "absent.png"), "--model", "nosuch"]) == 1  # read before the model
     assert "absent.png" in capsys.readouterr().err
     assert cli.main(["verify", str(tmp_path), "--model", str(folder), "--drafter", "ngram"]) == 1
     assert "is a folder, not an image; name a picture in it" in capsys.readouterr().err
