@@ -48,7 +48,7 @@ class CaptionResult:
             `max_new_tokens`.
         further: the answers to the further prompts.
         scores: mean log-probability per token for each answer, in the order of the prompts; empty unless requested.
-        error: why there is no text; None if there is one.
+        error: why there is no caption; None if there is one. JSON that was cut off is none, but keeps its text.
     """
 
     ticket: Hashable
@@ -142,15 +142,16 @@ class Captioner:
 
     def _result(self, item: _Item, end: FinishedPrompt) -> CaptionResult:
         """The answer to one prompt."""
-        finish, error = "length" if end.cut else "stop", end.error
-        if end.cut and "logits_processor" in self._batches.generation:
-            error = error or ValueError(f"no complete JSON in {len(end.tokens)} tokens; raise --max-new-tokens")
         scores = () if end.logprob is None else (round(end.logprob / max(1, len(end.tokens)), 6),)
-        result = CaptionResult(item.ticket, "", len(end.tokens), end.seconds, error, scores=scores)
-        if error:
+        result = CaptionResult(item.ticket, "", len(end.tokens), end.seconds, end.error, scores=scores)
+        if end.error:
             return result
         [text] = self._threads.processor.batch_decode([end.tokens], skip_special_tokens=True)
-        return replace(result, text=text.strip(), finish=finish)
+        result = replace(result, text=text.strip(), finish="length" if end.cut else "stop")
+        if end.cut and "logits_processor" in self._batches.generation:
+            error = ValueError(f"no complete JSON in {len(end.tokens)} tokens; raise --max-new-tokens")
+            return replace(result, error=error)
+        return result
 
 
 def _joined(results: list[CaptionResult]) -> CaptionResult:

@@ -73,7 +73,8 @@ class Parser(argparse.ArgumentParser):
             self.exit(2)
         known, strange = super().parse_known_args(args, namespace)
         if strange:
-            self.error(f"unrecognized arguments: {' '.join(strange)}")
+            stray = "--model" in self._option_string_actions and not strange[0].startswith("-")
+            self.error(f"unrecognized arguments: {' '.join(strange)}" + "; name a model by --model" * stray)
         return known, strange
 
     def error(self, message: str) -> NoReturn:

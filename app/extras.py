@@ -1,4 +1,4 @@
-"""Cores, processes and packages of this machine, and an error; none imports torch."""
+"""Cores, processes, signals and packages of this machine, and an error; none imports torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
@@ -20,6 +20,21 @@ class EngineError(Exception):
 def say(line: str) -> None:
     """Print progress to stderr."""
     print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Treat the first SIGTERM inside the block as Ctrl-C; ignore later ones, so that the run can finish up."""
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def cores() -> int:

@@ -16,6 +16,7 @@ import torch
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, load_quietly
 from mmspec.app.embedded import resolve
 from mmspec.app.enabling import value_of
+from mmspec.app.extras import terminable
 from mmspec.app.files import write_whole
 from mmspec.app.media.decoder import HELP, USUAL, VideoReader
 from mmspec.app.media.video import FramePolicy
@@ -253,12 +254,17 @@ def run(args: argparse.Namespace) -> int:
         words = (word.partition("=") for word in args.draw)
         drawing = {name: value_of(text) for name, _, text in words} if own else _values("--draw", args.draw, DRAW)
         model, processor = _opened(args.target, draws(args.target, args.data), find_device(args.device))
-        train(
-            model, processor, args.method, args.data, args.out, recipe, shape=shape, limit=args.limit,
-            text=None if args.text == "none" else args.text, answers=args.answers, keep=args.keep,
-            frames=args.video_frames, drawing=drawing,
-        )  # fmt: skip
+        with terminable():
+            train(
+                model, processor, args.method, args.data, args.out, recipe, shape=shape, limit=args.limit,
+                text=None if args.text == "none" else args.text, answers=args.answers, keep=args.keep,
+                frames=args.video_frames, drawing=drawing,
+            )  # fmt: skip
     except (ValueError, EngineError, OSError) as error:  # OSError: no such target or data set, a full disk
         print(f"mmspec train: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt as stop:
+        said = ", ".join(filter(None, ["stopped", str(stop)]))
+        print(f"\nmmspec train: {said}; run the same command again to resume", file=sys.stderr)
+        return 130
     return 0

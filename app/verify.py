@@ -36,12 +36,12 @@ def run(args: argparse.Namespace) -> int:
 
     drafter = args.drafter or embedded.drafter(args.model)
     try:
-        options = enabling.given(args.enable, drafter)
+        options, picture = enabling.given(args.enable, drafter), media.load_image(args.image)
         loaded = engines.load(args.model, drafter, args.device, args.dtype, args.max_new_tokens, 0.0, **options)
         if loaded.drafter is None:
             why = "; ".join(loaded.notes) or "no drafter was given"
             raise UnsupportedError(f"{args.model} is not accelerated, so there is nothing to compare: {why}")
-        inputs = chat_inputs(loaded.processor, [args.prompt], [[media.load_image(args.image)]])
+        inputs = chat_inputs(loaded.processor, [args.prompt], [[picture]])
         report = mmspec.verify(loaded.model, inputs.to(loaded.model.device, loaded.model.dtype), args.max_new_tokens)
     except (enabling.EnableError, EngineError, media.MediaError, UnsupportedError) as error:
         print(f"mmspec verify: {error}", file=sys.stderr)

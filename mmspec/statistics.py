@@ -6,6 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+SHOWN = {  # of a drafter's statistics: what the text calls them, and the unit there
+    "rows": ("tokens in its KV cache", 1),
+    "visual rows before": ("visual tokens", 1),
+    "visual rows": ("after compression", 1),
+    "memory bytes": ("MiB of keys and values", 2**20),
+}
+
 
 @dataclass
 class Stats:
@@ -107,7 +114,8 @@ class Stats:
     def _read(self) -> str:
         """The drafter's statistics per prompt."""
         prompts = self.drafter.get("prompts", 0)
-        each = ", ".join(f"{value / prompts:.4g} {name}" for name, value in self.drafter.items() if name != "prompts")
+        told = [(*SHOWN.get(name, (name, 1)), value) for name, value in self.drafter.items() if name != "prompts"]
+        each = ", ".join(f"{value / prompts / unit:.4g} {name}" for name, unit, value in told)
         return f"; the drafter's prompt: {each}" if prompts else ""
 
     def _reused(self) -> str:

@@ -25,7 +25,7 @@ def number(value: float | Record | None, form: str) -> str:
 
 OWN: dict[str, Callable[[Record], str]] = {  # fields with their own format
     "drafter_visual_rows": lambda r: number(r["drafter_visual_rows"], f"{{:.0f}}/{r.get('visual_tokens') or 0:.0f}"),
-    "lossless": lambda r: {True: "kept", False: "bent", None: "-"}[r["lossless"]],
+    "lossless": lambda r: {True: "kept", False: "changed", None: "-"}[r["lossless"]],
     "shares": lambda r: number(r["shares"], "{0[draft]:.0%} {0[verify]:.0%} {0[other]:.0%}").replace("%", ""),
     "spent": lambda r: number(None if r["lossless"] else r["spent"], f"{{:.2f}} ({r.get('spent_max') or 0:.2f})"),
     "exact_seed": lambda r: number(r["identical_rate"] if r["exact_seed"] else None, "{:.0%}"),

@@ -58,8 +58,11 @@ def conditions(parser: argparse.ArgumentParser, batch: list[int], temperature: l
     drafters.configure(parser, " beside ngram")
     add("--without", nargs="+", default=[], metavar="PATTERN", help="leave these out, such as stock-static 'eagle*'")
     questions.configure(parser)
-    add("--batch", type=count, nargs="+", default=batch, help="rows per call; several are measured in turn")
-    add("--temperature", type=from_zero, nargs="+", default=temperature, help="0 is greedy; several likewise")
+    usual = [" ".join(f"{value:g}" for value in values) for values in (batch, temperature)]
+    add("--batch", type=count, nargs="+", default=batch, help="rows per call; several are measured in turn (default: "
+        f"{usual[0]})")  # fmt: skip
+    add("--temperature", type=from_zero, nargs="+", default=temperature, help="0 is greedy; several likewise (default: "
+        f"{usual[1]})")  # fmt: skip
     add("--max-new-tokens", type=count, default=tokens, metavar="N", help="per answer (default: %(default)s)")
     where(parser)
 
@@ -115,10 +118,12 @@ def measure(
     outcome.provenance = provenance(bench.model.device, bench.model.dtype) | {"model": args.model}
     outcome.provenance |= {"data": [*map(str, args.data)]} if args.data else {}
     some = asked(args, not text_alone(bench.processor))
+    number, cells = itertools.count(1), len(args.batch) * len(args.temperature) * len(some)
     for batch, heat in [(batch, heat) for batch in args.batch for heat in args.temperature]:
         ready = tuned(bench, chosen, VlmCell(batch, heat))
         for shown, group in some.items():
             cell = VlmCell(batch, heat, shown)
+            say(f"cell {next(number)} of {cells}: {cell}; {len(ready)} methods on {len(group)} questions")
             records = measure_cell(bench, cell, ready, group)
             outcome.records += records
             speeds = [f"{r['method']} {r['speedup_e2e']:.2f}x" for r in records if r["n"] and r["category"] == "all"]

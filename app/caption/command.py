@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from mmspec.app.caption.report import RunTally, plain
 from mmspec.app.caption.run import FatalError, Job
 from mmspec.app.caption.workers import SingleWorker, WorkerPool, places
 from mmspec.app.enabling import EnableError
+from mmspec.app.extras import terminable
 from mmspec.app.files import write_whole
 from mmspec.app.media.inputs import Inputs, open_inputs
 from mmspec.app.media.remote import is_address
@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        with _terminable():
+        with terminable():
             options = settings.resolve(args)
             return _caption(options)
     except (MediaError, PromptError, SettingsError, OutputError, FatalError, EnableError) as error:
@@ -52,21 +52,6 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         print(f"mmspec caption: {error}; all finished captions are saved", file=sys.stderr)
         return FATAL
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Treat the first SIGTERM inside the block as Ctrl-C; ignore later ones, so that the run can finish up."""
-
-    def stop(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _caption(options: Options) -> int:
@@ -141,7 +126,7 @@ class Run:
         devices = places(options.devices)
         start: Any = WorkerPool if len(devices) > 1 else SingleWorker
         try:
-            with contextlib.closing(tally), contextlib.closing(start(self.job, devices, outputs.slots)) as workers:
+            with contextlib.closing(start(self.job, devices, outputs.slots)) as workers, tally:
                 workers.run(todo.pending, tally.add)
         except KeyboardInterrupt:
             self._wind_up(tally)

@@ -22,8 +22,8 @@ from mmspec.app.media.decoder import Decoder, DecoderError
 from mmspec.app.media.items import Item
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaError
+from mmspec.progress import bar
 
-EVERY = 30.0  # seconds between two states of the progress bar in a log
 SHOWN, SIDE = 48, 320  # number of pictures in the HTML page, and pixels of their longer side
 FAILED = 20  # number of failures that it lists
 STYLE = """
@@ -40,6 +40,8 @@ pre{overflow:auto}
 
 @dataclass
 class RunTally:
+    """Counts of a run; inside its `with` block they have a progress bar."""
+
     total: int
     quiet: bool = False
     items: int = 0  # finished, captioned or failed
@@ -52,8 +54,13 @@ class RunTally:
     def __post_init__(self) -> None:
         self._begun = 0.0
         self.seconds = 0.0  # wall time, without loading the model
-        pause = 0.1 if sys.stderr.isatty() else EVERY
-        self._bar = tqdm(total=self.total, unit="item", disable=not self.total, dynamic_ncols=True, mininterval=pause)
+
+    def __enter__(self) -> RunTally:
+        self._bar = tqdm(total=self.total, unit="item", **bar())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
 
     def add(self, record: Record) -> None:
         """Count an item, which is on the disk already; the clock starts when the first answer was begun."""
@@ -73,9 +80,6 @@ class RunTally:
             tqdm.write(f"failed: {plain(record['message'])}", file=sys.stderr)
         self._bar.set_postfix_str(f"{self.tokens / max(self.seconds, 1e-9):.0f} tokens/s", refresh=False)
         self._bar.update()
-
-    def close(self) -> None:
-        self._bar.close()
 
     @property
     def counted(self) -> str:

@@ -233,7 +233,7 @@ def curves(records: Sequence[Record]) -> dict[str, list[Record]]:
     lines: dict[str, list[Record]] = {}
     for record in records:
         if record["suite"] == QUALITY and record["fd_ar"] is not None:
-            single = "distribution kept" if record["lossless"] else "distribution bent"
+            single = "distribution kept" if record["lossless"] else "distribution changed"
             lines.setdefault(record["family"] or single, []).append(record)
     return {name: sorted(some, key=lambda r: r["compression"]) for name, some in lines.items()}
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,11 +24,13 @@ from mmspec.config import option_names
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.drafters.growth import TargetHead
 from mmspec.drafters.shape import USUAL
+from mmspec.progress import bar
 from mmspec.train import gate
 from mmspec.train.data import TrainingSample, UnreadableError, batches, hold_out, lengths_sorted
 from mmspec.train.muon import Muon
 from mmspec.train.objective import expected_tokens, losses
 from mmspec.train.recipes import Recipe
+from mmspec.train.stop import Stop
 from mmspec.train.trace import Lesson, Teaches, Trace
 
 
@@ -44,12 +45,6 @@ def optimizers(network: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer
     if others:
         found.append(torch.optim.AdamW(others, lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay))
     return found
-
-
-def bar(wanted: bool) -> dict[str, float]:
-    """tqdm's options for a bar that is live in a terminal, and one line every half minute in a log."""
-    every = 0.1 if sys.stderr.isatty() else 30.0
-    return {"disable": not wanted, "mininterval": every, "maxinterval": max(10.0, every)}
 
 
 def finite(loss: float, step: int) -> float:
@@ -224,7 +219,11 @@ class Distillation:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def run(self, save_every: float = 300.0, measure_every: int = 250) -> float:
-        """Train to the recipe's end, from the last checkpoint if there is one; returns the held-out τ."""
+        """Train to the recipe's end, from the last checkpoint if there is one; returns the held-out τ.
+
+        Raises:
+            KeyboardInterrupt: it was asked to stop; after a step the checkpoint is that of this step.
+        """
         held_out, shown = self.lesson(self.held_out, "held-out"), self.lesson(self.samples, "train")
         text = self.lesson(self.texts, "text") if self.recipe.texts else None
         if self.drafter.head.own:
@@ -237,22 +236,27 @@ class Distillation:
         steps = tqdm(total=self.recipe.steps, initial=self.step, desc="train", **bar(wanted))
         saved = time.monotonic()
         tau = self.measure(held_out) if self.step else 1.0
-        for trace in self._traces(shown, text):
-            began = time.process_time()
-            loss, agree = self.update(trace)
-            self.seconds += time.process_time() - began
-            self.step += 1
-            finite(loss, self.step)
-            if self.step % measure_every == 0 or self.step == self.recipe.steps:
-                tau = self.measure(held_out)
-                self.curve.append({"step": self.step, "loss": loss, "held_out_tau": tau})
-                tqdm.write(f"step {self.step}: loss {loss:.3f}, held-out tau {tau:.2f} (chain of {self.recipe.unroll})")
-            steps.set_postfix(loss=f"{loss:.3f}", tau=f"{expected_tokens(agree):.2f}", held_out_tau=f"{tau:.2f}")
-            steps.update()
-            if time.monotonic() - saved > save_every or self.step == self.recipe.steps:
-                self.save()
-                saved = time.monotonic()
-        steps.close()
+        with Stop(self.accelerator) as stop, steps:
+            for trace in self._traces(shown, text):
+                began = time.process_time()
+                loss, agree = self.update(trace)
+                self.seconds += time.process_time() - began
+                self.step += 1
+                finite(loss, self.step)
+                if self.step % measure_every == 0 or self.step == self.recipe.steps:
+                    tau = self.measure(held_out)
+                    self.curve.append({"step": self.step, "loss": loss, "held_out_tau": tau})
+                    what = f"held-out tau {tau:.2f} (chain of {self.recipe.unroll})"
+                    tqdm.write(f"step {self.step}: loss {loss:.3f}, {what}")
+                taus = {"tau": f"{expected_tokens(agree):.2f}", "held_out_tau": f"{tau:.2f}"}
+                steps.set_postfix(loss=f"{loss:.3f}", **taus, refresh=False)
+                steps.update()
+                if time.monotonic() - saved > save_every or self.step == self.recipe.steps:
+                    self.save()
+                    saved = time.monotonic()
+                if stop.asked():
+                    self.save()
+                    raise self.stopped()
         if gate.learns_after(self.drafter, self.recipe):
             traces = (shown.trace([i]) for i in range(min(len(shown.samples), self.recipe.gate_samples)))
             with self.computing():
@@ -342,6 +346,10 @@ class Distillation:
         torch.save(state, part)
         os.replace(part, self.checkpoint)
 
+    def stopped(self) -> KeyboardInterrupt:
+        """What ends a run that was asked to stop, and has saved its last step."""
+        return KeyboardInterrupt(f"step {self.step} of {self.recipe.steps} is saved")
+
     def stored(self, device: str | torch.device, mmap: bool = False) -> dict[str, Any] | None:
         """The checkpoint in `out`, if there is one.
 
@@ -387,3 +395,5 @@ class Distillation:
         self.accelerator.unwrap_model(self.network).load_state_dict(state["drafter"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
+        if self.accelerator.is_main_process:
+            tqdm.write(f"resumes at step {self.step} of {self.recipe.steps}")

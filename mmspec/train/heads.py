@@ -16,9 +16,11 @@ from tqdm import tqdm
 
 from mmspec.config import Options
 from mmspec.drafters.heads import HeadsDrafter, HeadsMemory, View
+from mmspec.progress import bar
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.train.data import TrainingSample
-from mmspec.train.distil import Distillation, bar, finite
+from mmspec.train.distil import Distillation, finite
+from mmspec.train.stop import Stop
 from mmspec.train.trace import Teaches
 from mmspec.types import Draft, Prompt
 
@@ -112,7 +114,7 @@ class Rounds:
 
 
 class HeadsTraining(Distillation):
-    """One training run of heads, in one process; it resumes after the last finished part.
+    """One training run of heads, in one process; it resumes after the last finished part, or where it was stopped.
 
     The loss is the total variation between the distributions, since a guess made with the target's own noise is right
     about as often as they overlap, plus a tenth of the cross-entropy; guesses that are not the target's own weigh more.
@@ -132,28 +134,33 @@ class HeadsTraining(Distillation):
                 "that are held out, so give more prompts"
             )
         self.resume()
-        each, path = -(-self.recipe.steps // PARTS), self.out / "rounds.pt"  # rounds of the finished parts
-        done = sum(len(self.samples[part::PARTS]) for part in range(self.step // max(1, each)))
-        rounds = Rounds.load(path).first(done) if self.step else None  # a part whose steps were not saved comes again
-        steps = tqdm(total=self.recipe.steps, initial=self.step, desc="train", **bar(True))
-        while self.step < self.recipe.steps:
-            part = self.step // each
-            new, tau = self._drawn(self.samples[part::PARTS], part)
-            rounds = new if rounds is None else rounds.join(new)
-            tqdm.write(f"step {self.step}: {tau:.2f} tokens of a picture per forward")
-            for step in range(self.step, min((part + 1) * each, self.recipe.steps)):
-                began = time.process_time()
-                chosen = torch.Generator().manual_seed(self.recipe.seed * 100003 + step)
-                rows = torch.randint(len(rounds.picture), (self.recipe.batch,), generator=chosen)
-                loss = self.learn(*rounds.batch(rows, self.accelerator.device))
-                self.seconds += time.process_time() - began
-                self.step += 1
-                finite(loss, self.step)
-                steps.set_postfix(loss=f"{loss:.3f}")
-                steps.update()
-            rounds.save(path)
-            self.save()
-        steps.close()
+        each, path = -(-self.recipe.steps // PARTS), self.out / "rounds.pt"  # rounds of all parts that have saved steps
+        drawn = sum(len(self.samples[part::PARTS]) for part in range(-(-self.step // max(1, each))))
+        rounds = Rounds.load(path).first(drawn) if self.step else None  # a part of which no step was saved comes again
+        with tqdm(total=self.recipe.steps, initial=self.step, desc="train", **bar(True)) as steps:
+            while self.step < self.recipe.steps:
+                part = self.step // each
+                if rounds is None or self.step % each == 0:
+                    new, tau = self._drawn(self.samples[part::PARTS], part)
+                    rounds = new if rounds is None else rounds.join(new)
+                    tqdm.write(f"step {self.step}: {tau:.2f} tokens of a picture per forward")
+                with Stop(self.accelerator) as stop:
+                    for step in range(self.step, min((part + 1) * each, self.recipe.steps)):
+                        began = time.process_time()
+                        chosen = torch.Generator().manual_seed(self.recipe.seed * 100003 + step)
+                        rows = torch.randint(len(rounds.picture), (self.recipe.batch,), generator=chosen)
+                        loss = self.learn(*rounds.batch(rows, self.accelerator.device))
+                        self.seconds += time.process_time() - began
+                        self.step += 1
+                        finite(loss, self.step)
+                        steps.set_postfix(loss=f"{loss:.3f}", refresh=False)
+                        steps.update()
+                        if stop.asked():
+                            break
+                    rounds.save(path)
+                    self.save()
+                    if stop.asked():
+                        raise self.stopped()
         return self._drawn(self.held_out, PARTS)[1]
 
     def _drawn(self, samples: Sequence[TrainingSample], part: int) -> tuple[Rounds, float]:

@@ -314,11 +314,14 @@ def test_the_engine_tells_a_cut_from_an_end(drafter: str, truly, model: Path, mo
 
 
 def test_a_log_has_the_state_of_the_bar_now_and_then(caption, monkeypatch: pytest.MonkeyPatch, capsys):
-    from mmspec.app.caption import report
+    from mmspec import progress
 
-    assert caption("--quiet") == OK and "2/4" not in capsys.readouterr().err  # too short for one
-    monkeypatch.setattr(report, "EVERY", 0.0)
-    assert caption("--no-resume", "--quiet") == OK and "2/4 [" in capsys.readouterr().err
+    assert caption() == OK and "2/4" not in capsys.readouterr().err  # too short for one
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    assert caption("--no-resume") == OK
+    said = capsys.readouterr()
+    assert "2/4 [" in said.err and "\r" not in said.err + said.out  # each state is a line
+    assert all("/4 [" in line for line in said.err.splitlines())
 
 
 def test_subfolders_that_are_not_looked_into_are_named(caption, photos: Path, capsys: pytest.CaptureFixture):
@@ -446,6 +449,8 @@ def test_a_model_that_never_works_ends_the_run(caption, photos: Path, capsys):
         paint(photos / f"more{number}.png")
     assert caption("--model", "broken") == FATAL
     assert "the model fails on every item. RuntimeError: it is broken" in capsys.readouterr().err
+    assert caption("--engine", "quick_engine:nosuch") == FATAL
+    assert "has no attribute 'nosuch'" in (said := capsys.readouterr().err) and "item/s" not in said  # before the bar
     assert not captions() and not Path("captions/failed.jsonl").exists()  # the items are not to blame
 
 

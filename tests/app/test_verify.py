@@ -130,6 +130,16 @@ def test_refusals(folder: Path, words: list[str], told: str, capsys: pytest.Capt
     assert verify(folder, *words) == 1 and told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("words", "hint"), [(["photo.png"], True), (["--size", "3"], False)])
+def test_a_model_that_is_not_named_by_its_option(
+    folder: Path, words: list[str], hint: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        verify(folder, *words)
+    said = capsys.readouterr().err
+    assert f"unrecognized arguments: {' '.join(words)}" in said and ("; name a model by --model" in said) == hint
+
+
 def test_a_model_that_cannot_be_accelerated(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,7 +148,7 @@ def test_a_model_that_cannot_be_accelerated(
 
 
 def test_no_picture(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["verify", str(tmp_path / "absent.png"), "--model", str(folder), "--drafter", "ngram"]) == 1
+    assert cli.main(["verify", str(tmp_path / "absent.png"), "--model", "nosuch"]) == 1  # read before the model
     assert "absent.png" in capsys.readouterr().err
     assert cli.main(["verify", str(tmp_path), "--model", str(folder), "--drafter", "ngram"]) == 1
     assert "is a folder, not an image; name a picture in it" in capsys.readouterr().err

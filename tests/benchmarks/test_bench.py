@@ -256,7 +256,12 @@ def test_a_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert cells["hf-prompt-lookup", 1, 0.0]["n"] == 2
     assert cells["hf-prompt-lookup", 2, 0.0]["n"] == 0 and "batch > 1" in cells["hf-prompt-lookup", 2, 0.0]["note"]
     assert found["provenance"]["model"] == str(model) and found["provenance"]["seconds"] > 0
-    assert "ngram" in capsys.readouterr().out and "| ngram |" in written["markdown"].read_text()
+    said = capsys.readouterr()
+    assert [line for line in said.err.splitlines() if line.startswith("cell ")] == [
+        f"cell {number} of 4: batch {batch}, temperature {heat}, short prompt; 3 methods on 2 questions"
+        for number, (batch, heat) in enumerate(((1, 0), (1, 1), (2, 0), (2, 1)), 1)
+    ]
+    assert "ngram" in said.out and "| ngram |" in written["markdown"].read_text()
 
 
 def test_tunes_a_feature_drafter_and_survives_a_failing_path(

@@ -27,7 +27,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     for i in range(3):
         scenes.render(scenes.draw(np.random.default_rng(i))).save(folder / "examples" / f"{i}.png")
     table = "| method | distribution | speedup | decode only | vs best | forwards | tokens/forward | same image |\n"
-    table += "|---" * 8 + "|\n| jacobi+scaled | bent" + " | 1.00x (1.00-1.00)" * 6 + " |\n"
+    table += "|---" * 8 + "|\n| jacobi+scaled | changed" + " | 1.00x (1.00-1.00)" * 6 + " |\n"
     (folder / "results" / "image.md").write_text(table)
     (folder / "results" / "drafters.md").write_text(table.replace("jacobi+scaled", "ngram"))
     model = tiny_llava.save(folder / "model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -516,7 +517,7 @@ def test_training_lowers_the_loss_and_raises_tau(tmp_path: Path) -> None:
 
 
 def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
-    goes_on(distilling, tmp_path, "update", 3)
+    goes_on(distilling, tmp_path, "update", 3, signal.SIGTERM)
 
 
 def test_the_command_trains_for_a_pipelines_folder(tmp_path: Path) -> None:

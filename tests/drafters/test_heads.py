@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -155,8 +156,9 @@ def training(out: Path, recipe: Any = RECIPE, prompts: int = 13) -> HeadsTrainin
     made = build_for_pictures("heads", pipe, intermediate=24, columns=7, window=8)
     assert isinstance(made, HeadsDrafter) and made.config.streams == 2
     teacher = ImageTeacher(pipe, made.features)
-    teacher.__enter__()
-    return HeadsTraining(made, teacher, tiny_llamagen.samples(prompts), recipe, out, accelerator=Accelerator())
+    samples = tiny_llamagen.samples(prompts)
+    teacher.__enter__().open(samples[0])
+    return HeadsTraining(made, teacher, samples, recipe, out, accelerator=Accelerator())
 
 
 def test_training_raises_what_a_forward_gives(tmp_path: Path) -> None:
@@ -167,10 +169,12 @@ def test_training_raises_what_a_forward_gives(tmp_path: Path) -> None:
     assert run.learn(*rounds.batch(torch.arange(len(rounds.picture)), run.accelerator.device)) < 0.9 * loss
 
 
-@pytest.mark.parametrize(("part", "at"), [("learn", 6), ("save", 8)])
-def test_a_stopped_run_goes_on_to_the_same_weights(part: str, at: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("part", "at", "by"), [("learn", 6, None), ("learn", 6, signal.SIGINT), ("save", 8, None)])
+def test_a_stopped_run_goes_on_to_the_same_weights(
+    part: str, at: int, by: signal.Signals | None, tmp_path: Path
+) -> None:
     """It stops in the second part of three, or at its end, when its rounds are written and its weights are not."""
-    goes_on(training, tmp_path, part, at)
+    goes_on(training, tmp_path, part, at, by)
 
 
 def test_each_part_needs_a_picture(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ INSIDE = {  # the order inside mmspec/: each part imports only its own rank and 
     "protocols": 0,
     "rules": 0,
     "statistics": 0,
+    "progress": 0,
     "session": 0,
     "config": 0,
     "registry": 0,

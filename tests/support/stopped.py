@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ import pytest
 import torch
 
 
-def goes_on(begin: Callable[[Path], Any], folder: Path, part: str, at: int, **how: Any) -> None:
+def goes_on(
+    begin: Callable[[Path], Any], folder: Path, part: str, at: int, by: signal.Signals | None = None, **how: Any
+) -> None:
     """Asserts that a run which is interrupted in a step ends with the weights of one that is not.
 
     Args:
         begin: a run of a folder, new or begun before.
-        part: the method of a run that makes a step; it is interrupted in that of step `at`, which is not made.
+        part: the method of a run that makes a step; it is interrupted in that of step `at`.
+        by: a signal, after which the step is made and saved; None: the run is killed, and the step not made.
         how: what a run is told.
     """
     whole, first = begin(folder / "whole"), begin(folder / "parts")
@@ -24,13 +28,13 @@ def goes_on(begin: Callable[[Path], Any], folder: Path, part: str, at: int, **ho
 
     def stopping(*given: Any) -> Any:
         if first.step == at:
-            if part == "update":
-                first.save()
-            raise KeyboardInterrupt
+            if by is None:
+                raise KeyboardInterrupt
+            signal.raise_signal(by)
         return step(*given)
 
     setattr(first, part, stopping)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=f"step {at + 1} of" if by else None):
         first.run(**how)
     second = begin(folder / "parts")
     second.run(**how)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import signal
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -35,6 +36,7 @@ from mmspec.train import data, gate
 from mmspec.train.data import TrainingSample
 from mmspec.train.distil import Distillation, expected_tokens, losses
 from mmspec.train.recipes import MSD, RECIPES, VISPEC, Recipe
+from mmspec.train.stop import Stop
 from mmspec.train.trace import Trace
 
 RECIPE = Recipe(
@@ -156,7 +158,16 @@ def test_a_drafter_that_returns_the_targets_features_has_no_loss_to_learn(questi
 
 
 def test_a_stopped_run_goes_on_to_the_same_weights(questions: Path, tmp_path: Path) -> None:
-    goes_on(lambda out: _run(out, questions), tmp_path, "update", 3, measure_every=3)
+    goes_on(lambda out: _run(out, questions), tmp_path, "update", 3, signal.SIGINT, measure_every=3)
+
+
+def test_a_second_ctrl_c_stops_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), Stop(Accelerator()) as stop:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            assert stop.asked() == stop.noted
+            signal.raise_signal(number)
+    assert stop.noted and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert capfd.readouterr().err.count("stopping after this step; Ctrl-C again stops at once") == 1
 
 
 def test_another_recipe_does_not_take_over_a_run(
@@ -365,6 +376,20 @@ def test_the_command_says_what_is_wrong(
     assert cli.main([*base, "--out", str(tmp_path / "run"), *words]) == 1
     last = capsys.readouterr().err.splitlines()[-1]  # below the bars of what was loaded
     assert last.startswith("mmspec train: ") and told in last
+
+
+def test_a_signal_stops_the_command_after_its_step_and_the_same_command_resumes(
+    tmp_path: Path, questions: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "--target", str(tiny_llava.save(tmp_path / "model")), "--data", str(questions), "--device", "cpu"]
+    words += ["--out", str(tmp_path / "run"), "--set", "steps=4", "batch=2", "held_out=4", "max_new_tokens=8"]
+    for part, told in (("answers", "stopped; run"), ("update", "stopped, step 1 of 4 is saved; run")):
+        own = getattr(Distillation, part)
+        with monkeypatch.context() as patch:
+            patch.setattr(Distillation, part, lambda *args, own=own: signal.raise_signal(signal.SIGTERM) or own(*args))
+            assert cli.main(words) == 130
+        assert capsys.readouterr().err.endswith(f"mmspec train: {told} the same command again to resume\n")
+    assert cli.main(words) == 0 and "resumes at step 1 of 4" in capsys.readouterr().out
 
 
 def test_drawn_scenes_and_folders_are_sources(questions: Path) -> None:
