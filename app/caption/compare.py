@@ -66,14 +66,14 @@ class Sampled:
 
 
 def _timed(engine: Engine, rows: int, shown: list[Shown], stock: bool = False) -> tuple[list[str], float]:
-    """The texts in order, and the wall time, after a warm-up."""
+    """The texts in order, and the wall time, after a warm-up on the same requests, which compiles what is compiled."""
     texts: dict[Any, str] = {}
-    for requests, most in ((shown[:1], WARM_UP), (shown, engine.settings["max_new_tokens"])):
+    for most in (WARM_UP, engine.settings["max_new_tokens"]):
         settings = engine.settings | {"max_new_tokens": most}
         batcher = StaticBatcher(engine.model, engine.processor, rows, **settings) if stock else None
         captioner = Captioner(batcher or engine.batcher(rows, max_new_tokens=most), engine.threads)
         begun = time.perf_counter()
-        for number, (frames, choice) in enumerate(requests):
+        for number, (frames, choice) in enumerate(shown):
             captioner.add(number, frames, choice)
         while captioner.busy:
             for answer in captioner.step():

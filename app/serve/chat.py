@@ -10,7 +10,8 @@ from mmspec.app.engine import sampling_settings
 from mmspec.app.media.pictures import PictureLoader
 from mmspec.media import MediaError
 
-KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}  # types of errors by status; others are invalid requests
+# types of errors by status; others are invalid requests
+KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 PICTURES = 256  # maximum number of pictures in a request
 NEUTRAL: dict[str, tuple[object, ...]] = {  # unsupported fields → values that have no effect, besides null
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},), "tools": ([],), "functions": ([],),
