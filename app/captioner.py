@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TypeVar, cast
+from typing import cast
 
 from PIL import Image
 
@@ -16,25 +14,8 @@ from mmspec.app.prompt import PromptChoice
 from mmspec.pipelines.host.kinds import BatchFeature, Processor
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.batcher import Batcher, FinishedPrompt
+from mmspec.pipelines.serving.threads import THREADS, ProcessorThreads
 from mmspec.statistics import Stats
-
-THREADS = 2  # per model; resizing and normalizing release the GIL
-T = TypeVar("T")
-
-
-class ProcessorThreads:
-    """Threads that each use their own copy of a processor, since tokenizers are not thread-safe."""
-
-    def __init__(self, processor: Processor):
-        self.processor, self._own = processor, threading.local()
-
-        def begin() -> None:
-            self._own.processor = copy.deepcopy(processor)
-
-        self._pool = ThreadPoolExecutor(THREADS, "mmspec-processor", initializer=begin)
-
-    def submit(self, job: Callable[[Processor], T]) -> Future[T]:
-        return self._pool.submit(lambda: job(self._own.processor))
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,18 @@ from PIL import Image
 
 import mmspec
 from mmspec.app import embedded
-from mmspec.app.captioner import Captioner, ProcessorThreads
+from mmspec.app.captioner import Captioner
 from mmspec.app.devices import EngineError, find_device, find_model, first_line, free_memory, load_quietly
 from mmspec.app.embedded import STOCK
 from mmspec.app.prompt import PromptChoice
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.families import table as families
-from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel, Processor
+from mmspec.pipelines.host.kinds import GenerativeModel, Processor
 from mmspec.pipelines.host.loading import model_and_processor
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.batcher import TOGETHER, Batcher, StaticBatcher
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
+from mmspec.pipelines.serving.threads import ProcessorThreads
 
 COLD = 1e-5  # temperatures up to this are greedy, since logits divided by them could be infinite
 WARM_UP = 8  # new tokens of a warm-up that compiles the model
@@ -33,12 +34,6 @@ NODES = {"cpu": 64, "cuda": 512}  # maximum number of draft nodes in one forward
 def sampling_settings(temperature: float, **more: object) -> dict[str, Any]:
     """The settings of `generate` to sample, or to decode greedily at temperatures near 0."""
     return {"do_sample": True, "temperature": temperature, **more} if temperature > COLD else {"do_sample": False}
-
-
-def room_after(inputs: BatchFeature, model: GenerativeModel) -> int:
-    """How many tokens an answer to this prompt may have in the model's context; below 1: the prompt is too long."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**62
-    return int(most - inputs["input_ids"].shape[1])
 
 
 class Engine:

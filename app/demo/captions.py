@@ -17,13 +17,14 @@ from pydantic import BaseModel, Field
 
 import mmspec
 from mmspec.app.demo.race import DONE, RUNNING, TIME_LIMIT, TIMED_OUT, Limits, Race, RaceSide, RaceView, RefusedError
-from mmspec.app.engine import Engine, room_after, sampling_settings
+from mmspec.app.engine import Engine, sampling_settings
 from mmspec.app.media.decoder import Decoder
 from mmspec.app.media.items import Item, file_source
 from mmspec.app.media.video import FramePolicy, centres
 from mmspec.config import SpecConfig, option_names
 from mmspec.media import MediaError, MediaLimits
 from mmspec.pipelines.host.kinds import BatchFeature
+from mmspec.pipelines.host.reach import room_after
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.batcher import cut_off
 from mmspec.pipelines.serving.stream import Step, stream

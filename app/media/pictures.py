@@ -16,7 +16,6 @@ from mmspec.media import MediaError, MediaLimits
 
 DECODERS = 2  # processes
 FETCHES = 64  # addresses that are fetched at once
-DATA, HTTP = ("data",), ("http", "https")
 
 
 class PictureLoader(Decoder):
@@ -29,16 +28,16 @@ class PictureLoader(Decoder):
 
     def __init__(self, limits: MediaLimits, http: bool) -> None:
         super().__init__(DECODERS, limits, FramePolicy("uniform", 1))
-        self.limits, self.schemes = limits, DATA + HTTP * http
+        self.limits, self.schemes = limits, ("data", "http", "https") if http else ("data",)
         self._tls, self._turns = httpx.create_ssl_context() if http else False, asyncio.Semaphore(FETCHES)
 
     async def load(self, url: str) -> Image.Image:
         """The picture at a URL; MediaError if it cannot be loaded."""
         scheme = url.partition(":")[0].lower()
         if scheme not in self.schemes:
-            reason = f"has a URL that this server does not open ({url[:60]!r})"
-            raise MediaError("picture", reason, "send it as a data URL, or see --allow-http")
-        source = Source("a data URL", partial(_data, url)) if scheme in DATA else bytes_source(await self._content(url))
+            why = f"has a URL that this server does not open ({url[:60]!r})"
+            raise MediaError("picture", why, "send it as a data URL, or see --allow-http")
+        source = Source(scheme, partial(_data, url)) if scheme == "data" else bytes_source(await self._content(url))
         return (await self.awaited(Item("picture", IMAGE, source))).frames[0]
 
     async def _content(self, url: str) -> bytes:
@@ -68,5 +67,5 @@ def _data(url: str, max_bytes: int) -> bytes:
         with urlopen("data:" + url.partition(":")[2]) as content:
             return content.read()  # type: ignore[no-any-return]
     except (OSError, ValueError) as error:
-        advice = "send it as data:image/jpeg;base64, followed by the file in base64"
+        advice = "write data:image/jpeg;base64, and the file in base64"
         raise MediaError("picture", "has a data URL that cannot be read", advice) from error

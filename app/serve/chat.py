@@ -83,8 +83,8 @@ class ChatRequest(BaseModel, extra="allow"):
         try:
             request = cls.model_validate_json(body)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, _path(first["loc"]))) or None
+            loc = (first := error.errors()[0])["loc"]  # has the type of a part after its number
+            place = ".".join(str(key) for at, key in enumerate(loc) if at < 2 or loc[at - 2] != "content") or None
             raise ChatError(400, f"{place or 'the body'}: {first['msg']}", place) from error
         for name, value in (request.model_extra or {}).items():
             if value not in (None, *NEUTRAL.get(name, (value,))):
@@ -143,8 +143,3 @@ class ChatRequest(BaseModel, extra="allow"):
             {"role": message.role.replace("developer", "system"), "content": [await shown(p) for p in message.content]}
             for message in self.messages
         ]
-
-
-def _path(place: tuple[int | str, ...]) -> list[int | str]:
-    """The place of an error in the request: without the type of a part, which pydantic adds after its number."""
-    return [key for at, key in enumerate(place) if at < 2 or place[at - 2] != "content"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import Any
 
 from mmspec.app import embedded, enabling
 from mmspec.app.options import count, from_zero, is_local, port, where
@@ -69,7 +70,5 @@ def _serve(args: argparse.Namespace, key: str | None) -> None:
         shown = (args.name or args.model, args.max_new_tokens, args.temperature, args.queue, args.max_bytes, key)
         app = http.build(http.Service(engine, worker, pictures, *shown))
         print(f"{args.model} is at http://{args.host}:{args.port}/v1 (Ctrl-C ends it)", flush=True)
-        uvicorn.run(
-            app, host=args.host, port=args.port, log_level="warning", timeout_keep_alive=http.KEEP_ALIVE,
-            timeout_graceful_shutdown=LAST,
-        )  # fmt: skip
+        times: Any = {"timeout_keep_alive": http.KEEP_ALIVE, "timeout_graceful_shutdown": LAST}
+        uvicorn.run(app, host=args.host, port=args.port, log_level="warning", **times)

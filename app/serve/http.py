@@ -16,17 +16,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from mmspec.app.devices import first_line
-from mmspec.app.engine import Engine, room_after
+from mmspec.app.engine import Engine
 from mmspec.app.media.pictures import PictureLoader
 from mmspec.app.serve.chat import ChatError, ChatRequest
 from mmspec.pipelines.host.processors.grammar import json_grammar
+from mmspec.pipelines.host.reach import room_after
 from mmspec.pipelines.prompts import inputs_of
 from mmspec.pipelines.serving.async_batcher import AnswerPart, AsyncBatcher
 
 T = TypeVar("T")
 KEEP_ALIVE = 75  # seconds that an idle connection stays open; clients that reuse it wait less between two requests
 UPLOAD = 60.0  # seconds within which a request's body must arrive
-FRESH = {"Cache-Control": "no-cache"}  # of streams
 Part = tuple[str, str | None, dict[str, Any]]  # text; for the last part also the finish reason and usage
 
 
@@ -45,6 +45,10 @@ class Service:
     key: str | None = None  # the API key that clients must send
     open: int = 0  # number of open requests
 
+    @property
+    def model(self) -> dict[str, object]:
+        return {"id": self.name, "object": "model", "created": 0, "owned_by": "mmspec"}
+
     def check_key(self, request: Request) -> None:
         given = request.headers.get("authorization", "")
         if self.key is not None and not secrets.compare_digest(given.encode(), f"Bearer {self.key}".encode()):
@@ -61,8 +65,7 @@ class Service:
         if (length := request.headers.get("content-length")) is None:
             raise ChatError(411, "a request needs a Content-Length; send its body as a whole, not in chunks")
         if int(length) > self.max_bytes:
-            why = f"a request may have {self.max_bytes} bytes (--max-bytes)"
-            raise ChatError(413, f"{why}; got {length}: send smaller pictures")
+            raise ChatError(413, f"got {length} bytes, over {self.max_bytes} (--max-bytes); send smaller pictures")
         self.open += 1
         try:
             async with asyncio.timeout(UPLOAD):
@@ -136,13 +139,13 @@ def build(service: Service) -> FastAPI:
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, object]:
         service.check_key(request)
-        return {"object": "list", "data": [_model(service.name)]}
+        return {"object": "list", "data": [service.model]}
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> dict[str, object]:
         service.check_key(request)
         service.check_name(name)
-        return _model(name)
+        return service.model
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Any:
@@ -152,7 +155,8 @@ def build(service: Service) -> FastAPI:
         frame = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": service.name}
         if body.stream:
             await _while_connected(request, anext(parts))  # so that errors are sent with their status
-            return StreamingResponse(_events(body, parts, frame), media_type="text/event-stream", headers=FRESH)
+            events = _events(body, parts, frame)
+            return StreamingResponse(events, 200, {"Cache-Control": "no-cache"}, "text/event-stream")
 
         async def whole() -> Part:
             return [part async for part in parts][-1]
@@ -163,10 +167,6 @@ def build(service: Service) -> FastAPI:
         return frame | {"object": "chat.completion", "choices": [choice], **more}
 
     return app
-
-
-def _model(name: str) -> dict[str, object]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "mmspec"}
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mmspec.modes import each_module
-from mmspec.pipelines.host.kinds import TextDecoder
+from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel, TextDecoder
 from mmspec.session import Session
 
 Stop = Callable[[list[int], int], int | None]  # `Row.stop`
@@ -46,6 +46,12 @@ def rotary_limit(decoder: TextDecoder) -> int | None:
     if type(decoder).__name__ == "InklingTextModel" and decoder.config.log_scaling_n_floor is not None:
         lengths.append(decoder.config.log_scaling_n_floor - MARGIN)  # also counts slots
     return min(lengths, default=None)
+
+
+def room_after(inputs: BatchFeature, model: GenerativeModel) -> int:
+    """How many tokens an answer to this prompt may have in the model's context; below 1: the prompt is too long."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**62
+    return int(most - inputs["input_ids"].shape[1])
 
 
 def within(stop: Stop | None, most: int, limit: int) -> Stop:

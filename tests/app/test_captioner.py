@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from mmspec.app.captioner import ProcessorThreads
+from mmspec.pipelines.serving.threads import ProcessorThreads
 
 
 class Processor:

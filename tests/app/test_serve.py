@@ -311,11 +311,11 @@ BAD = {
         "limit for all of",
     ),
     "too many bytes": (asking(url(b"\0" * 250_000)), {}, 400, "MiB, over"),
-    "a large body": (asking(url(b"\0" * 500_000)), {}, 413, "500000 bytes"),
+    "a large body": (asking(url(b"\0" * 500_000)), {}, 413, "over 500000"),
     "an address": (asking("http://127.0.0.1:1/a.png"), {}, 400, "does not open"),
     "a file": (asking("file:///etc/passwd"), {}, 400, "does not open"),
     "no data": (asking("DATA:image/png;base64,"), {}, 400, "empty"),
-    "no data URL": (asking("data:nothing"), {}, 400, "has a data URL that cannot be read; send it as data:image/jpeg"),
+    "no data URL": (asking("data:nothing"), {}, 400, "has a data URL that cannot be read; write data:image/jpeg"),
     "257 pictures": (
         [{"role": "user", "content": asking("data:,")[0]["content"][:1] * 257}],
         {},
