@@ -130,6 +130,8 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (heads(window=13), "at most 11 tokens"),
     (heads(proactive=(2, 2)), "Leave proactive out"),
     (heads(depth=3), "depth"),
+    (heads({"features": (0, 1)}), "final feature, -1; got features"),
+    (lambda: build_for_pictures("heads", test_heads.pipeline(), streams=1), "2 streams; got streams=1, so leave it"),
     # drafters without weights
     (enabling(lambda _: "recycle", width=9), "width must be at most 8"),
     (enabling(lambda _: "recycle", memory=9), "no use for memory"),
