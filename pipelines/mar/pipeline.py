@@ -150,7 +150,7 @@ class MARPipeline(DiffusionPipeline):
                 done = min(state.counts)
                 bar.update(done - bar.n)
                 if callback is not None:
-                    callback(self, step, done, {"tokens": state.tokens})
+                    callback(self, step, done, {"tokens": state.tokens.clone()})
 
     def enable_speculation(
         self, draft: MARTransformer2DModel | MARPipeline | str | Path | None = None, **settings: Any

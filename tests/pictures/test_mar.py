@@ -259,7 +259,15 @@ def test_saved_and_loaded_it_draws_the_same(tmp_path):
 
 def test_outputs_and_callback():
     pipe, seen = tiny.pipeline(), []
-    out = pipe([0, 1], num_inference_steps=5, callback_on_step_end=lambda *told: seen.append(told[1:3]))
+    how = {"num_inference_steps": 5, "output_type": "latent"}
+    want = pipe([0, 1], generator=tiny.seeded(1, 2), **how).images
+
+    def spoils(_, step, done, more):
+        seen.append((step, done))
+        more["tokens"].zero_()
+
+    assert torch.equal(pipe([0, 1], generator=tiny.seeded(1, 2), callback_on_step_end=spoils, **how).images, want)
+    out = pipe([0, 1], num_inference_steps=5)
     assert [image.size for image in out.images] == [(16, 16)] * 2
     assert [step for step, _ in seen] == list(range(5)) and seen[-1][1] == L
     assert pipe([0], output_type="np", return_dict=False)[0].shape == (1, 16, 16, 3)
