@@ -281,13 +281,13 @@ def test_outputs_and_callback():
     ({"class_labels": 0, "num_inference_steps": 17}, "from 1 to the picture's 16 tokens; got 17"),
     ({"class_labels": 0, "guidance_schedule": "cubic"}, "one of linear, constant; got 'cubic'"),
     ({"class_labels": 0, "annealing": "cubic"}, "annealing must be one of"),
-    ({"class_labels": 0, "temperature": -1}, "temperature must be ≥ 0"),
+    *(({"class_labels": 0, "temperature": wrong}, "temperature must be ≥ 0") for wrong in (-1, "1")),
     ({"class_labels": 0, "output_type": "gif"}, "output_type must be one of"),
     ({"class_labels": 0, "num_diffusion_steps": 1}, "number of steps must be from"),
     ({"class_labels": 0, "num_diffusion_steps": (9, 3, 3)}, "a whole number, or two of them"),
     ({"class_labels": 0, "num_diffusion_steps": 4.5}, "a whole number, or two of them"),
-    ({"class_labels": 0, "num_inference_steps": 2.5}, "got 2.5"),
-    ({"class_labels": 0, "guidance_scale": math.nan}, "guidance_scale must be a number"),
+    *(({"class_labels": 0, "num_inference_steps": wrong}, f"got {wrong}") for wrong in (2.5, 4.0)),
+    *(({"class_labels": 0, "guidance_scale": wrong}, "guidance_scale must be a number") for wrong in (math.nan, "3")),
     ({"class_labels": [0, 1.5]}, r"got \[1.5\]"),
 ])  # fmt: skip
 def test_senseless_arguments_are_refused(arguments, message):
