@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 if TYPE_CHECKING:
@@ -135,6 +137,11 @@ def size_in_bytes(value: object) -> int:
 def is_whole(value: object, least: int) -> TypeGuard[int]:
     """Whether `value` is an int (not a bool) and at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: object, least: float = -math.inf) -> bool:
+    """Whether `value` is a finite real number, of Python or NumPy, and at least `least`."""
+    return isinstance(value, Real) and math.isfinite(value) and float(value) >= least
 
 
 def whole(name: str, value: object) -> None:

@@ -48,6 +48,10 @@ class HeadsConfig(FileConfig):
     target: str = ""
     target_revision: str = ""
 
+    def __post_init__(self) -> None:
+        if self.features != (FINAL,):
+            raise ValueError(f"heads continue the target's final feature, {FINAL}; got features {self.features}")
+
 
 class View(NamedTuple):
     """The heads' view of a round: C positions after the pending token, and the G latest decided tokens."""

@@ -65,6 +65,14 @@ class Shape:
         """The largest number of children of a node."""
         return self.width if self.tree == DYNAMIC else 1 + max(path[-1] for path in paths_of(self.tree))
 
+    def check_branches(self, tokens: int) -> None:
+        """Raise ValueError if a node has more branches than there are tokens to propose."""
+        if tokens < self.branches:
+            raise ValueError(
+                f"a tree with {self.branches} branches per node needs at least as many tokens to propose; got "
+                f"{tokens}, so lower width, or choose another tree"
+            )
+
     def with_(self, given: Options, drafter: str) -> Self:
         """These options with the user's values in place of the defaults; depth, width and size are made consistent.
 

@@ -141,11 +141,7 @@ def placed(drafter: Network, target: TargetInfo, options: TreeOptions) -> Networ
     fitted.options = options
     if not fitted.head.own:
         fitted.head = TargetHead(None if options.draft_vocab == ALL else DraftVocab.of(options.draft_vocab, target))
-        if (ids := fitted.head.ids) is not None and len(ids) < options.branches:
-            raise ValueError(
-                f"a tree with {options.branches} branches per node needs at least as many tokens in draft_vocab; lower "
-                "width"
-            )
+    options.check_branches(target.vocab if fitted.head.ids is None else len(fitted.head.ids))
     return fitted  # type: ignore[no-any-return]
 
 

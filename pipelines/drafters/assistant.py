@@ -60,6 +60,7 @@ class AssistantDrafter:
         wrong = [f"{name} {own[name]} (target: {needed[name]})" for name in own if own[name] != needed[name]]
         if wrong:
             raise ValueError(f"this assistant does not fit {target.name}: {', '.join(wrong)}. Use the one made for it")
+        options.check_branches(target.vocab)
         fitted = AssistantDrafter(self.model)
         fitted.options = options
         return fitted

@@ -109,6 +109,7 @@ class ModelDrafter:
                 f"{name} has {vocab} tokens and {target.name} {target.vocab}; a draft model needs the target's "
                 "tokenizer. Use a smaller model of the same family"
             )
+        options.check_branches(vocab)
         fitted = ModelDrafter(self.model)
         fitted.options, fitted.own = options, target
         return fitted

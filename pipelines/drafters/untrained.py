@@ -66,6 +66,8 @@ def build_for_pictures(method: str, pipe: Any, **shape: object) -> Any:
     c, about = pipe.transformer.config, families.of(pipe).describe(pipe)
     if method == "heads":
         streams = 2 if pipe._settings({}, "latent", 1)["guidance_scale"] > 1 else 1
+        if shape.get("streams", streams) != streams:
+            raise ValueError(f"this pipeline has {streams} streams; got streams={shape['streams']}, so leave it out")
         values = {"hidden": c.dim, "intermediate": 192, "vocab": c.vocab, "grid": c.grid}
         return HeadsDrafter(HeadsConfig.of({**values, "streams": streams, "target": about.name, **shape}))
     return _on_final(

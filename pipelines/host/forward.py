@@ -132,10 +132,20 @@ def step(
     model: GenerativeModel, arguments: dict[str, Any], types: dict[str, Tensor], slots: Cache, ids: Tensor,
     places: Tensor, mask: Mask,
 ) -> ModelOutput:  # fmt: skip
-    """Run the model's own decoding step over nodes [B, N] at positions `places`, with mmspec's mask."""
+    """Run the model's own decoding step over nodes [B, N] at positions `places`, with mmspec's mask.
+
+    Raises:
+        RuntimeError: the model's own class prepares only the last token for it.
+    """
     expanded = {name: t.expand(-1, ids.shape[1], *t.shape[2:]) for name, t in types.items()}
     arguments = {**arguments, CACHE: slots, "position_ids": places, **expanded}
     inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=ids.shape[1], **arguments)
+    given = inputs.get("input_ids")
+    if given is not None and given.shape[1] != ids.shape[1]:
+        raise RuntimeError(
+            f"the model's prepare_inputs_for_generation returned {given.shape[1]} of the {ids.shape[1]} tokens of a "
+            "draft; it has to return as many as next_sequence_length says. Or call mmspec.disable(model)"
+        )
     inputs["attention_mask"] = mask
     if inputs.get("position_ids") is None:  # GLM-Image drops them, and would then read a draft as a prompt
         inputs["position_ids"] = places

@@ -35,6 +35,9 @@ def unsupported(model: GenerativeModel) -> str | None:
         return _REFUSED[stock(model).__name__]
     if getattr(stock(model), "_sample", GenerationMixin._sample) is not GenerationMixin._sample:
         return "its class has a decoding loop of its own (_sample)"
+    update = getattr(model, "_update_model_kwargs_for_generation", None)
+    if update is not None and not update.__module__.startswith("transformers."):  # it is called after the prefill only
+        return "its class changes the arguments of every step (_update_model_kwargs_for_generation)"
     text = decoder(model) if hasattr(model, "get_decoder") else None
     if text is None or text is model or not hasattr(text, "layers"):
         return "get_decoder() does not return a text decoder with layers"

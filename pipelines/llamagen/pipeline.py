@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
 from diffusers.utils import BaseOutput
 from torch import Tensor
 
-from mmspec.config import Options, is_whole
+from mmspec.config import Options, is_number, is_whole
 from mmspec.drafters.plain import Plain
 from mmspec.loop import decode, start
 from mmspec.models.llamagen import LlamaGenTransformer
@@ -128,6 +127,8 @@ class LlamaGenPipeline(DiffusionPipeline):
         """
         given = {"guidance_scale": guidance_scale, "top_k": top_k, "top_p": top_p, "temperature": temperature}
         args = self._settings({**given, "clean_caption": clean_caption}, output_type, num_images_per_prompt)
+        if not is_whole(guidance_interval, -1):
+            raise ValueError(f"guidance_interval must be a whole number ≥ −1 (−1: all); got {guidance_interval!r}")
         condition, valid = self._condition(prompt, class_labels, args["clean_caption"])
         condition, valid = (t.repeat_interleave(num_images_per_prompt, 0) for t in (condition, valid))
         tokens_each, each = self.transformer.config.grid**2, enumerate(seeds(generator, len(valid)))
@@ -175,10 +176,10 @@ class LlamaGenPipeline(DiffusionPipeline):
         if output_type not in OUTPUTS:
             raise ValueError(f"output_type must be one of {', '.join(OUTPUTS)}; got {output_type!r}")
         for name, fine, allowed in (
-            ("guidance_scale", math.isfinite(args["guidance_scale"]), "a number"),
-            ("top_k", args["top_k"] >= 0, "a whole number ≥ 0 (0: off)"),
-            ("top_p", 0 < args["top_p"] <= 1, "in (0, 1]"),
-            ("temperature", args["temperature"] >= 0, "≥ 0 (0: the likeliest token)"),
+            ("guidance_scale", is_number(args["guidance_scale"]), "a number"),
+            ("top_k", is_whole(args["top_k"], 0), "a whole number ≥ 0 (0: off)"),
+            ("top_p", is_number(args["top_p"]) and 0 < args["top_p"] <= 1, "in (0, 1]"),
+            ("temperature", is_number(args["temperature"], 0), "≥ 0 (0: the likeliest token)"),
         ):
             if not fine:
                 raise ValueError(f"{name} must be {allowed}; got {args[name]!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
 from diffusers.utils import BaseOutput
 from torch import Tensor
 
-from mmspec.config import Options, is_whole, option_names
+from mmspec.config import Options, is_number, is_whole, option_names
 from mmspec.models.mar import MARTransformer2DModel
 from mmspec.models.mar_scheduler import MARScheduler
 from mmspec.modes import Mode, each_in
@@ -150,7 +149,7 @@ class MARPipeline(DiffusionPipeline):
                 done = min(state.counts)
                 bar.update(done - bar.n)
                 if callback is not None:
-                    callback(self, step, done, {"tokens": state.tokens})
+                    callback(self, step, done, {"tokens": state.tokens.clone()})
 
     def enable_speculation(
         self, draft: MARTransformer2DModel | MARPipeline | str | Path | None = None, **settings: Any
@@ -210,14 +209,14 @@ class MARPipeline(DiffusionPipeline):
             ("output_type", output_type in OUTPUTS, f"one of {', '.join(OUTPUTS)}"),
             ("guidance_schedule", args["guidance_schedule"] in GUIDANCE, f"one of {', '.join(GUIDANCE)}"),
             ("annealing", args["annealing"] in STEPS, f"one of {', '.join(STEPS)}"),
-            ("guidance_scale", math.isfinite(args["guidance_scale"]), "a number"),
+            ("guidance_scale", is_number(args["guidance_scale"]), "a number"),
             (
                 "num_inference_steps",
-                args["num_inference_steps"] in range(1, L + 1),
+                is_whole(args["num_inference_steps"], 1) and args["num_inference_steps"] <= L,
                 f"from 1 to the picture's {L} tokens",
             ),
             ("num_diffusion_steps", _steps(args["num_diffusion_steps"]), "a whole number, or two of them"),
-            ("temperature", 0 <= args["temperature"] < math.inf, "≥ 0 (0: no noise in the steps)"),
+            ("temperature", is_number(args["temperature"], 0), "≥ 0 (0: no noise in the steps)"),
         ):
             if not fine:
                 raise ValueError(f"{name} must be {allowed}; got {({**args, 'output_type': output_type})[name]!r}")

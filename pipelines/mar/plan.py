@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmspec.config import is_whole
+from mmspec.config import is_number, is_whole
 from mmspec.continuous import cspd
 from mmspec.models.mar import MARTransformer2DModel
 
@@ -28,9 +28,9 @@ class Speculation:
         for name, fine, allowed in (
             ("rule", self.rule in RULES, f"one of {', '.join(RULES)}"),
             ("ahead", is_whole(self.ahead, 1), "a whole number ≥ 1"),
-            ("eta", 0 < self.eta <= 1, "in (0, 1]"),
-            ("prefill", 0 <= self.prefill <= 1, "in [0, 1]"),
-            ("width", self.width > 0, "above 0"),
+            ("eta", is_number(self.eta) and 0 < self.eta <= 1, "in (0, 1]"),
+            ("prefill", is_number(self.prefill) and 0 <= self.prefill <= 1, "in [0, 1]"),
+            ("width", is_number(self.width) and self.width > 0, "above 0"),
         ):
             if not fine:
                 raise ValueError(f"{name} must be {allowed}; got {getattr(self, name)!r}")

@@ -130,6 +130,8 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (heads(window=13), "at most 11 tokens"),
     (heads(proactive=(2, 2)), "Leave proactive out"),
     (heads(depth=3), "depth"),
+    (heads({"features": (0, 1)}), "final feature, -1; got features"),
+    (lambda: build_for_pictures("heads", test_heads.pipeline(), streams=1), "2 streams; got streams=1, so leave it"),
     # drafters without weights
     (enabling(lambda _: "recycle", width=9), "width must be at most 8"),
     (enabling(lambda _: "recycle", memory=9), "no use for memory"),
@@ -141,6 +143,9 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     # trees
     (enabling(eagle, adaptive=True, width=3, depth=3), TREES),
     (enabling(eagle, adaptive=True, tree="reverse_balanced_25"), TREES),
+    (enabling(eagle, width=129), "129 branches per node needs at least as many tokens to propose; got 128, so lower"),
+    (enabling(lambda model: eagle(model, draft_vocab=50), width=51), "got 50, so lower width"),
+    (enabling(lambda _: tiny_vlms.text(), width=129), "got 128, so lower width"),
     (image(tree="oak"), "unknown tree 'oak'; choose from dynamic, chain"),
     (image(tree=[]), r"a list of paths of ranks ≥ 0, such as \[\[0\], \[0, 0\], \[1\]\]; got \[\]"),
     (image(tree=[[0], [-1]]), r"ranks ≥ 0, .*; got \[\[0\], \[-1\]\]"),

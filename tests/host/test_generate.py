@@ -820,8 +820,30 @@ def own_loop() -> Any:
     return Own(tiny_vlms.text().config)
 
 
+def own_update() -> Any:
+    class Own(T.LlamaForCausalLM):
+        def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: Any, **more: Any) -> Any:
+            arguments = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **more)
+            return {**arguments, "step": model_kwargs.get("step", 0) + 1}
+
+    return Own(tiny_vlms.text().config)
+
+
+def test_a_step_of_only_the_last_token_is_refused() -> None:
+    class Own(T.LlamaForCausalLM):
+        def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Any = None, **more: Any) -> Any:
+            past = more[CACHE].get_seq_length() > 0
+            return {"input_ids": input_ids[:, -1:] if past else input_ids, CACHE: more[CACHE], "use_cache": True}
+
+    model, ids = tiny_vlms.enlarged(Own(tiny_vlms.text().config)), torch.randint(5, 100, (1, 9))
+    oracle = Oracle.of(ids, tiny_vlms.generate(model, {"input_ids": ids}))
+    with mmspec.enable(model, DRAFTERS["always right"](model, oracle)), pytest.raises(RuntimeError, match="1 of the 7"):
+        tiny_vlms.generate(model, {"input_ids": ids})
+
+
 REFUSED = {
     "own loop": (own_loop, "decoding loop of its own"),
+    "own update": (own_update, "changes the arguments of every step"),
     "encoder-decoder": (t5, "encoder-decoder"),
     "no positions": (mamba, "position_ids"),
 }

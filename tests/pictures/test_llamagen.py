@@ -512,9 +512,10 @@ BAD = [
     ("class", {"class_labels": [1, 2], "generator": seeded(1)}, "one for each of the 2 pictures; got 1"),
     ("class", {"class_labels": [1, 2], "generator": 7}, "generator must be a torch.Generator, .*; got 7"),
     ("class", {"class_labels": 1, "output_type": "png"}, "output_type must be one of pil, pt, np, latent"),
-    ("class", {"class_labels": 1, "top_k": -1}, "top_k must be"),
-    ("class", {"class_labels": 1, "top_p": 0.0}, "top_p must be"),
-    ("class", {"class_labels": 1, "temperature": -1.0}, "temperature must be"),
+    *(("class", {"class_labels": 1, "top_k": wrong}, "top_k must be") for wrong in (-1, "5", 2.5)),
+    *(("class", {"class_labels": 1, "top_p": wrong}, "top_p must be") for wrong in (0.0, "1")),
+    *(("class", {"class_labels": 1, "temperature": wrong}, "temperature must be") for wrong in (-1.0, "1")),
+    *(("class", {"class_labels": 1, "guidance_interval": wrong}, "guidance_interval must be") for wrong in (None, -2)),
     ("class", {"class_labels": 1, "num_images_per_prompt": 0}, "num_images_per_prompt must be"),
     ("class", {"class_labels": 1, "num_images_per_prompt": 1.5}, "a whole number ≥ 1; got 1.5"),
 ]

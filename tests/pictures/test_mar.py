@@ -259,7 +259,15 @@ def test_saved_and_loaded_it_draws_the_same(tmp_path):
 
 def test_outputs_and_callback():
     pipe, seen = tiny.pipeline(), []
-    out = pipe([0, 1], num_inference_steps=5, callback_on_step_end=lambda *told: seen.append(told[1:3]))
+    how = {"num_inference_steps": 5, "output_type": "latent"}
+    want = pipe([0, 1], generator=tiny.seeded(1, 2), **how).images
+
+    def spoils(_, step, done, more):
+        seen.append((step, done))
+        more["tokens"].zero_()
+
+    assert torch.equal(pipe([0, 1], generator=tiny.seeded(1, 2), callback_on_step_end=spoils, **how).images, want)
+    out = pipe([0, 1], num_inference_steps=5)
     assert [image.size for image in out.images] == [(16, 16)] * 2
     assert [step for step, _ in seen] == list(range(5)) and seen[-1][1] == L
     assert pipe([0], output_type="np", return_dict=False)[0].shape == (1, 16, 16, 3)
@@ -273,13 +281,13 @@ def test_outputs_and_callback():
     ({"class_labels": 0, "num_inference_steps": 17}, "from 1 to the picture's 16 tokens; got 17"),
     ({"class_labels": 0, "guidance_schedule": "cubic"}, "one of linear, constant; got 'cubic'"),
     ({"class_labels": 0, "annealing": "cubic"}, "annealing must be one of"),
-    ({"class_labels": 0, "temperature": -1}, "temperature must be ≥ 0"),
+    *(({"class_labels": 0, "temperature": wrong}, "temperature must be ≥ 0") for wrong in (-1, "1")),
     ({"class_labels": 0, "output_type": "gif"}, "output_type must be one of"),
     ({"class_labels": 0, "num_diffusion_steps": 1}, "number of steps must be from"),
     ({"class_labels": 0, "num_diffusion_steps": (9, 3, 3)}, "a whole number, or two of them"),
     ({"class_labels": 0, "num_diffusion_steps": 4.5}, "a whole number, or two of them"),
-    ({"class_labels": 0, "num_inference_steps": 2.5}, "got 2.5"),
-    ({"class_labels": 0, "guidance_scale": math.nan}, "guidance_scale must be a number"),
+    *(({"class_labels": 0, "num_inference_steps": wrong}, f"got {wrong}") for wrong in (2.5, 4.0)),
+    *(({"class_labels": 0, "guidance_scale": wrong}, "guidance_scale must be a number") for wrong in (math.nan, "3")),
     ({"class_labels": [0, 1.5]}, r"got \[1.5\]"),
 ])  # fmt: skip
 def test_senseless_arguments_are_refused(arguments, message):

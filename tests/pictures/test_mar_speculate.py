@@ -300,7 +300,7 @@ def test_no_tensor_is_indexed_by_a_list(draft):
     ({"rule": "lantern"}, "rule must be one of gaussian_path, cspd; got 'lantern'"),
     ({"ahead": 0}, "ahead must be a whole number ≥ 1; got 0"),
     ({"ahead": 2.5}, "ahead must be a whole number ≥ 1; got 2.5"),
-    ({"eta": 0.0}, "eta must be in \\(0, 1\\]; got 0.0"),
+    *(({"eta": wrong}, f"eta must be in \\(0, 1\\]; got {wrong!r}") for wrong in (0.0, "1")),
     ({"prefill": 2}, "prefill must be in \\[0, 1\\]"),
     ({"rule": "cspd"}, "needs a draft model"),
     ({"window": 3}, "no setting 'window'; choose from ahead, rule, eta, prefill, width"),
