@@ -14,8 +14,7 @@ from mmspec.app.engine import Engine
 from mmspec.app.prompt import PromptChoice
 from mmspec.pipelines.serving.batcher import StaticBatcher
 
-SAMPLE = 6  # items
-WARM_UP = 8  # new tokens
+SAMPLE, WARM_UP = 6, 8  # items; new tokens of the warm-up
 Shown = tuple[Sequence[Image.Image], PromptChoice]
 
 

@@ -14,8 +14,7 @@ from mmspec.app.media.items import IMAGE, Item, Source, bytes_source
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaError, MediaLimits
 
-DECODERS = 2  # processes
-FETCHES = 64  # addresses that are fetched at once
+DECODERS, FETCHES = 2, 64  # processes; addresses that are fetched at once
 
 
 class PictureLoader(Decoder):

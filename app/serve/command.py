@@ -11,8 +11,7 @@ from mmspec.app import embedded, enabling
 from mmspec.app.options import count, from_zero, is_local, port, where
 from mmspec.media import MAX_PIXELS, MediaLimits
 
-SECONDS = 20.0  # time limit to fetch a picture, and to decode it
-LAST = 10  # seconds that answers under way may take after Ctrl-C
+SECONDS, LAST = 20.0, 10  # to fetch a picture, and to decode it; for answers under way after Ctrl-C
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
