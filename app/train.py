@@ -253,8 +253,8 @@ def run(args: argparse.Namespace) -> int:
         own = args.target.endswith(".py")  # the user's file, whose `draw` may take any setting
         words = (word.partition("=") for word in args.draw)
         drawing = {name: value_of(text) for name, _, text in words} if own else _values("--draw", args.draw, DRAW)
-        model, processor = _opened(args.target, draws(args.target, args.data), find_device(args.device))
         with terminable():
+            model, processor = _opened(args.target, draws(args.target, args.data), find_device(args.device))
             train(
                 model, processor, args.method, args.data, args.out, recipe, shape=shape, limit=args.limit,
                 text=None if args.text == "none" else args.text, answers=args.answers, keep=args.keep,

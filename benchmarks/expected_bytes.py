@@ -126,9 +126,7 @@ def vispec(name: str = "qwen2.5-vl-7b") -> ExpectedRound:
         parts = shape.feature_drafter("vispec", REAL).named_parameters()
         own = sum(p.numel() for part, p in parts if part.startswith(("fc", "block")))
     vocab = shape.text[REAL]["vocab_size"]
-    return ExpectedRound(
-        name, "vispec round", text(name), own, sum(numbers.values()), vocab, c.depth, c.width, c.size + 1
-    )
+    return ExpectedRound(name, "vispec round", text(name), own, sum(numbers.values()), vocab, c.depth, c.width, c.size)
 
 
 def heads(depth: int = 8) -> ExpectedRound:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from numbers import Real
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 if TYPE_CHECKING:
@@ -135,8 +135,8 @@ def size_in_bytes(value: object) -> int:
 
 
 def is_whole(value: object, least: int) -> TypeGuard[int]:
-    """Whether `value` is an int (not a bool) and at least `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    """Whether `value` is a whole number, of Python or NumPy (not a bool), and at least `least`."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def is_number(value: object, least: float = -math.inf) -> bool:

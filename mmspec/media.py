@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.request import urlopen
 
 from PIL import Image, ImageOps
 
@@ -107,6 +108,18 @@ def read(path: Path | str, max_bytes: int = MAX_BYTES) -> bytes:
         raise MediaError(path, f"is not a valid file name ({error})", "correct the list") from error
     except OSError as error:
         raise explained(path, error) from error
+
+
+def read_url(url: str, max_bytes: int = MAX_BYTES) -> bytes:
+    """The content of a data URL."""
+    try:
+        with urlopen("data:" + url.partition(":")[2]) as content:
+            data: bytes = content.read()
+    except (OSError, ValueError) as error:
+        advice = "write data:image/jpeg;base64, and the file in base64"
+        raise MediaError("picture", "has a data URL that cannot be read", advice) from error
+    check_bytes(len(data), "picture", max_bytes)
+    return data
 
 
 def path_of(name: object, where: Path | str) -> str:

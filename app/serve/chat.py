@@ -83,7 +83,8 @@ class ChatRequest(BaseModel, extra="allow"):
         try:
             request = cls.model_validate_json(body)
         except ValidationError as error:
-            loc = (first := error.errors()[0])["loc"]  # has the type of a part after its number
+            first = max(error.errors(), key=lambda one: len(one["loc"]))  # of alternatives, the one that fits most
+            loc = first["loc"]  # has the type of a part after its number
             place = ".".join(str(key) for at, key in enumerate(loc) if at < 2 or loc[at - 2] != "content") or None
             raise ChatError(400, f"{place or 'the body'}: {first['msg']}", place) from error
         for name, value in (request.model_extra or {}).items():

@@ -114,7 +114,7 @@ class CapturedDraft:
         return Draft(tokens, tree, Categorical(*distribution) if distribution else None)
 
     def _capture(
-        self, target: Target, drawn: bool, inputs: list[Tensor], memory: FeatureMemory, rows: int
+        self, target: Target, drawn: int, inputs: list[Tensor], memory: FeatureMemory, rows: int
     ) -> PiecewiseFunction:
         drafter, o, device = self.drafter, self.drafter.options, inputs[0].device
         static = o.tree != static_trees.DYNAMIC

@@ -42,7 +42,6 @@ class BlockDrafter(BlockNetwork):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
         self.options = self.chosen({})
-        self.vocab = config.vocab  # the target's, which may be padded
 
     # -- called by `enable` ------------------------------------------------------------------------------------------
 
@@ -96,9 +95,7 @@ class BlockDrafter(BlockNetwork):
         check_fit(self.config, target)
         if self.config.mask_token >= target.vocab:
             raise ValueError(f"its mask token {self.config.mask_token} is not in the {target.vocab} of {target.name}")
-        fitted = placed(self, target, options)
-        fitted.vocab = target.vocab
-        return fitted
+        return placed(self, target, options)
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
@@ -132,7 +129,7 @@ class BlockDrafter(BlockNetwork):
     def propose(self, session: SessionView[FeatureMemory], target: Target) -> Draft:
         return self.draft(session, target, decided(session.last), draws(self.options, session))
 
-    def draft(self, session: SessionView[FeatureMemory], target: Target, path: Decided, drawn: bool) -> Draft:
+    def draft(self, session: SessionView[FeatureMemory], target: Target, path: Decided, drawn: int) -> Draft:
         """Read the last round's accepted nodes, then draft a block; arguments as in `FeatureDrafter.draft`."""
         o, memory, at = self.options, session.memory, session.memory.lengths
         hidden, _, count, counts = path
@@ -186,16 +183,15 @@ class BlockDrafter(BlockNetwork):
 
     # -- from rows to a draft ----------------------------------------------------------------------------------------
 
-    def _drafted(self, session: SessionView[FeatureMemory], hidden: Tensor, logits: Tensor, drawn: bool) -> Draft:
+    def _drafted(self, session: SessionView[FeatureMemory], hidden: Tensor, logits: Tensor, drawn: int) -> Draft:
         pending, q = session.pending[:, None], None
-        tokens = self.vocab if self.head.ids is None else self.head.ids
-        noise = gumbel(session, tokens) if drawn else None
+        noise = gumbel(session, drawn if self.head.ids is None else self.head.ids) if drawn else None
         if self.options.tree == static_trees.CHAIN:
             below, q, depth = self._chain(pending, hidden, logits, noise)
             tree = chain(depth + 1, below.device).expand(len(below))
         else:
             below, tree, q = filled(self.options, self.head, *self._growth(pending, hidden, logits), noise)
-        distribution = None if q is None else Categorical(self._spread(q))
+        distribution = None if q is None else Categorical(self._spread(q, drawn))
         return Draft(torch.cat([pending, below], 1), tree, distribution)
 
     def _chain(
@@ -243,9 +239,9 @@ class BlockDrafter(BlockNetwork):
 
         return at(0, pending)[:, 0], expand
 
-    def _spread(self, distributions: Tensor) -> Tensor:
+    def _spread(self, distributions: Tensor, vocab: int) -> Tensor:
         """Log-distributions [B, N, V_d] over the draft vocabulary as [B, N, V] over the target's."""
         if (ids := self.head.ids) is None:
             return distributions
-        whole = distributions.new_full((*distributions.shape[:2], self.vocab), -torch.inf)
+        whole = distributions.new_full((*distributions.shape[:2], vocab), -torch.inf)
         return whole.index_copy(2, ids, distributions)

@@ -119,7 +119,7 @@ class FeatureDrafter(FeatureLayer):
     def propose(self, session: SessionView[FeatureMemory], target: Target) -> Draft:
         return self.draft(session, target, decided(session.last), draws(self.options, session))
 
-    def draft(self, session: SessionView[FeatureMemory], target: Target, path: Decided, drawn: bool) -> Draft:
+    def draft(self, session: SessionView[FeatureMemory], target: Target, path: Decided, drawn: int) -> Draft:
         """Read the last round's accepted nodes, then grow a draft by the options.
 
         It does not depend on the values of tensors, so that it can be captured.

@@ -118,12 +118,13 @@ class Grower(Protocol):
         """The input of the head, from the output of `step` for nodes of a level."""
 
 
-def draws(options: TreeOptions, session: SessionView) -> bool:
-    """Whether the next draft is drawn at random; never if p is a point mass (greedy, seed-exact)."""
-    return options.draws and not session.last.scores.p.is_point
+def draws(options: TreeOptions, session: SessionView) -> int:
+    """V of p if the next draft is drawn at random, else 0; it never is if p is a point mass (greedy, seed-exact)."""
+    p = session.last.scores.p
+    return p.logits.shape[-1] if options.draws and not p.is_point and p.logits is not None else 0
 
 
-def grown(drafter: Grower, session: SessionView, target: Target, f: Tensor, drawn: bool) -> Draft:
+def grown(drafter: Grower, session: SessionView, target: Target, f: Tensor, drawn: int) -> Draft:
     """A chain or tree by the drafter's options, from the feature f [B, 1, F] of the root."""
     o, q = drafter.options, None
     if o.tree == static_trees.CHAIN and not drawn:

@@ -251,11 +251,11 @@ class Distillation:
                 taus = {"tau": f"{expected_tokens(agree):.2f}", "held_out_tau": f"{tau:.2f}"}
                 steps.set_postfix(loss=f"{loss:.3f}", **taus, refresh=False)
                 steps.update()
-                if time.monotonic() - saved > save_every or self.step == self.recipe.steps:
+                ends = stop.asked()
+                if ends or time.monotonic() - saved > save_every or self.step == self.recipe.steps:
                     self.save()
                     saved = time.monotonic()
-                if stop.asked():
-                    self.save()
+                if ends:
                     raise self.stopped()
         if gate.learns_after(self.drafter, self.recipe):
             traces = (shown.trace([i]) for i in range(min(len(shown.samples), self.recipe.gate_samples)))

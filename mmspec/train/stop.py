@@ -26,7 +26,7 @@ class Stop:
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
-            heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+            heard = [number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
             self._before = {number: signal.signal(number, self._note) for number in heard}
         return self
 

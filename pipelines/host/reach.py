@@ -1,4 +1,4 @@
-"""The limits of a model's positions: the size of a learned table, and lengths at which rotary frequencies change."""
+"""The limits of a model's positions: a learned table, changes of rotary frequencies, the room for an answer."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import gzip
 import io
 import json
 import socket
@@ -262,6 +263,23 @@ def test_a_stream_goes_on_where_its_row_begins_again(
         assert list(pool.map(one, messages)) == [stock(engine, path) for path in SAMPLES[:2]]
 
 
+def test_a_compressed_answer_is_not_decompressed_here() -> None:
+    limits = media.MediaLimits(max_bytes=10_000)
+    with socket.create_server(("127.0.0.1", 0)) as there, PictureLoader(limits, True) as pictures:
+        packed = gzip.compress(b"0" * 10**6)
+
+        def answer() -> None:
+            with there.accept()[0] as line:
+                assert b"accept-encoding: identity" in line.recv(2**16).lower()
+                line.sendall(b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nConnection: close\r\n\r\n" + packed)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(media.MediaError, match="not an image"):
+            asyncio.run(pictures.load(f"http://127.0.0.1:{there.getsockname()[1]}/a.png"))
+        thread.join()
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_slow_address_is_given_up_and_keeps_no_decoder(whole: bool) -> None:
     """One that sends its content byte by byte, or its headers."""
@@ -277,7 +295,7 @@ def test_a_slow_address_is_given_up_and_keeps_no_decoder(whole: bool) -> None:
 
         thread = threading.Thread(target=drip)
         thread.start()
-        with pytest.raises(media.MediaError, match="not complete after"):
+        with pytest.raises(media.MediaError, match="TimeoutError within"):
             asyncio.run(pictures.load(f"http://127.0.0.1:{there.getsockname()[1]}/a.png"))
         thread.join()
 

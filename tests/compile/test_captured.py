@@ -147,6 +147,17 @@ def test_captured_drafts_are_what_the_drafter_proposes(name: str, kind: str, mon
     proposed_both_ways(model, inputs, make(model), options, monkeypatch)
 
 
+@pytest.mark.parametrize("rows", [0, 50])
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_block_draws_for_a_resized_model(rows: int, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    uncompiled.pieces(monkeypatch)
+    model, inputs = copy.deepcopy(tiny_vlms.model("llava")), tiny_vlms.prompt("llava", "text only")
+    with mmspec.enable(model, block(model, draft_vocab=rows), depth=4, draws=True, compile=compile):
+        tiny_vlms.generate(model, inputs, do_sample=True)
+        model.resize_token_embeddings(tiny_vlms.VOCAB + 16, mean_resizing=False)
+        assert tiny_vlms.generate(model, inputs, do_sample=True).shape[1] > inputs["input_ids"].shape[1]
+
+
 HEADS = {"heads": {}, "tree of heads": {"depth": 3, "width": 3, "size": 10}, "few tokens": {"draft_vocab": 90},
          "drawn by heads": DRAWN}  # fmt: skip
 
