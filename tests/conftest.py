@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import zlib
 from collections.abc import Generator
 
@@ -15,6 +16,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, as transformers does
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell has started the tests in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 BUDGET = 17 * 60  # seconds of processor time for all tests without `--full`; above it the dearest are named
 BEGAN = pytest.StashKey[float]()

@@ -120,8 +120,8 @@ class Grower(Protocol):
 
 def draws(options: TreeOptions, session: SessionView) -> int:
     """V of p if the next draft is drawn at random, else 0; it never is if p is a point mass (greedy, seed-exact)."""
-    p = session.last.scores.p
-    return p.logits.shape[-1] if options.draws and not p.is_point and p.logits is not None else 0
+    p = session.last.scores.p if options.draws else None
+    return 0 if p is None or p.is_point or p.logits is None else p.logits.shape[-1]
 
 
 def grown(drafter: Grower, session: SessionView, target: Target, f: Tensor, drawn: int) -> Draft:
