@@ -28,7 +28,7 @@ class PictureLoader(Decoder):
     def __init__(self, limits: MediaLimits, http: bool) -> None:
         super().__init__(DECODERS, limits, FramePolicy("uniform", 1))
         self.limits, self.schemes = limits, ("data", "http", "https") if http else ("data",)
-        self._tls, self._turns = ssl.create_default_context(), asyncio.Semaphore(FETCHES)
+        self._tls, self._turns = http and ssl.create_default_context(), asyncio.Semaphore(FETCHES)
 
     async def load(self, url: str) -> Image.Image:
         """The picture at a URL; MediaError if it cannot be loaded."""

@@ -58,10 +58,8 @@ class OpaqueCalls:
         if key not in self.known:
             self.known[key] = OpaqueCall(function, given)
         call = self.known[key]
-        outputs = opaque(
-            call.number, [t.contiguous() for t in tensors]
-        )  # its first run tells the structure of the result
-        return call.result.around(outputs)
+        outputs = opaque(call.number, [t.contiguous() for t in tensors])
+        return call.result.around(outputs)  # its first run has told the structure of the result
 
 
 _NUMBERS = count()
