@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from mmspec import registry
 from mmspec.app import embedded, enabling
@@ -26,6 +27,7 @@ from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel
 from mmspec.pipelines.host.loading import CompileConfig
 from mmspec.pipelines.prompts import text_alone
+from mmspec.progress import bar
 
 STOCK_PATHS = ("stock", "stock-static")
 ASSISTED = {"prompt_lookup_num_tokens", "assistant_model", "use_mtp"}  # arguments of transformers' own speculation
@@ -149,7 +151,7 @@ def measure_cell(bench: VlmBench, cell: VlmCell, chosen: list[Method], some: lis
             seen.append(bench.visual_tokens(inputs))
             yield inputs, bench.seed + turn
 
-    comparison.measure(requests())
+    comparison.measure(tqdm(requests(), "measured", len(groups), leave=False, unit="batch", **bar()))
     comparison.notes |= {m.name: SINGLE for m in chosen if cell.batch > 1 and single(m)}
     return [record | {"visual_tokens": statistics.fmean(seen)} for record in _records(cell, chosen, groups, comparison)]
 

@@ -50,10 +50,8 @@ class RunTally:
     tokens: int = 0
     failed: int = 0
     cut: int = 0  # captions cut off at --max-new-tokens
-
-    def __post_init__(self) -> None:
-        self._begun = 0.0
-        self.seconds = 0.0  # wall time, without loading the model
+    seconds: float = 0.0  # wall time, without loading the model
+    _begun: float = 0.0
 
     def __enter__(self) -> RunTally:
         self._bar = tqdm(total=self.total, unit="item", **bar())

@@ -134,26 +134,36 @@ class WorkerPool:
         self._notes, self._begun, self._why = set[str](), time.time(), ""
         for number, place in enumerate(places):
             self._start(f"{slots}worker-{number}", place)
+        try:
+            while not any(worker.window for worker in self.workers):  # until a model is loaded
+                self._receive(lambda record: None)
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, tasks: Sequence[Task], report: Report) -> None:
         """Do all tasks. FatalError if no worker is left."""
         self._rest.extend(tasks)
         self._unfinished = {task.item.name for task in tasks}
         while self._unfinished:
-            if not self.workers:
-                raise FatalError(f"all workers have ended ({self._why}); finished captions are saved, run the same "
-                    "command again to resume")  # fmt: skip
-            ready = wait([worker.pipe for worker in self.workers])
-            for worker in [worker for worker in self.workers if worker.pipe in ready]:
-                try:
-                    message = worker.pipe.recv()
-                except (EOFError, OSError):
-                    self._replace(worker, report)
-                    continue
-                self._note(worker, message)
-                self._finish(worker, message.get("records", ()), report)
             for worker in self.workers:
                 self._give(worker)
+            self._receive(report)
+
+    def _receive(self, report: Report) -> None:
+        """Wait for messages of workers; FatalError if no worker is left."""
+        if not self.workers:
+            raise FatalError(f"all workers have ended ({self._why}); finished captions are saved, run the same "
+                "command again to resume")  # fmt: skip
+        ready = wait([worker.pipe for worker in self.workers])
+        for worker in [worker for worker in self.workers if worker.pipe in ready]:
+            try:
+                message = worker.pipe.recv()
+            except (EOFError, OSError):
+                self._replace(worker, report)
+                continue
+            self._note(worker, message)
+            self._finish(worker, message.get("records", ()), report)
 
     def close(self) -> None:
         deadline = time.monotonic() + STOP_SECONDS

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -32,16 +32,16 @@ Part = tuple[str, str | None, dict[str, Any]]  # text; for the last part also th
 
 @dataclass
 class Service:
-    """The state that the endpoints share; the defaults are those of `mmspec serve`."""
+    """The state that the endpoints share."""
 
     engine: Engine
     worker: AsyncBatcher
     pictures: PictureLoader
     name: str  # the model's name for clients
-    most: int = 512  # default of a request's maximum number of new tokens
-    temperature: float = 0.0  # default of a request's temperature
-    queue: int = 256  # how many requests may wait besides those in the batch
-    max_bytes: int = 32 * 2**20  # maximum size of a request
+    most: int  # default of a request's maximum number of new tokens
+    temperature: float  # default of a request's temperature
+    queue: int  # how many requests may wait besides those in the batch
+    max_bytes: int  # maximum size of a request
     key: str | None = None  # the API key that clients must send
     open: int = 0  # number of open requests
 
@@ -120,7 +120,7 @@ def _counts(inputs: Any, part: AnswerPart, began: float) -> dict[str, Any]:
 
 
 def build(service: Service) -> FastAPI:
-    app = FastAPI(title="mmspec", openapi_url=None)
+    app, keyed = FastAPI(title="mmspec", openapi_url=None), [Depends(service.check_key)]
 
     @app.exception_handler(ChatError)
     @app.exception_handler(HTTPException)
@@ -136,20 +136,17 @@ def build(service: Service) -> FastAPI:
         rows = service.worker.batches.rows
         return {"status": "ok", "open": service.open, "running": len(service.worker.batches.running), "rows": rows}
 
-    @app.get("/v1/models")
-    async def models(request: Request) -> dict[str, object]:
-        service.check_key(request)
+    @app.get("/v1/models", dependencies=keyed)
+    async def models() -> dict[str, object]:
         return {"object": "list", "data": [service.model]}
 
-    @app.get("/v1/models/{name:path}")
-    async def model(request: Request, name: str) -> dict[str, object]:
-        service.check_key(request)
+    @app.get("/v1/models/{name:path}", dependencies=keyed)
+    async def model(name: str) -> dict[str, object]:
         service.check_name(name)
         return service.model
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", dependencies=keyed)
     async def chat(request: Request) -> Any:
-        service.check_key(request)
         body = await service.chat(request)
         parts = service.answer(body)
         frame = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": service.name}

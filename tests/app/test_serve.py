@@ -59,7 +59,7 @@ def engine() -> engines.Engine:
 def service(engine: engines.Engine) -> Iterator[Service]:
     limits = media.MediaLimits(max_pixels=100_000, max_bytes=200_000, seconds=20)
     with AsyncBatcher(engine.batcher(ROWS), engine.processor) as worker, PictureLoader(limits, False) as pictures:
-        yield Service(engine, worker, pictures, embedded.MODEL, most=128, max_bytes=500_000)
+        yield Service(engine, worker, pictures, embedded.MODEL, 128, 0.0, 256, 500_000)
 
 
 @pytest.fixture(scope="module")
