@@ -104,9 +104,8 @@ def test_answers_are_scored_as_a_stock_forward_scores_them(drafter: str | None, 
         with torch.no_grad():
             logits = model(input_ids=whole, **shown).logits
         law = logits[0, -len(end.tokens) - 1 : -1].log_softmax(-1)
-        assert end.error is None and end.logprob == pytest.approx(
-            float(law.gather(1, torch.tensor(end.tokens)[:, None]).sum()), abs=1e-4
-        )
+        scored = float(law.gather(1, torch.tensor(end.tokens)[:, None]).sum())
+        assert end.error is None and end.logprob == pytest.approx(scored, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -289,27 +288,21 @@ def test_rows_are_halved_when_memory_runs_out(where: str, monkeypatch: pytest.Mo
     model, asked = tiny_vlms.model("llava"), prompts("llava")
     want = [alone(model, one) for one in asked]
 
-    def check(count: int) -> None:
-        if count > 2:
-            raise torch.OutOfMemoryError("out of memory")
-
-    with mmspec.enable(model):
+    with mmspec.enable(model) as handle:
         flow = ContinuousBatcher(model, None, 5, **settings())
-        if where == "read":
-            unhurt = batching.start
-            monkeypatch.setattr(
-                batching, "start", lambda *a: (check(len(a[3].input_ids) + len(flow.running)), unhurt(*a))[1]
-            )
-        elif where == "join":
-            join = RaggedCache.join
-            monkeypatch.setattr(
-                RaggedCache, "join", lambda a, b: (check(len(a.lengths.host) + len(b.lengths.host)), join(a, b))[1]
-            )
-        else:
-            propose = type(flow._handle.drafter).propose
-            monkeypatch.setattr(
-                type(flow._handle.drafter), "propose", lambda d, s, t: (check(len(s.rows)), propose(d, s, t))[1]
-            )
+        owner, name, count = {
+            "read": (batching, "start", lambda *a: len(a[3].input_ids) + len(flow.running)),
+            "join": (RaggedCache, "join", lambda a, b: len(a.lengths.host) + len(b.lengths.host)),
+            "round": (type(handle.drafter), "propose", lambda drafter, session, target: len(session.rows)),
+        }[where]
+        unhurt = getattr(owner, name)
+
+        def short(*given: Any) -> Any:
+            if count(*given) > 2:
+                raise torch.OutOfMemoryError("out of memory")
+            return unhurt(*given)
+
+        monkeypatch.setattr(owner, name, short)
         assert answers(flow, asked) == want
     assert flow.rows in (1, 2)
 
@@ -338,9 +331,16 @@ class Keeps(LogitsProcessor):
         return scores.roll(1, -1)
 
 
-def test_calls_that_cannot_be_accelerated_are_answered_all_the_same() -> None:
-    with pytest.warns(UserWarning, match="stock path: the logits processor Keeps"):
-        as_alone(tiny_vlms.model("llava"), prompts("llava", KINDS[:3]), "suffix", settings(logits_processor=[Keeps()]))
+@pytest.mark.parametrize(
+    ("call", "options", "why"),
+    [
+        ({"logits_processor": [Keeps()]}, {}, "stock path: the logits processor Keeps"),
+        ({"num_beams": 2, "eos_token_id": ENDS}, {"on_unsupported": "fallback"}, "beam search"),
+    ],
+)
+def test_calls_that_cannot_be_accelerated_are_answered_all_the_same(call: Any, options: Any, why: str) -> None:
+    with pytest.warns(UserWarning, match=why):
+        as_alone(tiny_vlms.model("llava"), prompts("llava", KINDS[:3]), "suffix", settings(**call), **options)
 
 
 class Odd(StoppingCriteria):
@@ -411,12 +411,6 @@ def test_an_interruption_costs_no_prompt_and_no_token(kind: type[Batcher]) -> No
     assert key.pressed and [ends[number] for number in range(4)] == want
 
 
-def test_beams_are_answered_by_stock() -> None:
-    call = settings(num_beams=2, eos_token_id=ENDS)
-    with pytest.warns(UserWarning, match="beam search"):
-        as_alone(tiny_vlms.model("llava"), prompts("llava", KINDS[:3]), "suffix", call, on_unsupported="fallback")
-
-
 def test_refusals() -> None:
     model = tiny_vlms.model("llava")
     with pytest.raises(ValueError, match="not enabled"):
@@ -451,25 +445,16 @@ def test_static_batches_leave_the_callers_noise_alone(sampled: bool) -> None:
     assert (answers(StaticBatcher(model, None, 1, **options), asked, [4, 5, 6]) != want) is sampled
 
 
-def test_static_batches_know_the_ends_that_a_call_names() -> None:
-    model, asked = tiny_vlms.model("llava"), prompts("llava")
-    for ends in ({"eos_token_id": ENDS}, {"generation_config": GenerationConfig(eos_token_id=ENDS, pad_token_id=0)}):
-        want = [alone(model, one, **ends) for one in asked]
-        assert answers(StaticBatcher(model, None, 3, **settings(**ends)), asked) == want
-
-
 @pytest.mark.parametrize("enabled", [True, False])
-def test_static_batches_give_the_same_answers(enabled: bool) -> None:
+@pytest.mark.parametrize("ends", [
+    {}, {"eos_token_id": ENDS}, {"generation_config": GenerationConfig(eos_token_id=ENDS, pad_token_id=0)},
+], ids=["of the model", "of the call", "of the call's configuration"])  # fmt: skip
+def test_static_batches_give_the_same_answers(ends: Any, enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = tiny_vlms.model("llava"), prompts("llava")
-    model.generation_config.eos_token_id = ENDS
-    try:
-        want = [alone(model, one) for one in asked]
-        if enabled:
-            mmspec.enable(model)
-        assert answers(StaticBatcher(model, None, 3, **settings()), asked) == want
-    finally:
-        mmspec.disable(model)
-        model.generation_config.eos_token_id = None
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None if ends else ENDS)
+    want = [alone(model, one, **ends) for one in asked]
+    with mmspec.enable(model) if enabled else contextlib.nullcontext():
+        assert answers(StaticBatcher(model, None, 3, **settings(**ends)), asked) == want
 
 
 def test_static_batches_are_halved_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,9 +531,8 @@ def test_engine_falls_back_to_static_batches(temperature: float, monkeypatch: py
 def test_engine_fails_items_alone() -> None:
     """A placeholder in the prompt, which asks for a picture that is not there; and no picture at all but a number."""
     engine = Engine(tiny_llava.model(), tiny_llava.processor(), "ngram", 5)
-    found = captioned(
-        engine.flow(2), [QUESTIONS[0], ([picture(1)], Asked("w5 <image>")), ([7], Asked("w5")), QUESTIONS[2]]
-    )  # type: ignore[list-item]
+    bad: list[Any] = [([picture(1)], Asked("w5 <image>")), ([7], Asked("w5"))]
+    found = captioned(engine.flow(2), [QUESTIONS[0], *bad, QUESTIONS[2]])
     assert [answer.ticket for answer in found if answer.error] == [1, 2]
     assert found[0].text and found[3].text and not found[1].text
 

@@ -22,28 +22,15 @@ from mmspec.pipelines.drafters import forced
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "background": {"type": "string", "maxLength": 8},
-        "objects": {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": 1,
-            "items": {
-                "type": "object",
-                "properties": {
-                    "size": {"enum": ["small", "large"]},
-                    "count": {"type": "integer", "minimum": 0, "maximum": 9},
-                },
-                "required": ["size", "count"],
-                "additionalProperties": False,
-            },
-        },
-    },
-    "required": ["background", "objects"],
-    "additionalProperties": False,
-}
+
+def strict(**fields: Any) -> dict[str, Any]:
+    """The schema of an object that has exactly these fields."""
+    return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+
+
+THING = strict(size={"enum": ["small", "large"]}, count={"type": "integer", "minimum": 0, "maximum": 9})
+THINGS = {"type": "array", "minItems": 1, "maxItems": 1, "items": THING}
+SCHEMA = strict(background={"type": "string", "maxLength": 8}, objects=THINGS)
 SAMPLES = sorted(zoo.samples().glob("*.png"))
 OWN = [*embedded.drafters(embedded.MODEL)]
 MOST = 64
@@ -183,8 +170,7 @@ def test_captions_are_json_and_a_cut_one_fails(tmp_path: Path, capsys: pytest.Ca
     assert recorded()[0]["text"] == texts(stock())[0]
     said = capsys.readouterr().out
     assert said.count("on 3 of them stock generate took") == said.count("identical text on 3 of 3") == 2  # cut or not
-    other = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
-    schema.write_text(json.dumps(other))
+    schema.write_text(json.dumps(strict(a={"const": 1})))
     assert main([*words, "--no-compare"]) == 0  # anew, for the schema is another
     assert {record["text"][:6] for record in recorded()} == {'{"a":1'}
 

@@ -52,13 +52,11 @@ def asks(inputs: Inputs, lengths: tuple[int, ...] = WORDS) -> list[Inputs]:
     return [further(inputs, torch.randint(5, 100, (rows, n), generator=drawn)) for n in lengths]
 
 
-def talks(model: Any, inputs: Inputs, **options: Any) -> tuple[list[Inputs], list[Tensor]]:
-    """Three questions and a second turn of the first one; and what stock says to each."""
+def talks(model: Any, inputs: Inputs) -> list[Inputs]:
+    """Three questions, and a second turn behind what stock says to the first one."""
     asked = asks(inputs)
-    said = [tiny_vlms.generate(model, one, **SAID, **options) for one in asked]
-    answer = said[0][:, asked[0]["input_ids"].shape[1] :]
-    asked += asks(further(asked[0], answer), (5,))
-    return asked, [*said, tiny_vlms.generate(model, asked[-1], **SAID, **options)]
+    answer = tiny_vlms.generate(model, asked[0], **SAID)[:, asked[0]["input_ids"].shape[1] :]
+    return [*asked, *asks(further(asked[0], answer), (5,))]
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -67,14 +65,11 @@ def talks(model: Any, inputs: Inputs, **options: Any) -> tuple[list[Inputs], lis
 @pytest.mark.every(24)
 def test_later_questions_and_turns_are_answered_as_stock_answers_them(name: str, kind: str, drafter: str) -> None:
     model, inputs = tiny_vlms.model(name), tiny_vlms.prompt(name, kind)
-    asked, want = talks(model, inputs)
-    with mmspec.enable(model, DRAFTERS[drafter](model), prefix_cache="64MB") as handle:
-        found = [tiny_vlms.generate(model, one, **SAID) for one in asked]
-        stats = handle.stats
-    assert all(map(torch.equal, found, want))
+    asked = talks(model, inputs)
+    stats = as_stock(model, asked, DRAFTERS[drafter](model), call=SAID, prefix_cache="64MB").stats
     lengths = [int(one["attention_mask"].sum()) for one in asked]
     assert stats.prefix["tokens"] == sum(lengths) and not stats.read_whole
-    least = lengths[0] - 20 * len(want[0])  # all but the last words of one question at least
+    least = lengths[0] - 20 * len(inputs["input_ids"])  # all but the last words of one question at least
     assert stats.prefix["reused tokens"] >= least and 0 < stats.kept_bytes < 64 * 2**20
     assert "not read again" in str(stats)
 
@@ -84,11 +79,8 @@ def test_later_questions_and_turns_are_answered_as_stock_answers_them(name: str,
 def test_every_family(name: str) -> None:
     model = tiny_vlms.model(name)
     for kind in ("several images", "ragged"):
-        asked, want = talks(model, tiny_vlms.prompt(name, kind))
-        with mmspec.enable(model, "plain", prefix_cache="64MB") as handle:
-            assert all(
-                torch.equal(tiny_vlms.generate(model, one, **SAID), said) for one, said in zip(asked, want, strict=True)
-            )
+        asked = talks(model, tiny_vlms.prompt(name, kind))
+        handle = as_stock(model, asked, "plain", call=SAID, prefix_cache="64MB")
         both_ways = "its prompts are read in both directions" in handle.stats.read_whole
         assert both_ways == (name == "paligemma")
         assert handle.stats.prefix.get("reused tokens", 0) > 0 or both_ways or kind == "ragged"
@@ -209,10 +201,8 @@ def test_the_budget_holds_and_the_latest_stay() -> None:
 
 
 def test_nothing_is_kept_once_it_is_off() -> None:
-    model, [first, second] = (
-        copy.deepcopy(tiny_vlms.model("llava")),
-        asks(tiny_vlms.prompt("llava", "image first"), (9, 9)),
-    )
+    model = copy.deepcopy(tiny_vlms.model("llava"))
+    first, second = asks(tiny_vlms.prompt("llava", "image first"), (9, 9))
     handle = mmspec.enable(model, "plain", prefix_cache="64MB")
     tiny_vlms.generate(model, first, **SAID)
     store, alive = weakref.ref(type(model)._mmspec_patch.prefixes), weakref.ref(model)
@@ -237,16 +227,13 @@ def test_nothing_is_kept_once_it_is_off() -> None:
 
 
 def test_two_threads() -> None:
-    model, [mine, other] = (
-        tiny_vlms.model("qwen3_5"),
-        [tiny_vlms.prompt("qwen3_5", "image last", seed) for seed in (1, 2)],
-    )
+    model, (mine, other) = tiny_vlms.model("qwen3_5"), (tiny_vlms.prompt("qwen3_5", "image last", n) for n in (1, 2))
     asked = [asks(mine, (9, 12, 7, 11)), asks(other, (10, 8, 13, 9))]
-    want = [[tiny_vlms.generate(model, one, **SAID) for one in some] for some in asked]
 
     def ask(some: list[Inputs]) -> list[Tensor]:
         return [tiny_vlms.generate(model, one, **SAID) for one in some]
 
+    want = list(map(ask, asked))
     with mmspec.enable(model, "suffix", prefix_cache="64MB") as handle, ThreadPoolExecutor(2) as pool:
         found = list(pool.map(ask, asked))
     assert all(all(map(torch.equal, *pair)) for pair in zip(found, want, strict=True))
@@ -356,13 +343,11 @@ FIRST: list[list[Turn]] = [
 
 def chat(processor: Any, talks: list[list[Turn]]) -> Inputs:
     """The inputs of these conversations, one a row."""
-    messages = [
-        [
-            {"role": who, "content": [*({"type": "image"} for _ in shown), {"type": "text", "text": words}]}
-            for who, shown, words in talk
-        ]
-        for talk in talks
-    ]
+
+    def message(who: str, shown: tuple[int, ...], words: str) -> dict[str, Any]:
+        return {"role": who, "content": [*({"type": "image"} for _ in shown), {"type": "text", "text": words}]}
+
+    messages = [[message(*turn) for turn in talk] for talk in talks]
     texts = [processor.apply_chat_template(talk, add_generation_prompt=True) for talk in messages]
     numbers = [[number for _, shown, _ in talk for number in shown] for talk in talks]
     pictures = [[Image.open(embedded.samples() / f"scene-{n:02d}.png").convert("RGB") for n in row] for row in numbers]
@@ -383,9 +368,8 @@ def told(hybrid: tuple[Any, Any], batch: int) -> list[list[str]]:
     found = [said(group) for group in groups]
     second: Turn = ("user", (), "Describe this image in detail.")
     for group, answers in zip(groups, list(found), strict=True):
-        found.append(
-            said([[*talk, ("assistant", (), words), second] for talk, words in zip(group, answers, strict=True)])
-        )
+        turns = zip(group, answers, strict=True)
+        found.append(said([[*talk, ("assistant", (), words), second] for talk, words in turns]))
     return [*found, *map(said, groups)]
 
 
