@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 import tiny_vlms
 import torch
+from table_targets import excess
 from torch import Tensor
 
 import mmspec
 from mmspec.drafters.jacobi import JacobiDrafter, _branched, _keep_or_redraw
+from mmspec.drafters.plain import Plain
 from mmspec.drafters.window import WindowOptions, layout
 from mmspec.kernels import reference as ops
 from mmspec.loop import decode, start
 from mmspec.protocols import TargetInfo
 from mmspec.session import Row, Session
 from mmspec.switch import RoundCosts, Switch
-from mmspec.tree import chain, lone
+from mmspec.tree import chain
 from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Round, Scores
 
 CPU = torch.device("cpu")
@@ -143,17 +145,9 @@ def surprise(toy: Toy, drafter: Any, length: int, rows: int = 10000) -> float:
 
 def far(toy: Toy, tokens: list[list[int]]) -> float:
     """`surprise` of these outputs."""
-    rows, length = len(tokens), len(tokens[0])
-    place = torch.tensor(tokens) @ toy.vocab ** torch.arange(length - 1, -1, -1)
-    expected = rows * toy.joint(length)
-    counts = torch.bincount(place, minlength=len(expected)).double()
-    if (counts[expected == 0] > 0).any():
-        return math.inf
-    rare = expected < 8
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]]).clamp(min=1e-9)
-    counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
-    freedom = len(expected) - 1
-    return float((((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * max(freedom, 1)))
+    samples, joint = torch.tensor(tokens), toy.joint(len(tokens[0]))
+    place = samples @ toy.vocab ** torch.arange(samples.shape[1] - 1, -1, -1)
+    return math.inf if (joint[place] == 0).any() else excess(samples, joint, toy.vocab)
 
 
 LOSSLESS = 5.5  # standard deviations
@@ -456,18 +450,9 @@ def test_seed_exact_rows_are_plain_decoding_when_drafts_are_left_out(mode: str, 
 
 def test_a_window_of_one_is_plain_decoding_and_so_is_none() -> None:
     toy = Toy(vocab=8, grid=(6, 4), reach=1)
-
-    class Nothing:
-        nodes = 1
-
-        def start(self, *_: Any) -> None: ...
-
-        def propose(self, session: Any, target: Any) -> Draft:
-            return lone(session.pending[:, None])
-
     seeds = [11, 22, 33]
     tokens, session = drawn(toy, jacobi(toy, window=1), seeds, [24] * 3)
-    assert tokens == drawn(toy, Nothing(), seeds, [24] * 3)[0]
+    assert tokens == drawn(toy, Plain(), seeds, [24] * 3)[0]
     assert session.stats.drafted == 0 and session.stats.rounds == 23
     assert torch.equal(chain(1, CPU).parents, layout(1, (1, 1), CPU).tree.parents)
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import tiny_image_models
 import torch
+from compared import as_stock
 from torch import Tensor
 from transformers.models.glm_image.processing_glm_image import GlmImageProcessor
 
-import mmspec
 from mmspec.drafters.jacobi import JacobiDrafter
 
 BEGIN, END = 120, tiny_image_models.BEGIN  # of a picture
@@ -28,10 +28,11 @@ def call(ids: list[int], thw: Tensor, new: int) -> dict[str, Any]:
     return {**one, "image_grid_thw": thw, "images_per_sample": torch.tensor([len(thw)]), "max_new_tokens": new}
 
 
-def seeded(asked: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(7)
-    tokens = tiny_image_models.model("glm_image").generate(**asked, do_sample=True, temperature=1.0, top_k=0)
-    return tokens, torch.get_rng_state()
+def drawn(asked: dict[str, Any], **options: Any) -> Any:
+    """The picture of a seed is stock's; what was drafted for it."""
+    call = {"do_sample": True, "temperature": 1.0, "top_k": 0}
+    return as_stock(tiny_image_models.model("glm_image"), asked, "jacobi", call=call, seed=7,
+                    draw=tiny_image_models.draw, reproducible=True, **options).stats  # fmt: skip
 
 
 @pytest.fixture
@@ -44,26 +45,17 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.full
 def test_a_picture_of_1024_pixels_is_the_stock_picture_in_fewer_forwards(told: list[Any]) -> None:
-    model, thw = tiny_image_models.model("glm_image"), grids(1024, 1024)
+    thw = grids(1024, 1024)
     assert thw.tolist() == [[1, 32, 32], [1, 16, 16]]
     asked = call([1, 5, 6, 7, 8, 201, 212, 212, 202, BEGIN], thw, 32 * 32 + 16 * 16 + 1)
-    expected, state = seeded(asked)
     reads: list[int] = []
-    hook = model.get_decoder().register_forward_hook(lambda *_: reads.append(1))
-    with mmspec.enable(model, drafter="jacobi", window=16, reproducible=True) as handle:
-        tokens, after = seeded(asked)
-    hook.remove()
-    assert torch.equal(tokens, expected) and torch.equal(after, state)
-    assert told == [(32, 32)] and handle.stats.tokens == 1281
-    assert len(reads) == handle.stats.rounds + 1 < 1281 * 2 / 3
+    with tiny_image_models.model("glm_image").get_decoder().register_forward_hook(lambda *_: reads.append(1)):
+        stats = drawn(asked, window=16, begun=lambda _: reads.clear())
+    assert told == [(32, 32)] and stats.tokens == 1281
+    assert len(reads) == stats.rounds + 1 < 1281 * 2 / 3
 
 
 def test_the_grid_is_that_of_what_is_drawn(told: list[Any]) -> None:
     """A picture that is read may be larger."""
-    model, source = tiny_image_models.model("glm_image"), torch.tensor([[1, 6, 6]])
-    asked = call([1, 5, BEGIN, *range(36), END, 7, 8, BEGIN], torch.cat([source, torch.tensor([[1, 3, 4]])]), 13)
-    expected, state = seeded(asked)
-    with mmspec.enable(model, drafter="jacobi", reproducible=True):
-        tokens, after = seeded(asked)
-    assert torch.equal(tokens, expected) and torch.equal(after, state)
+    drawn(call([1, 5, BEGIN, *range(36), END, 7, 8, BEGIN], torch.tensor([[1, 6, 6], [1, 3, 4]]), 13))
     assert told == [(3, 4)]

@@ -15,6 +15,7 @@ import torch
 import transformers as T
 from compared import as_stock
 from hostile_drafters import DRAFTERS, Oracle, eagle
+from table_targets import excess
 from tiny_image_models import PAINTERS, draw
 from torch import Tensor
 
@@ -99,43 +100,22 @@ def test_the_models_prove_something(name: str) -> None:
 
 # -- sampling, seed-exact --------------------------------------------------------------------------------------------
 
-SAMPLING = {"hot": {"temperature": 1.3, "top_k": 0}, "top-k, top-p": {"temperature": 0.9, "top_k": 20, "top_p": 0.9}}
+SAMPLING: list[dict[str, Any]] = [{"temperature": 1.3, "top_k": 0}, {"temperature": 0.9, "top_k": 20, "top_p": 0.9}]
 
 
-def seeded(model: Any, call: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
-    """One sampled call under seed 7: the tokens, and the state in which it leaves torch's generator."""
+def seeded(model: Any, call: dict[str, Any], **options: Any) -> Any:
+    """What one sampled call gives under seed 7."""
     torch.manual_seed(7)
-    tokens = draw(model, call, do_sample=True, **options)
-    return tokens, torch.get_rng_state()
-
-
-@cache
-def sampled(name: str, rows: int, how: str) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """A call, and what stock sampling makes of it and of torch's generator."""
-    model, call = tiny_image_models.model(name), PAINTERS[name].call(rows)
-    expected, state = seeded(model, call, **SAMPLING[how])
-    assert not torch.equal(expected, greedy(name, rows)[1])
-    return call, expected, state
+    return draw(model, call, do_sample=True, **options)
 
 
 @pytest.mark.parametrize(("name", "how"), cases(STOCK, ["jacobi", "ngram", "random tree", "drawn", "eagle chain"]))
 @pytest.mark.every(2)
 def test_the_same_seed_gives_the_stock_picture(name: str, how: str) -> None:
-    model = tiny_image_models.model(name)
-    for rows, (sampling, options) in zip((1, 3), SAMPLING.items(), strict=True):
-        call, expected, state = sampled(name, rows, sampling)
-        with mmspec.enable(model, drafter=drafter(name, how, call, expected), reproducible=True):
-            tokens, after = seeded(model, call, **options)
-        assert torch.equal(tokens, expected)
-        assert torch.equal(after, state), "torch's generator is not where stock leaves it"
-
-
-@cache
-def sampled_text(name: str, kind: str) -> tuple[dict[str, Any], int, Tensor, Tensor]:
-    """A call, a token at which a row ends early, and what stock sampling makes of the two."""
-    model, call = tiny_vlms.model(name), tiny_vlms.prompt(name, kind)
-    eos = int(seeded(model, call, max_new_tokens=24)[0][0, -15])
-    return call, eos, *seeded(model, call, max_new_tokens=24, eos_token_id=eos)
+    for rows, sampling in zip((1, 3), SAMPLING, strict=True):
+        call = {"do_sample": True, **sampling}
+        as_stock(tiny_image_models.model(name), PAINTERS[name].call(rows), how, call=call, seed=7, draw=draw,
+                 reproducible=True)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -144,21 +124,20 @@ def sampled_text(name: str, kind: str) -> tuple[dict[str, Any], int, Tensor, Ten
 @pytest.mark.every(2)
 def test_the_same_seed_gives_the_stock_text(name: str, how: str) -> None:
     """Also for text about pictures, and for rows that end before the others."""
-    model = tiny_vlms.model(name)
+    model, call = tiny_vlms.model(name), {"do_sample": True, "max_new_tokens": 24}
     for kind in ("image first", "ragged"):
-        call, eos, expected, state = sampled_text(name, kind)
-        made = how if how == "jacobi" else DRAFTERS[how](model, Oracle({}))
-        with mmspec.enable(model, drafter=made, reproducible=True):
-            tokens, after = seeded(model, call, max_new_tokens=24, eos_token_id=eos)
-        assert torch.equal(tokens, expected) and torch.equal(after, state)
+        inputs = tiny_vlms.prompt(name, kind)
+        ending = {"eos_token_id": int(seeded(model, inputs, max_new_tokens=24)[0, -15])}
+        as_stock(model, inputs, how, call={**call, **ending}, seed=7, reproducible=True)
 
 
 @pytest.mark.parametrize("name", STOCK)
 def test_a_right_guess_is_kept_while_sampling(name: str) -> None:
     model, call = tiny_image_models.model(name), PAINTERS[name].call(1)
-    expected, _ = seeded(model, call)
+    expected = seeded(model, call)
+    assert not torch.equal(expected, greedy(name, 1)[1])
     with mmspec.enable(model, drafter=drafter(name, "always right", call, expected), reproducible=True) as handle:
-        assert torch.equal(seeded(model, call)[0], expected)
+        assert torch.equal(seeded(model, call), expected)
     assert handle.stats.tokens_per_target_call > 4
 
 
@@ -172,9 +151,8 @@ def first_two(model: Any, call: dict[str, Any], scale: float, temperature: float
     prompt = model.get_input_embeddings()(torch.cat([ids, pads]))
 
     def distribution(embeds: Tensor) -> Tensor:
-        cond, uncond = inner.generation_head(inner.language_model(inputs_embeds=embeds).last_hidden_state[:, -1]).chunk(
-            2
-        )
+        last = inner.language_model(inputs_embeds=embeds).last_hidden_state[:, -1]
+        cond, uncond = inner.generation_head(last).chunk(2)
         return ((uncond + scale * (cond - uncond)).double() / temperature).softmax(-1)
 
     first = distribution(prompt)[0]
@@ -188,30 +166,16 @@ def first_two(model: Any, call: dict[str, Any], scale: float, temperature: float
 @torch.no_grad()
 def test_sampled_pictures_have_the_stock_law(options: dict[str, Any]) -> None:
     model, many = tiny_image_models.small_janus(), 3000
-    call = {
-        **tiny_image_models.ragged([[1, 5, 6, tiny_image_models.BEGIN]]),
-        "generation_mode": "image",
-        "guidance_scale": 1.5,
-    }
-    distribution = first_two(model, call, 1.5, 8.0)
+    prompt = tiny_image_models.ragged([[1, 5, 6, tiny_image_models.BEGIN]])
+    call = {**prompt, "generation_mode": "image", "guidance_scale": 1.5}
+    distribution, other = (first_two(model, call, scale, 8.0).flatten() for scale in (1.5, 2.5))
     torch.manual_seed(1)
     with mmspec.enable(model, **options) as handle:
         drawn = draw(model, call, do_sample=True, top_k=0, temperature=8.0, num_return_sequences=many)[:, :2]
-    seen = torch.zeros_like(distribution).index_put_(
-        (drawn[:, 0], drawn[:, 1]), torch.ones(many).double(), accumulate=True
-    )
     assert float(distribution.max()) < 0.5 and int((distribution * many > 5).sum()) > 10
-    assert excess(seen, distribution) < 5
-    assert excess(seen, first_two(model, call, 2.5, 8.0)) > 10, "another guidance would be seen"
+    assert excess(drawn, distribution, 6) < 5
+    assert excess(drawn, other, 6) > 10, "another guidance would be seen"
     assert handle.stats.tokens == many * 4
-
-
-def excess(seen: Tensor, distribution: Tensor) -> float:
-    """By how many standard deviations χ² is too large, over the cells that are expected at least five times."""
-    expected = distribution * seen.sum()
-    common = expected > 5
-    squares = ((seen - expected) ** 2 / expected)[common]
-    return (float(squares.sum()) - len(squares)) / (2 * len(squares)) ** 0.5
 
 
 # -- what each family needs ------------------------------------------------------------------------------------------
@@ -306,15 +270,15 @@ def test_janus_draws_and_writes_on_one_enabled_model() -> None:
 def test_janus_keeps_its_arguments() -> None:
     model, call = tiny_image_models.model("janus"), PAINTERS["janus"].call(1)
     options = {"num_return_sequences": 3, "temperature": 1.4, "return_dict_in_generate": True}
-    expected, _ = seeded(model, call, **options)
+    expected = seeded(model, call, **options)
     mine = T.LogitsProcessorList([T.TemperatureLogitsWarper(0.5)])
-    cooler, _ = seeded(model, call, logits_processor=T.LogitsProcessorList(mine))
+    cooler = seeded(model, call, logits_processor=T.LogitsProcessorList(mine))
     with mmspec.enable(model, drafter="jacobi", reproducible=True):
-        got, _ = seeded(model, call, **options)
-        again = [seeded(model, call, logits_processor=mine)[0] for _ in range(2)]
+        got = seeded(model, call, **options)
+        again = [seeded(model, call, logits_processor=mine) for _ in range(2)]
     assert torch.equal(got.sequences, expected.sequences) and got.sequences.shape == (3, 16)
     assert all(torch.equal(tokens, cooler) for tokens in again)
-    assert not torch.equal(cooler, seeded(model, call)[0])
+    assert not torch.equal(cooler, seeded(model, call))
     assert len(mine) == 1, "the caller's list is left alone"
 
 
@@ -362,10 +326,8 @@ def test_chameleon_draws_what_its_head_says() -> None:
 
 
 def test_chameleon_writes_as_before() -> None:
-    model, text = (
-        tiny_image_models.model("chameleon"),
-        {**tiny_image_models.ragged(tiny_image_models.PROMPTS), "max_new_tokens": 9},
-    )
+    model, prompts = tiny_image_models.model("chameleon"), tiny_image_models.ragged(tiny_image_models.PROMPTS)
+    text = {**prompts, "max_new_tokens": 9}
     expected = draw(model, text)
     with mmspec.enable(model, drafter="jacobi"):
         assert torch.equal(draw(model, text), expected)

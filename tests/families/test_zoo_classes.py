@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import survey
@@ -96,11 +97,21 @@ def test_scores_of_an_indexer_that_tie(case: str, drafter: str) -> None:
         assert as_stock(model, inputs, drafter, call={"max_new_tokens": 40}, draw=zoo.generate).stats.rounds
 
 
-def test_padding_in_all_rows_shifts_pools() -> None:
-    model, inputs = zoo.model("glm5_next"), zoo.prompt("glm5_next")
-    padded = {name: torch.nn.functional.pad(t, (2, 0)) for name, t in inputs.items() if name != "pixel_values"}
-    with mmspec.enable(model), pytest.raises(mmspec.UnsupportedError, match="counts pools from the first slot"):
-        zoo.generate(model, padded)
+@pytest.mark.parametrize(
+    ("name", "rows", "padding", "call", "why"),
+    [
+        ("glm5_next", "one", 2, {}, "counts pools from the first slot"),
+        ("minimax_m3_vl", "ragged", 8, {}, "differ by fewer than 8 tokens"),  # keys of padding tie: up to stock's sort
+        ("llama4", "one", 0, {"max_new_tokens": 8100}, "scales change past 8064"),
+    ],
+)
+def test_what_depends_on_slots_is_refused_in_words(name: str, rows: str, padding: int, call: Any, why: str) -> None:
+    """Pools and scales that are counted in slots of the cache, padding before all rows included."""
+    model, inputs = zoo.model(name), zoo.prompt(name, rows)
+    padded = [key for key, t in inputs.items() if t.shape == inputs["input_ids"].shape]
+    inputs |= {key: torch.nn.functional.pad(inputs[key], (padding, 0)) for key in padded}
+    with mmspec.enable(model), pytest.raises(mmspec.UnsupportedError, match=why):
+        zoo.generate(model, inputs, **call)
 
 
 def test_scales_that_change_at_once_are_refused_in_words() -> None:
@@ -155,17 +166,6 @@ def test_a_model_whose_generate_delegates_is_verified_and_streamed_with_its_pict
     assert report.ok and report.image_matters and [token for step in steps for token in step.tokens] == want
 
 
-def test_blocks_of_padding_alone_are_left_to_stock() -> None:
-    """Their keys tie, and which of them stock chooses is up to its sort."""
-    model, inputs = zoo.model("minimax_m3_vl"), zoo.prompt("minimax_m3_vl", "ragged")
-    inputs = {
-        name: torch.nn.functional.pad(t, (8, 0)) if t.shape == inputs["input_ids"].shape else t
-        for name, t in inputs.items()
-    }
-    with mmspec.enable(model), pytest.raises(mmspec.UnsupportedError, match="differ by fewer than 8 tokens"):
-        zoo.generate(model, inputs)
-
-
 @pytest.mark.parametrize("case", ["qwen3_5_moe", "mistral_large4", "mllama"])
 def test_a_cache_that_keys_alone_would_not_fill_is_left_to_stock(case: str) -> None:
     model, inputs = zoo.model(case), zoo.prompt(case)
@@ -177,12 +177,6 @@ def test_a_cache_that_keys_alone_would_not_fill_is_left_to_stock(case: str) -> N
         own = transformers.DynamicCache(config=model.config.get_text_config())
         with pytest.raises(mmspec.UnsupportedError, match="these layers keep more"):
             zoo.generate(model, inputs, **{CACHE: own})
-
-
-def test_queries_that_are_scaled_by_the_slots_of_the_cache() -> None:
-    model, inputs = zoo.model("llama4"), zoo.prompt("llama4")
-    with mmspec.enable(model), pytest.raises(mmspec.UnsupportedError, match="scales change past 8064"):
-        zoo.generate(model, inputs, max_new_tokens=8100)
 
 
 COMPILED = {"qwen3_5_moe", "lfm3_vl", "nemotron_h_omni", "unlimited_ocr"}  # see test_recurrent.py

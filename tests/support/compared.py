@@ -23,7 +23,8 @@ def as_stock(
     call: dict[str, Any] | None = None, seed: int | None = None, times: int = 1, draw: Draw = tiny_vlms.generate,
     begun: Callable[[Any], Any] = lambda handle: None, **options: Any,
 ) -> Any:  # fmt: skip
-    """Asserts that the model, once enabled, gives what stock gives. Its handle, which knows what was drafted.
+    """Asserts that the model, once enabled, gives what stock gives; where it is reproducible, it also leaves torch's
+    generator where stock leaves it. Its handle, which knows what was drafted.
 
     Args:
         inputs: of one call, or of several, one after the other.
@@ -41,16 +42,20 @@ def as_stock(
         if seed is not None:
             torch.manual_seed(seed)
         found = draw(target, one, **(call or {}))
+        states.append(torch.get_rng_state())
         return getattr(found, "sequences", found)
 
+    states: list[Tensor] = []
     wanted = [answer(one) for one in asked]
+    seeded = seed is not None and options.get("reproducible")
     if isinstance(drafter, str) and drafter in DRAFTERS:
         drafter = DRAFTERS[drafter](target, Oracle.of(asked[0]["input_ids"], wanted[0]))
     with mmspec.enable(target, drafter, **options) as handle:
         begun(handle)
         for _ in range(times):
-            for one, want in zip(asked, wanted, strict=True):
+            for one, want, state in zip(asked, wanted, states[: len(asked)], strict=True):
                 assert torch.equal(answer(one), want)
+                assert not seeded or torch.equal(states[-1], state), "torch's generator is not where stock leaves it"
     return handle
 
 

@@ -172,7 +172,7 @@ def excess(samples: Tensor, joint: Tensor, vocab: int) -> float:
     rare = expected < 8
     if rare.any():
         counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
-        expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+        expected = torch.cat([expected[~rare], expected[rare].sum()[None].clamp(min=1e-9)])
     free = len(expected) - 1
     return (float(((counts - expected) ** 2 / expected).sum()) - free) / math.sqrt(2 * free)
 
