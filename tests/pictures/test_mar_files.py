@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import re
 from pathlib import Path
@@ -76,10 +75,8 @@ def test_every_container_comes_back(tmp_path, pipe, container):
     back = files.pipeline(*write(tmp_path, pipe, container), heads=HEADS)
     assert same(back.transformer, pipe.transformer) and same(back.vae, pipe.vae)
     for part, unsaid in (("transformer", ()), ("vae", ("sample_size",))):
-        ours, theirs = (
-            {k: v for k, v in getattr(p, part).config.items() if not k.startswith("_") and k not in unsaid}
-            for p in (pipe, back)
-        )
+        configs = (getattr(p, part).config.items() for p in (pipe, back))
+        ours, theirs = ({k: v for k, v in c if not k.startswith("_") and k not in unsaid} for c in configs)
         assert {k: tuple(v) if isinstance(v, list) else v for k, v in theirs.items()} == ours
     assert not back.scheduler.config.final_noise and not back.scheduler.config.skip_terminal  # as published
 
@@ -95,23 +92,11 @@ def test_the_published_widths_say_their_heads():
         files.transformer(tiny.transformer().state_dict())
 
 
-def test_training_files_need_the_flag_and_others_stay_shut(tmp_path, pipe):
-    mar, vae = write(tmp_path, pipe, args=argparse.Namespace(lr=1e-4, model="mar_base"))
-    with pytest.raises(ValueError, match=r"argparse\.Namespace.*--allow-pickle"):
-        files.pipeline(mar, vae, HEADS)
-    assert same(files.pipeline(mar, vae, HEADS, allow_pickle=True).transformer, pipe.transformer)
-    mar, vae = write(tmp_path, pipe, args=datetime.timedelta(1))  # stands for anything that would run code
-    with pytest.raises(ValueError, match=r"more than tensors and argparse\.Namespace"):
-        files.pipeline(mar, vae, HEADS, allow_pickle=True)
-
-
 def test_misfits_are_named(tmp_path, pipe):
     tensors = pipe.transformer.state_dict()
     lacking = {key: t for key, t in tensors.items() if key != "encoder_blocks.1.attn.qkv.bias"}
     with pytest.raises(ValueError, match=r"missing: encoder_blocks\.1\.attn\.qkv\.bias; unexpected: extra"):
         files.transformer({**lacking, "extra": torch.zeros(1)}, HEADS)
-    with pytest.raises(ValueError, match=r"fake_latent is \[1, 23\], expected \[1, 24\]"):
-        files.transformer({**tensors, "fake_latent": torch.zeros(1, 23)}, HEADS)
     codes = ldm_names(pipe.vae.state_dict(), 3)
     with pytest.raises(ValueError, match=r"not MAR's: missing: mask_token"):
         files.transformer(codes, HEADS)
@@ -122,9 +107,6 @@ def test_misfits_are_named(tmp_path, pipe):
     assert same(files.vae({**codes, "loss.logvar": torch.zeros(1)}), pipe.vae)
     with pytest.raises(FileNotFoundError, match="no file or folder"):
         files.read(tmp_path / "none.pth")
-    torch.save({"model_ema": [1, 2]}, tmp_path / "list.pth")
-    with pytest.raises(ValueError, match="contains no table of tensors"):
-        files.read(tmp_path / "list.pth")
 
 
 def ldm_decode(w: dict[str, Tensor], z: Tensor, levels: int, blocks: int) -> Tensor:
@@ -135,9 +117,8 @@ def ldm_decode(w: dict[str, Tensor], z: Tensor, levels: int, blocks: int) -> Ten
 
     def norm(x: Tensor, name: str) -> Tensor:
         grouped = x.unflatten(1, (GROUPS, -1)).flatten(2)
-        grouped = (grouped - grouped.mean(2, keepdim=True)) / (
-            grouped.var(2, unbiased=False, keepdim=True) + 1e-6
-        ).sqrt()
+        spread = grouped.var(2, unbiased=False, keepdim=True) + 1e-6
+        grouped = (grouped - grouped.mean(2, keepdim=True)) / spread.sqrt()
         return grouped.view_as(x) * w[f"{name}.weight"][:, None, None] + w[f"{name}.bias"][:, None, None]
 
     def silu(x: Tensor) -> Tensor:

@@ -101,9 +101,8 @@ def plain() -> Tensor:
 def joint(a: Tensor, b: Tensor) -> float:
     """The smallest p of tests on tokens, and on sums and differences of two of them, times the number of tests."""
     pairs = [(i, j) for i in range(L) for j in range(i)]
-    seen = [
-        [*t.unbind(1), *(sign(t[:, i], t[:, j]) for i, j in pairs for sign in (torch.add, torch.sub))] for t in (a, b)
-    ]
+    signs = [(i, j, sign) for i, j in pairs for sign in (torch.add, torch.sub)]
+    seen = [[*t.unbind(1), *(sign(t[:, i], t[:, j]) for i, j, sign in signs)] for t in (a, b)]
     return len(seen[0]) * min(p_value(*both) for both in zip(*seen, strict=True))
 
 
@@ -126,45 +125,42 @@ def test_pictures_have_the_law_of_plain_drawing(mode, plain):
     assert energy_distance(x.flatten(1), plain.flatten(1)) < 0.02
 
 
-@pytest.mark.parametrize("mode", ["self", "a draft"])
-def test_keeping_every_draft_is_seen(mode, monkeypatch, plain):
-    monkeypatch.setattr(mar_speculate, "_ratios", lambda brush, drafts, *more: torch.full((len(drafts),), 9.0))
-    assert joint(pictures(mar_plan.Speculation(**MODES[mode]), 60)[0], plain) < 1e-3
-
-
-def test_keeping_what_follows_a_refusal_is_seen(monkeypatch, plain):
-    """No rollback: drafts that knew a refused token stay."""
-    stand = mar_speculate._accept
+def without_rollback(accept: Any) -> Any:
+    """Drafts that knew a refused token stay."""
 
     def each(drawn: Any, draft: Any, facts: Any, *more: Any) -> Any:
-        standing, _, found, whole = stand(drawn, draft, [(True, *fact[1:]) for fact in facts], *more)
+        standing, _, found, whole = accept(drawn, draft, [(True, *fact[1:]) for fact in facts], *more)
         return standing, [i for i, (kept, *_) in enumerate(facts) if not kept], found, whole
 
-    monkeypatch.setattr(mar_speculate, "_accept", each)
-    assert joint(pictures(mar_plan.Speculation(Toy(0.9, 0.5), 3), 60)[0], plain) < 1e-3
+    return each
 
 
-def test_a_wrong_prefix_is_seen(monkeypatch, plain):
+def blind(read: Any) -> Any:
     """Drafts are tested as if no more than one token were known."""
-    read = mar_loop.MarRunner.read
-
-    def blind(self: Any, tokens: Tensor, order: Tensor, counts: list[int], labels: Tensor) -> Tensor:
-        return read(self, tokens, order, [min(n, 1) for n in counts], labels)
-
-    monkeypatch.setattr(mar_loop.MarRunner, "read", blind)
-    assert joint(pictures(mar_plan.Speculation(**MODES["self"]), 60)[0], plain) < 1e-3
+    return lambda self, tokens, order, counts, labels: read(self, tokens, order, [min(n, 1) for n in counts], labels)
 
 
-def test_drawing_anew_from_the_whole_law_is_seen(monkeypatch, plain):
-    """Refused tokens come from the model's distribution, not from what is left over of it."""
-    monkeypatch.setattr(denoising, "leftover_chance", lambda ratio, eta: torch.ones_like(ratio, dtype=torch.float64))
-    assert joint(pictures(mar_plan.Speculation(Toy(0.9, 0.3), 3), 60)[0], plain) < 1e-3
+def every(own: Any) -> Any:
+    return lambda brush, drafts, *more: torch.full((len(drafts),), 9.0)
 
 
-def test_a_trial_with_the_noise_of_the_draft_is_seen(monkeypatch, plain):
-    """The refused draft and the first trial in its place start alike."""
-    monkeypatch.setattr(mar_speculate, "DRAFTS", mar_loop.PATHS)
-    assert joint(pictures(mar_plan.Speculation(**MODES["self"]), 60)[0], plain) < 1e-3
+PLANTED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {  # what is replaced, by what is made of it; how one drafts
+    "every draft is kept": (mar_speculate, "_ratios", every, MODES["self"]),
+    "every draft of a draft is kept": (mar_speculate, "_ratios", every, MODES["a draft"]),
+    "what knew a refused token": (mar_speculate, "_accept", without_rollback, {"draft": Toy(0.9, 0.5), "ahead": 3}),
+    "a wrong prefix": (mar_loop.MarRunner, "read", blind, MODES["self"]),
+    "what was refused is drawn anew from the whole law": (
+        denoising, "leftover_chance", lambda _: lambda ratio, eta: torch.ones_like(ratio, dtype=torch.float64),
+        {"draft": Toy(0.9, 0.3), "ahead": 3}),
+    "a trial starts as the refused draft did": (mar_speculate, "DRAFTS", lambda _: mar_loop.PATHS, MODES["self"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("error", PLANTED)
+def test_a_planted_error_is_seen(error, monkeypatch, plain):
+    place, name, wrong, mode = PLANTED[error]
+    monkeypatch.setattr(place, name, wrong(getattr(place, name)))
+    assert joint(pictures(mar_plan.Speculation(**mode), 60)[0], plain) < 1e-3
 
 
 def test_cspd_is_seen(plain):
@@ -189,21 +185,11 @@ def test_a_picture_does_not_depend_on_its_neighbours(mode):
     torch.testing.assert_close(among.tokens[1], alone.tokens[0], atol=5e-3, rtol=1e-3)
 
 
-def test_rows_accept_for_themselves():
-    pipe, counts = tiny.pipeline(), []
+def test_rows_accept_for_themselves(monkeypatch):
+    pipe, counts, put = tiny.pipeline(), [], mar_loop.MarState.put
     pipe.enable_speculation(ahead=3)
-    canvas = mar_loop.MarState
-    original = canvas.put
-
-    def put(self: Any, *args: Any) -> None:
-        counts.append(list(self.counts))
-        original(self, *args)
-
-    try:
-        canvas.put = put
-        out = pipe([0, 1, 2, 3], generator=tiny.seeded(1, 2, 3, 4), output_type="latent", guidance_scale=1.5)
-    finally:
-        canvas.put = original
+    monkeypatch.setattr(mar_loop.MarState, "put", lambda self, *a: counts.append([*self.counts]) or put(self, *a))
+    out = pipe([0, 1, 2, 3], generator=tiny.seeded(1, 2, 3, 4), output_type="latent", guidance_scale=1.5)
     assert any(len(set(now)) > 2 for now in counts)
     assert out.work["passes"] < 16 and out.stats.summary()["tested"] > 10
 
@@ -314,7 +300,3 @@ def test_senseless_settings_are_refused(settings, message):
 def test_what_has_no_density_is_refused():
     with pytest.raises(ValueError, match="final_noise=True"):
         tiny.pipeline(final_noise=False).enable_speculation()
-    pipe = tiny.pipeline()
-    pipe.enable_speculation()
-    with pytest.raises(ValueError, match="num_inference_steps=16 \\(got 5\\)"):
-        pipe([0], num_inference_steps=5)
