@@ -14,6 +14,7 @@ from transformers.generation.candidate_generator import SinglePositionMultiToken
 
 import mmspec
 from mmspec.pipelines.drafters.assistant import AssistantDrafter
+from mmspec.pipelines.host.call import calling
 
 LAYERS = ["sliding_attention", "full_attention"] * 2
 TEXT = {
@@ -75,17 +76,10 @@ def test_the_first_draft_is_that_of_transformers(centroids: bool, monkeypatch: p
     """Later on stock shows the assistant the keys of a token that was refused; here it never sees one."""
     model, assistant = pair(centroids=centroids)
     assistant.generation_config.num_assistant_tokens = 5
-    first, theirs, mine = [], stock_drafts(Stock, monkeypatch), AssistantDrafter.propose
-
-    def told(self: Any, session: Any, target: Any) -> Any:
-        draft = mine(self, session, target)
-        first.append(draft.tokens[0, 1:].tolist())
-        return draft
-
-    monkeypatch.setattr(AssistantDrafter, "propose", told)
-    handle = as_stock(model, prompt(1), "plain", call={"max_new_tokens": 12, "assistant_model": assistant})
-    assert handle.stats.drafted > 0
-    assert first[0] == next(draft for draft in theirs if draft)
+    mine, theirs = [], stock_drafts(Stock, monkeypatch)
+    with calling(watch=lambda round_: mine.append(round_.draft.tokens[0, 1:].tolist())):
+        as_stock(model, prompt(1), "plain", call={"max_new_tokens": 12, "assistant_model": assistant})
+    assert next(filter(None, mine)) == next(filter(None, theirs))
 
 
 def test_rows_are_drafted_for_as_if_alone() -> None:

@@ -1,7 +1,7 @@
 """Block drafters: DFlash, DSpark and DFlash2 in every published layout, computed as published; outputs stay stock's."""
 
-import json
 from dataclasses import replace
+from types import SimpleNamespace as Some
 
 import pytest
 import tiny_vlms
@@ -11,14 +11,15 @@ from compared import as_stock
 from published_drafters import norm, put
 from safetensors.torch import load_file
 from torch.nn import functional as F
+from transcribed_drafters import round_of, session_of
 from transformers.cache_utils import DFlashCache
 
 import mmspec
 from mmspec.app import cli
-from mmspec.drafters.block_config import BlockConfig
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.pipelines.host.names import CACHE
 from mmspec.protocols import TargetInfo
+from mmspec.types import Prompt
 
 V, H = tiny_vlms.VOCAB, tiny_vlms.HIDDEN
 HEADS, KV, D, MLP, LAYERS, BLOCK, MASK = 4, 2, 16, 48, 2, 6, 5
@@ -251,27 +252,16 @@ class Table:
 
 def rounds(drafter, features, counts, target):
     """Hidden states of the blocks of several rounds that read a prompt of `features` rows, then `counts` rows each."""
-    from types import SimpleNamespace as Some
-
-    from mmspec.types import Categorical, Prompt
-
     found, at = [], features.shape[1] - sum(counts) + 1
     drafter.logits = lambda rows, target, own=drafter.logits: found.append(rows) or own(rows, target)
     ids = torch.zeros(1, at, dtype=torch.long)
     prompt = Prompt(ids, None, features[:, :at], ids, torch.ones_like(ids, dtype=torch.bool))
-    session = Some(
-        pending=torch.tensor([7]), emitted=torch.ones(1, dtype=torch.long), seeds=torch.zeros(1, dtype=torch.long)
-    )
+    session = session_of([7])
     session.memory = drafter.start(session, target, prompt)
     at -= 1
     for count in counts:
         kept = torch.arange(count)[None]
-        acceptance = Some(count=torch.tensor([count]), next_token=torch.tensor([7]))
-        distribution = Categorical(ids=kept)
-        session.last = Some(
-            kept=kept, acceptance=acceptance, counts=(count,), draft=Some(tokens=kept),
-            scores=Some(hidden=features[:, at : at + count], p=distribution),
-        )  # fmt: skip
+        session.last = round_of(kept, features[:, at : at + count], (count,), session.pending)
         drafter.propose(session, target)
         at += count
     return found
@@ -387,8 +377,6 @@ def test_confidence_shortens_drafts(tmp_path):
 @pytest.mark.every(6)
 def test_drawn_drafts_come_from_their_laws(tmp_path, name, tree):
     """Over many seeds a draft's first token, and the second after it, follow the distribution that was recorded."""
-    from types import SimpleNamespace as Some
-
     drafter = load(put(tmp_path, *MADE[name][1]())).fit(INFO, {"tree": tree, "draws": True})
     depth, rows = drafter.options.depth, 20000
     hidden, logits = torch.randn(1, depth, H), 2 * torch.randn(1, depth, drafter.config.draft_vocab or V)
@@ -405,13 +393,7 @@ def test_drawn_drafts_come_from_their_laws(tmp_path, name, tree):
     common = first == first.mode().values
     child = int((draft.tree.parents[0] == 1).nonzero()[0])
     distribution = draft.q.logits[common][:, child].softmax(-1)
-    assert torch.allclose(
-        distribution, distribution[:1].expand_as(distribution), atol=1e-5
-    )  # of the token before alone
+    alike = distribution[:1].expand_as(distribution)
+    assert torch.allclose(distribution, alike, atol=1e-5)  # of the token before alone
     got = torch.bincount(draft.tokens[common, child], minlength=V) / common.sum()
     assert (got - distribution[0]).abs().sum() / 2 < 0.15
-
-
-def test_own_config_survives_json():
-    small = {"hidden": H, "intermediate": MLP, "heads": HEADS, "kv_heads": KV, "vocab": V}
-    assert json.loads(json.dumps(BlockConfig(**small).to_dict()))["block"] == 16

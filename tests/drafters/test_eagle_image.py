@@ -10,10 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import table_targets
 import tiny_llamagen
 import torch
 from stopped import goes_on
 from torch import Tensor
+from transcribed_drafters import round_of, session_of
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 import mmspec
@@ -21,6 +23,7 @@ from mmspec.app import cli
 from mmspec.drafters import static_trees
 from mmspec.drafters.blocks import Rope, rotate
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
+from mmspec.drafters.plain import Plain
 from mmspec.kernels import reference as ops
 from mmspec.loop import decode, start
 from mmspec.models import llamagen
@@ -149,8 +152,6 @@ def test_what_is_asked_for_comes_before_what_is_recommended() -> None:
     assert (chosen.tree, chosen.draws, chosen.size) == ("dynamic", False, 6)
     assert fitted(made, width=1, depth=3).options.tree == "chain" and fitted(made, width=1, depth=3).nodes == 4
     assert fitted(made, tree="chain", depth=7, draws=True).nodes == 8
-    with pytest.raises(ValueError, match="one of its own"):
-        drafter(draft_vocab=10, parallel_norm=True, fc_bias=False, features=(0, 1), tree="chain", draws=True)
 
 
 # -- rotary positions ------------------------------------------------------------------------------------------------
@@ -212,18 +213,10 @@ def test_two_streams_are_two_drafters_run_apart(options: dict[str, Any], padded:
 
         target = Recorder(len(streams), table)
         ids = torch.zeros(B, L, dtype=torch.long)
-        session = SimpleNamespace(
-            pending=torch.tensor([3, 4, 5]), emitted=torch.ones(B, dtype=torch.long), seeds=torch.arange(B)
-        )
+        session = session_of([3, 4, 5])
         session.memory = made.start(session, target, Prompt(ids, side(embeds), side(hidden), ids > 0, valid))  # type: ignore
         for counts in ((1, 1, 1), (3, 1, 4)):
-            tokens = torch.arange(4).expand(B, 4) + 7
-            acceptance = SimpleNamespace(count=torch.tensor(counts), next_token=session.pending)
-            scores = SimpleNamespace(hidden=side(after), p=Categorical(ids=tokens))
-            kept = torch.arange(max(counts)).expand(B, -1)
-            session.last = SimpleNamespace(
-                draft=SimpleNamespace(tokens=tokens), scores=scores, acceptance=acceptance, kept=kept, counts=counts
-            )
+            session.last = round_of(torch.arange(4).expand(B, 4) + 7, side(after), counts, session.pending)
             made.propose(session, target)  # type: ignore[arg-type]
         return target.shown
 
@@ -245,20 +238,6 @@ def test_a_head_of_its_own_knows_no_guidance() -> None:
 # -- token for token -------------------------------------------------------------------------------------------------
 
 
-class Nothing:
-    features: tuple[int, ...] = ()
-    nodes = 1
-
-    def start(self, *_: Any) -> None:
-        return None
-
-    def propose(self, session: Session, target: Any) -> Any:
-        from mmspec.tree import chain
-        from mmspec.types import Draft
-
-        return Draft(session.pending[:, None], chain(1, CPU).expand(len(session.rows)))
-
-
 @torch.no_grad()
 def drawn(how: str, guess: Any, rows: list[int], scale: float = 3.0) -> tuple[list[list[int]], Any]:
     """Tokens of some rows (a row's number is its seed and decides its prompt), and what happened."""
@@ -267,9 +246,8 @@ def drawn(how: str, guess: Any, rows: list[int], scale: float = 3.0) -> tuple[li
     sampler = Sampler(warpers, how != "greedy", CounterNoise() if how == "seed-exact" else None)
     target = LlamaGenTarget(model, guess.features, Guidance(scale) if scale > 1 else None)
     P = tiny_llamagen.PREFIX
-    condition = torch.stack(
-        [torch.randn(P, tiny_llamagen.WIDTH, generator=torch.Generator().manual_seed(r)) for r in rows]
-    )
+    noise = [torch.Generator().manual_seed(r) for r in rows]
+    condition = torch.stack([torch.randn(P, tiny_llamagen.WIDTH, generator=g) for g in noise])
     valid = torch.arange(P) >= torch.tensor(rows)[:, None] % P  # left padding of different length
     everyone = [Row([], 0, GRID**2, r, index=i, request=Request(sampler)) for i, r in enumerate(rows)]
     session, _ = start(target, guess, list(everyone), Condition(condition, valid))
@@ -294,7 +272,7 @@ GUESSES: dict[str, dict[str, Any]] = {
 def test_the_same_tokens_as_plain_decoding(how: str, guess: str) -> None:
     """Four ragged rows that end at different times, against each of them decoded plainly and alone."""
     rows = [3, 0, 11, 7]
-    alone = [drawn(how, Nothing(), [row])[0][0] for row in rows]
+    alone = [drawn(how, Plain(), [row])[0][0] for row in rows]
     together, stats = drawn(how, fitted(drafter(), **GUESSES[guess]), rows)
     assert together == alone
     if how == "seed-exact" or "chain" not in guess:  # one random guess per token meets no likeliest token
@@ -303,29 +281,20 @@ def test_the_same_tokens_as_plain_decoding(how: str, guess: str) -> None:
 
 
 def test_one_stream_where_nothing_is_guided() -> None:
-    plain, _ = drawn("seed-exact", Nothing(), [2, 9], scale=1.0)
+    plain, _ = drawn("seed-exact", Plain(), [2, 9], scale=1.0)
     assert drawn("seed-exact", fitted(drafter(), tree="mc_sim_7b_63"), [2, 9], scale=1.0)[0] == plain
 
 
 def test_knowing_the_targets_noise_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter that ignores it proposes the likeliest tokens, of which the target's fixed draw is seldom one."""
-    model = tiny_llamagen.transformer("text", vocab=64)
-    made = fitted(drafter(), depth=3, width=1)
-    rows = list(range(16))
+    made, rows = fitted(drafter(), depth=3, width=1), list(range(16))
     _, with_noise = drawn("seed-exact", made, rows)
     monkeypatch.setattr(LlamaGenTarget, "weighs", False)
     _, without = drawn("seed-exact", made, rows)
-    assert with_noise.accepted > 1.5 * without.accepted, (with_noise.accepted, without.accepted, model.config.vocab)
+    assert with_noise.accepted > 1.5 * without.accepted
 
 
 # -- the distribution ------------------------------------------------------------------------------------------------
-
-
-class Rows:
-    """A cache without content."""
-
-    def select(self, rows: Tensor) -> Rows:
-        return self
 
 
 class Toy:
@@ -357,7 +326,7 @@ class Toy:
         return torch.cat([self.table[0, tokens], self.table[1, tokens]], -1)
 
     def prefill(self, session: Session, inputs: Tensor, nodes: int) -> tuple[Prompt, Scores]:
-        session.cache, hidden = Rows(), self.hidden(inputs)
+        session.cache, hidden = table_targets.Nothing(), self.hidden(inputs)
         embeds = torch.cat([self.embed(inputs)] * 2, -1)
         scores = Scores(Categorical(self.head(hidden[:, -1:])), hidden[:, -1:])
         return Prompt(inputs, embeds, hidden, torch.zeros_like(inputs), inputs >= 0), scores
@@ -493,14 +462,9 @@ def test_training_unroll_equals_decoding(tmp_path: Path) -> None:
     prompt = Prompt(
         trace.ids[:, :P], trace.embeds[:, :P], trace.features[:, :P], trace.ids[:, :P] < 0, trace.valid[:, :P]
     )
-    one = torch.ones(2, dtype=torch.long)
-    session = SimpleNamespace(pending=ids[:, 0], emitted=one, seeds=one)
+    session = session_of(ids[:, 0].tolist())
     session.memory = made.start(session, fed, prompt)  # type: ignore[arg-type]
-    session.last = SimpleNamespace(
-        draft=SimpleNamespace(tokens=ids[:, :1]), kept=torch.zeros(2, 1, dtype=torch.long), counts=(1, 1),
-        scores=SimpleNamespace(hidden=trace.features[:, P - 1 : P], p=Categorical(ids=ids[:, :1])),
-        acceptance=SimpleNamespace(count=one, next_token=ids[:, 0]),
-    )  # fmt: skip
+    session.last = round_of(ids[:, :1], trace.features[:, P - 1 : P], (1, 1), ids[:, 0])
     made.propose(session, fed)  # type: ignore[arg-type]
     for step in range(depth):
         torch.testing.assert_close(shown[step][:, 0], unrolled[step][:, P - 1], rtol=1e-4, atol=1e-5)

@@ -188,13 +188,9 @@ def test_a_drafter_that_does_not_fit_is_refused_before_anything_is_drawn(tmp_pat
     assert not called
 
 
-def small_janus() -> Any:
-    """Other codes than words: a drafter fits one of the two."""
-    return copy.deepcopy(tiny_image_models.small_janus())
-
-
 def test_a_drafter_for_pictures_leaves_text_alone() -> None:
-    model = small_janus()
+    """Where there are other codes than words, it fits one of the two."""
+    model = copy.deepcopy(tiny_image_models.small_janus())
     made = build_for_pictures("eagle", ImageModel(model, lambda prompts: []), intermediate=32).eval()
     assert made.config.vocab == 6
     picture = {**tiny_image_models.ragged([[*PROMPTS[0], tiny_image_models.BEGIN]]), "generation_mode": "image",
@@ -225,6 +221,13 @@ def draw(model, prompts, **settings):
 """
 
 
+def commanded(target: Path, folder: Path, *more: str) -> int:
+    """`mmspec train` for a target and a few prompts: its exit code."""
+    (folder / "prompts.txt").write_text("red circle\nblue circle\nred circle blue\nblue circle red\n" * 2)
+    words = ["train", "--target", target, "--data", f"prompts:{folder / 'prompts.txt'}", "--out", folder / "run"]
+    return cli.main([*map(str, words), "--device", "cpu", *more])
+
+
 @pytest.mark.parametrize("name", ["janus", "emu3", "chameleon", "own file"])
 def test_the_command_trains_for_a_folder(name: str, tmp_path: Path) -> None:
     kind = "janus" if name == "own file" else name
@@ -233,13 +236,9 @@ def test_the_command_trains_for_a_folder(name: str, tmp_path: Path) -> None:
     if name == "own file":
         target = tmp_path / "own.py"
         target.write_text(OWN.format(folder=str(folder)))
-    (tmp_path / "prompts.txt").write_text("red circle\nblue circle\nred circle blue\nblue circle red\n" * 2)
-    words = ["train", "--target", target, "--data", f"prompts:{tmp_path / 'prompts.txt'}", "--out", tmp_path / "run"]
-    words += ["--shape", "intermediate=32", "--device", "cpu", "--draw", "temperature=1.5"]
-    words += [f"image_area={16 * 64}"] if name == "emu3" else []
-    words += [] if name == "chameleon" else ["guidance_scale=2.0"]
-    settings = ["--set", "steps=2", "batch=2", "held_out=2", "unroll=2", "writing=4"]
-    assert cli.main([*map(str, words), *settings]) == 0
+    words = ["--shape", "intermediate=32", "--set", "steps=2", "batch=2", "held_out=2", "unroll=2", "writing=4"]
+    words += ["--draw", "temperature=1.5", *([f"image_area={16 * 64}"] if name == "emu3" else [])]
+    assert commanded(target, tmp_path, *words, *([] if name == "chameleon" else ["guidance_scale=2.0"])) == 0
     model = copy.deepcopy(tiny_image_models.model(kind))
     with mmspec.enable(model, drafter=str(tmp_path / "run" / "drafter")) as handle:
         tiny_image_models.draw(model, PAINTERS[kind].call(2))
@@ -255,17 +254,13 @@ def test_a_file_that_cannot_draw_is_said_to(
     own: str | None, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, file = tiny_image_models.saved("janus", tmp_path / "target"), tmp_path / "own.py"
-    (tmp_path / "prompts.txt").write_text("red circle\n" * 6)
     if own is not None:
         file.write_text(own.replace("{folder!r}", repr(str(folder))))
-    words = ["train", "--target", file, "--data", f"prompts:{tmp_path / 'prompts.txt'}", "--out", tmp_path / "run"]
-    assert cli.main([*map(str, words), "--device", "cpu", "--set", "held_out=1"]) == 1
+    assert commanded(file, tmp_path, "--set", "held_out=1") == 1
     assert reason in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("draw", ["image_area=64", "guidance=3", "top_k=some"])
 def test_settings_that_a_call_does_not_take(draw: str, tmp_path: Path) -> None:
     folder = tiny_image_models.saved("janus", tmp_path / "target")
-    (tmp_path / "prompts.txt").write_text("red circle\n" * 6)
-    words = ["train", "--target", folder, "--data", f"prompts:{tmp_path / 'prompts.txt'}", "--out", tmp_path / "run"]
-    assert cli.main([*map(str, words), "--device", "cpu", "--set", "held_out=1", "--draw", draw]) == 1
+    assert commanded(folder, tmp_path, "--set", "held_out=1", "--draw", draw) == 1

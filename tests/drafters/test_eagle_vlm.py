@@ -1,6 +1,7 @@
 """EAGLE drafters as they are trained for vision-language models: positions on three axes, more norms, mask rows."""
 
 from dataclasses import replace
+from types import SimpleNamespace as Some
 
 import pytest
 import tiny_vlms
@@ -24,6 +25,7 @@ from published_drafters import (
     speculators,
 )
 from safetensors.torch import load_file
+from transcribed_drafters import round_of, session_of
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3
@@ -33,6 +35,7 @@ from mmspec.drafters.blocks import Rope, rotate
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.shape import Shape
 from mmspec.pipelines.drafters.untrained import build
+from mmspec.types import Prompt
 
 
 @pytest.mark.parametrize("said", [
@@ -135,23 +138,15 @@ def test_written_as_published(tmp_path, kind):
 
 def test_mask_rows_draft_in_one_pass(tmp_path):
     """P-EAGLE's three layers, against the same rows in one forward written out."""
-    from types import SimpleNamespace as Some
-
-    from mmspec.types import Categorical, Prompt
-
     config, t = normed("peagle")
     drafter = load(put(tmp_path, config, t)).fit(TARGET, {"depth": 4, "width": 1})
     table, n = torch.randn(V, H), 6
     target = Some(embed=lambda ids: table[ids], streams=1)
     ids, h = torch.randint(0, V, (1, n)), torch.randn(1, n, 3 * H)
     prompt = Prompt(ids, table[ids], h, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
-    session = Some(pending=torch.tensor([11]), emitted=torch.ones(1, dtype=torch.long), seeds=torch.zeros(1).long())
+    session = session_of([11])
     session.memory = drafter.start(session, target, prompt)
-    root = torch.zeros(1, 1, dtype=torch.long)
-    session.last = Some(
-        kept=root, counts=(1,), acceptance=Some(count=torch.tensor([1]), next_token=session.pending),
-        draft=Some(tokens=ids[:, -1:]), scores=Some(hidden=h[:, -1:], distribution=Categorical(ids=root)),
-    )  # fmt: skip
+    session.last = round_of(ids[:, -1:], h[:, -1:], (1,), session.pending)
     got = drafter.propose(session, target).tokens[0, 1:]
 
     masks = t["mask_hidden"][0].expand(3, -1)

@@ -154,9 +154,22 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (image(tree=[[0], [1]], size=3), "a shape of its own; leave out size"),
     (image(tree="reverse_balanced_25", depth=3), "a shape of its own; leave out depth"),
     (image(draws=True), "needs a static tree"),
+    (lambda: pictures.drafter(draft_vocab=10, parallel_norm=True, fc_bias=False, features=(0, 1), tree="chain",
+                              draws=True), "one of its own"),
     (image(window=4), "no use for window"),
     (flash(depth=6), "predicts 4 tokens a pass"),
     (flash(tree="mc_sim_7b_63"), "predicts 4 tokens a pass"),
+    # a part of the target's head
+    *((enabling(eagle, draft_vocab=wrong), "tokens ≥ 1, a list") for wrong in (
+        0, -3, True, 2.0, [], "ab", [1, -1], torch.rand(3), torch.eye(3).long())),
+    (enabling(eagle, draft_vocab=tiny_vlms.VOCAB + 1), "asks for 129 tokens; .* has 128"),
+    (enabling(eagle, draft_vocab=[3, tiny_vlms.VOCAB]), "asks for the id 128; .* has 128"),
+    (enabling(eagle, draft_vocab=[3, 4], depth=3, width=3, size=10), "3 branches"),
+    (enabling(eagle, draft_vocab=[3, 4], tree="reverse_balanced_25"), "4 branches"),
+    (enabling(eagle, draft_vocab=50, tree="reverse_balanced_25", draws=True), "True needs the target's whole head"),
+    (enabling(lambda model: eagle(model, draft_vocab=50), draft_vocab=30), "a head of its own, with 50"),
+    (enabling(lambda _: "ngram", draft_vocab=30), "no use for draft_v"),
+    (drawing(lambda: pictures.drafter(), draft_vocab=30), "draws pictures"),
     # rows that are left out
     (enabling(lambda model: feature_drafter("eagle", model), prune=1.5), "a share from 0 to 1"),
     (enabling(lambda model: feature_drafter("eagle", model), prune=0.5, prune_by="attention"),

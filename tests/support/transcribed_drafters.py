@@ -134,6 +134,22 @@ def prompt(many: list[Text]) -> Prompt:
     return Prompt(torch.zeros_like(visual), embeds, hidden, visual, valid)
 
 
+def session_of(pending: list[int]) -> Any:
+    """As a drafter sees it behind the prefill: of each row the token that the target drew."""
+    B = len(pending)
+    one = torch.ones(B, dtype=torch.long)
+    return SimpleNamespace(pending=torch.tensor(pending), emitted=one, seeds=torch.arange(B))
+
+
+def round_of(tokens: Tensor, hidden: Tensor, counts: tuple[int, ...], root: Tensor) -> Any:
+    """A round as a drafter reads it: so many of a row's tokens stood, `hidden` is after all, `root` was drawn."""
+    acceptance = SimpleNamespace(count=torch.tensor(counts), next_token=root)
+    scores = SimpleNamespace(hidden=hidden, p=Categorical(ids=tokens))
+    kept = torch.arange(max(counts)).expand(len(counts), -1)
+    drafted = SimpleNamespace(tokens=tokens)
+    return SimpleNamespace(draft=drafted, scores=scores, acceptance=acceptance, kept=kept, counts=counts)
+
+
 def drafts_as_written(drafter: Any, many: list[Text], enter: Enter, apart: bool = False) -> None:
     """Two rounds of chains, the second after ragged acceptance: every feature shown to the head is the letter's.
 
@@ -141,7 +157,7 @@ def drafts_as_written(drafter: Any, many: list[Text], enter: Enter, apart: bool 
         apart: prompts are read one by one, and their memories joined, then put in another order.
     """
     target, B = Target(), len(many)
-    session = SimpleNamespace(emitted=torch.ones(B, dtype=torch.long), seeds=torch.arange(B))
+    session = session_of([0] * B)
     if apart:
         memories = [drafter.start(session, target, prompt([text])) for text in many]
         joined = memories[0]
@@ -156,13 +172,7 @@ def drafts_as_written(drafter: Any, many: list[Text], enter: Enter, apart: bool 
     hidden = torch.stack([text.features[-1:] for text in many])
     read: list[list[tuple[int, Tensor]]] = [[] for _ in many]  # (token, feature before it) since the prompt
     for counts in ((1,) * B, tuple(1 + b % 4 for b in range(B))):
-        kept = torch.arange(max(counts)).expand(B, -1)
-        acceptance = SimpleNamespace(count=torch.tensor(counts), next_token=root)
-        scores = SimpleNamespace(hidden=hidden, p=Categorical(ids=tokens))
-        session.pending = root
-        session.last = SimpleNamespace(
-            draft=SimpleNamespace(tokens=tokens), scores=scores, acceptance=acceptance, kept=kept, counts=counts
-        )
+        session.pending, session.last = root, round_of(tokens, hidden, counts, root)
         for b, count in enumerate(counts):
             follow = [*tokens[b, 1:count].tolist(), int(root[b])]
             read[b] += [(token, hidden[b, i]) for i, token in enumerate(follow)]
