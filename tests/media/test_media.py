@@ -75,25 +75,12 @@ def test_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         media.load_image(path)
 
 
-def test_a_file_over_the_size_limit_is_not_read(tmp_path: Path):
-    path = tmp_path / "x.png"
-    path.touch()
-    os.truncate(path, media.MAX_BYTES + 1)
-    with pytest.raises(MediaError, match="MiB"):
-        media.load_image(path)
-
-
 def test_nothing_global_is_changed(tmp_path: Path):
     before = (Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES, list(warnings.filters))
     with pytest.raises(MediaError):
         media.decode(bomb(12_000, 12_000), "x.png")
     media.decode(encoded(Image.new("L", (8, 8)), "PNG"), "x.png")
     assert (Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES, list(warnings.filters)) == before
-
-
-def test_the_pixel_limit_can_be_lowered():
-    with pytest.raises(MediaError, match="8 x 8"):
-        media.decode(encoded(Image.new("L", (8, 8)), "PNG"), "x.png", max_pixels=63)
 
 
 @pytest.mark.parametrize("most", [media.MAX_PIXELS, 100_000_000])
@@ -111,9 +98,8 @@ def heic() -> bytes:
 
 def test_heic_without_its_decoder_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
-    with pytest.raises(
-        MediaError, match=r"is a HEIC picture, for which no decoder .*; install the extra heic .*or save"
-    ):
+    why = r"is a HEIC picture, for which no decoder .*; install the extra heic .*or save"
+    with pytest.raises(MediaError, match=why):
         media.decode(heic(), "x.heic")
 
 
