@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import tiny_image_models
-import tiny_llamagen
 import tiny_vlms
 import torch
 import uncompiled
+from compared import as_stock
 from hostile_drafters import eagle, feature_drafter
 from torch import Tensor, nn
 
@@ -24,7 +24,6 @@ from mmspec.drafters.shape import TreeOptions
 from mmspec.pipelines.families import decoder_only
 from mmspec.pipelines.target import captures
 from mmspec.types import Draft
-from tests.drafters.test_eagle_image import drafter as image_drafter
 
 CHAIN, TREE = {"tree": "chain", "depth": 3}, {"depth": 3, "width": 3, "size": 10}
 STATIC = {"tree": "reverse_balanced_25"}
@@ -92,13 +91,8 @@ def test_it_drafts_as_if_the_others_could_not_be(
     model = tiny_vlms.model("llava")
     inputs = tiny_vlms.prompt("llava", "image first" if options.get("compile") else "ragged")
     more = {"latents": 3, "least": 1} if method == "flash" else {}
-    made, wanted, count = (
-        feature_drafter(method, model, **more),
-        tiny_vlms.generate(model, inputs),
-        PiecewiseFunction.made,
-    )
-    with mmspec.enable(model, made, draft_vocab=EVEN, **options):
-        assert torch.equal(tiny_vlms.generate(model, inputs), wanted)
+    made, count = feature_drafter(method, model, **more), PiecewiseFunction.made
+    as_stock(model, inputs, made, draft_vocab=EVEN, **options)
     mine = drafts[:]
     assert (PiecewiseFunction.made > count) == bool(options.get("compile"))
     assert len(proposed(mine)) > 5 and proposed(mine) <= {*EVEN}
@@ -124,10 +118,8 @@ def test_what_would_have_been_proposed_is_proposed(drafts: list[list[Any]]) -> N
 def test_guided_targets_and_auto(drafts: list[list[Any]]) -> None:
     model, call = tiny_image_models.model("emu3"), tiny_image_models.PAINTERS["emu3"].call(2)
     call["max_new_tokens"] = 6
-    wanted = tiny_image_models.draw(model, call)
     for more in ({}, {"auto": True}):
-        with mmspec.enable(model, eagle(model), draft_vocab=60, **TREE, **more):
-            assert torch.equal(tiny_image_models.draw(model, call), wanted)
+        as_stock(model, call, eagle(model), draw=tiny_image_models.draw, draft_vocab=60, **TREE, **more)
     assert len(proposed(drafts)) > 3 and max(proposed(drafts)) < 60
 
 
@@ -228,33 +220,3 @@ def test_the_first_tokens_and_those_that_end_an_answer() -> None:
             again = handle.drafter.fit(decoder_only.DecoderOnly().describe(model), handle.given)
             assert again.head.vocab is handle.drafter.head.vocab and hash(handle.drafter.options)
     assert TreeOptions(draft_vocab=torch.tensor([5, 3, 5])).draft_vocab == (3, 5)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        *(({"draft_vocab": wrong}, "tokens ≥ 1, a list") for wrong in (0, -3, True, 2.0, [], "ab", [1, -1])),
-        *(({"draft_vocab": wrong}, "tokens ≥ 1, a list") for wrong in (torch.rand(3), torch.eye(3).long())),
-        ({"draft_vocab": tiny_vlms.VOCAB + 1}, "asks for 129 tokens; .* has 128"),
-        ({"draft_vocab": [3, tiny_vlms.VOCAB]}, "asks for the id 128; .* has 128"),
-        ({"draft_vocab": [3, 4], **TREE}, "3 branches"),
-        ({"draft_vocab": [3, 4], **STATIC}, "4 branches"),
-        ({"draft_vocab": 50, "draws": True, **STATIC}, "draws=True needs the target's whole head"),
-    ],
-)  # fmt: skip
-def test_senseless_vocabularies_are_refused(options: dict[str, Any], says: str) -> None:
-    model = tiny_vlms.model("llava")
-    with pytest.raises(ValueError, match=says):
-        mmspec.enable(model, eagle(model), **options)
-
-
-def test_who_has_no_use_for_it_says_so() -> None:
-    model, pipe = tiny_vlms.model("llava"), tiny_llamagen.pipeline()
-    for drafter, says in (
-        (eagle(model, draft_vocab=50), "a head of its own, with 50"),
-        ("ngram", "no use for draft_v"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            mmspec.enable(model, drafter, draft_vocab=30)
-    with pytest.raises(ValueError, match="draws pictures"):
-        mmspec.enable(pipe, image_drafter(), draft_vocab=30)

@@ -68,42 +68,19 @@ def test_prompts_come_and_go(qwen: Any) -> None:
     as_alone(qwen, asked, "mtp", 2, {"max_new_tokens": 24, "do_sample": False}, **tree)
 
 
-def _drafts(drafter: Any) -> list[Any]:
-    """What it will have proposed, with the tokens that stood before."""
-    seen, propose = [], drafter.propose
-
-    def told(session: Any, target: Any) -> Any:
-        draft = propose(session, target)
-        seen.append(([list(row.tokens) for row in session.rows], draft.tokens[:, 1:].tolist()))
-        return draft
-
-    drafter.propose = told
-    return seen
-
-
 def test_positions_are_the_targets_own(qwen: Any) -> None:
     """The first token of each draft is what the head says when it reads the whole text at once, pictures included."""
-    inputs, called = prompts("several images"), []
+    inputs = prompts("several images")
     with mmspec.enable(qwen, "mtp") as handle:
-        drafter, seen = handle.drafter, _drafts(handle.drafter)
+        drafter, seen = handle.drafter, published_mtp.drafts_of(handle.drafter)
         tiny_vlms.generate(qwen, inputs)
-    whole = torch.tensor(seen[-1][0])
-    decoder = qwen.get_decoder()
-    hook = decoder.register_forward_hook(lambda m, a, k, out: called.append((k, out)), with_kwargs=True)
-    try:
-        kinds = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(whole)], 1)[:, : whole.shape[1]]
-        told = {"input_ids": whole, "attention_mask": torch.ones_like(whole), "mm_token_type_ids": kinds}
-        with torch.no_grad():
-            qwen(**{**inputs, **told})
-    finally:
-        hook.remove()
-    given, out = called[-1]
-    positions, heads = given["position_ids"][-3:], drafter.heads
+    embeds, features, positions = published_mtp.read_at_once(qwen, inputs, torch.tensor(seen[-1][0]))
+    heads = drafter.heads
     with torch.no_grad():
-        x, rows = given["inputs_embeds"][:, 1:], slice(None, -1)
-        turned = heads.rotary(x, positions[..., rows])
+        x, rows = embeds[:, 1:], slice(None, -1)
+        turned = heads.rotary(x, positions[-3:, ..., rows])
         mask = torch.full((x.shape[1], x.shape[1]), torch.finfo(x.dtype).min).triu(1)[None, None]
-        z = heads.layers[0](x, out.last_hidden_state[:, rows], turned, mask, None, None)
+        z = heads.layers[0](x, features[:, rows], turned, mask, None, None)
         for tokens, draft in seen:
             n = len(tokens[0])
             assert int(qwen.lm_head(z[:, n - 2]).argmax()) == draft[0][0]
@@ -136,7 +113,9 @@ def test_drafts_are_those_of_transformers(
     inputs, seen, theirs = {"input_ids": ids}, [], stock_drafts(MTPCandidateGenerator, monkeypatch)
     full = tiny_vlms.generate(model, inputs)
     assert torch.equal(tiny_vlms.generate(model, inputs, use_mtp=True), full)
-    handle = as_stock(model, inputs, "mtp", depth=heads, begun=lambda handle: seen.append(_drafts(handle.drafter)))
+    handle = as_stock(
+        model, inputs, "mtp", depth=heads, begun=lambda handle: seen.append(published_mtp.drafts_of(handle.drafter))
+    )
     assert much > 0.1 or handle.stats.tokens_per_target_call > 1.5
     ours = [draft[0] for _, draft in seen[0]]
     assert len(ours) == len(theirs[1:])

@@ -92,3 +92,28 @@ def by_expert(heads: dict[str, Tensor]) -> dict[str, Tensor]:
         else:
             out[key] = t
     return out
+
+
+def drafts_of(drafter: Any) -> list[tuple[list[list[int]], list[list[int]]]]:
+    """What it will have proposed to each row, with the tokens that stood before."""
+    seen, propose = [], drafter.propose
+
+    def told(session: Any, target: Any) -> Any:
+        draft = propose(session, target)
+        seen.append(([list(row.tokens) for row in session.rows], draft.tokens[:, 1:].tolist()))
+        return draft
+
+    drafter.propose = told
+    return seen
+
+
+def read_at_once(model: Any, inputs: dict[str, Tensor], whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Embeddings, final features and positions [axes, B, T] of a text [B, T] with the pictures of these inputs."""
+    called: list[Any] = []
+    kinds = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(whole)], 1)[:, : whole.shape[1]]
+    told = {"input_ids": whole, "attention_mask": torch.ones_like(whole), "mm_token_type_ids": kinds}
+    hook = model.get_decoder().register_forward_hook(lambda m, a, k, out: called.append((k, out)), with_kwargs=True)
+    with hook, torch.no_grad():
+        model(**{**inputs, **told})
+    given, out = called[0]
+    return given["inputs_embeds"], out.last_hidden_state, given["position_ids"]

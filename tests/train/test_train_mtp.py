@@ -46,31 +46,17 @@ def test_steps_in_training_are_those_that_decode(kind: str, tmp_path: Path) -> N
     heads = published_mtp.qwen_heads(model)
     published_mtp.agreeing(model, heads)
     published_mtp.shipped(model, tmp_path, heads)
-    drafts: list[Any] = []
     with mmspec.enable(model, "mtp", depth=4) as handle:
-        drafter, propose = handle.drafter, handle.drafter.propose
-
-        def told(session: Any, target: Any) -> Any:
-            drafts.append((len(session.rows[0].tokens), propose(session, target)))
-            return drafts[-1][1]
-
-        drafter.propose = told
+        drafter, drafts = handle.drafter, published_mtp.drafts_of(handle.drafter)
         whole = tiny_vlms.generate(model, inputs)
-    called: list[Any] = []
-    hook = model.get_decoder().register_forward_hook(lambda m, a, k, out: called.append((k, out)), with_kwargs=True)
-    kinds = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(whole)], 1)[:, : whole.shape[1]]
-    more = {"input_ids": whole, "attention_mask": torch.ones_like(whole), "mm_token_type_ids": kinds}
-    with hook, torch.no_grad():
-        model(**{**inputs, **more})
-    given, out = called[0]
-    embeds, features = given["inputs_embeds"][:, 1:], out.last_hidden_state[:, :-1]
-    valid, positions = torch.ones_like(whole, dtype=torch.bool), given["position_ids"].movedim(0, -1)
+    embeds, features, positions = published_mtp.read_at_once(model, inputs, whole)
+    valid, places = torch.ones_like(whole, dtype=torch.bool), positions.movedim(0, -1)[:, :-1]
     with torch.no_grad():
-        steps = drafter(embeds, features, valid.long(), valid[:, :-1], 4, positions=positions[:, :-1])
+        steps = drafter(embeds[:, 1:], features[:, :-1], valid.long(), valid[:, :-1], 4, positions=places)
         said = torch.stack([model.lm_head(z)[0].argmax(-1) for z in steps])
     compared = 0
-    for n, draft in drafts:
-        chain = draft.tokens[0, 1:].tolist()
+    for (text,), (chain,) in drafts:
+        n = len(text)
         for i, token in enumerate(chain):
             if chain[:i] != whole[0, n : n + i].tolist() or n - 2 + i >= whole.shape[1] - 2:
                 break
