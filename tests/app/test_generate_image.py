@@ -30,7 +30,7 @@ def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(*words: object) -> int:
     parser = argparse.ArgumentParser()
     generate.configure(parser)
-    return generate.run(parser.parse_args([*map(str, words), "--device", "cpu"]))
+    return generate.run(parser.parse_args(["--device", "cpu", *map(str, words)]))
 
 
 def pixels(path: Path) -> bytes:
@@ -100,22 +100,12 @@ def test_classes(classes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         ([], "no prompt; write one in quotes"),
         ([""], "no prompt"),
         ([PROMPT, "--enable", "window=0"], "window must be a whole number"),
-        ([PROMPT, "--enable", "coupling=loose"], "coupling must be one of none, maximal, gumbel"),
-        ([PROMPT, "--enable", "init=zero"], "init must be one of uniform"),
         ([PROMPT, "--enable", "rule=landern(k=1)"], "unknown rule 'landern'"),
-        ([PROMPT, "--enable", "rule=scaled(omega=0.5)"], "omega must be at least 1"),
-        (
-            [PROMPT, "--enable", "budget=1"],
-            "a budget limits what a relaxed rule spends, and rule='exact' spends nothing; name a rule",
-        ),
-        (
-            [PROMPT, "--enable", "rule=scaled(omega=2.0)", "reproducible=true"],
-            "reproducible=True gives what plain decoding gives for the seed",
-        ),
+        ([PROMPT, "--enable", "budget=1"], "and rule='exact' spends nothing; name a rule"),
+        ([PROMPT, "--enable", "rule=scaled(omega=2.0)", "reproducible=true"], "gives what plain decoding gives for"),
         ([PROMPT, "--drafter", "none", "--enable", "compile=true"], "compile needs a drafter"),
         ([PROMPT, "--drafter", "jacoby"], "unknown drafter 'jacoby'"),
         ([PROMPT, "--top-k", -1], "top_k must be a whole number"),
-        ([PROMPT, "--temperature", -1], "temperature must be"),
         ([" ".join(["red"] * 40)], "has 41 tokens"),
         ([PROMPT, "-o", "x.bmp"], "a picture is a file ending in .png"),
         ([PROMPT, "--images", 2, "-o", "x.png"], "2 pictures do not fit"),
@@ -127,9 +117,7 @@ def test_bad_input_is_told_in_one_line(
     words: list[object], told: str,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    parser = argparse.ArgumentParser()
-    generate.configure(parser)
-    assert generate.run(parser.parse_args(["--device", "cpu", "--model", str(text), *map(str, words)])) == 1
+    assert run("--model", text, *words) == 1
     said = capsys.readouterr().err.strip().splitlines()
     assert told in said[-1] and said[-1].startswith("mmspec generate: ")
     assert not list(tmp_path.iterdir())

@@ -16,9 +16,10 @@ from mmspec.app.files import write_whole
 RECORDS = [{"file_name": "a", "text": "ein Hügel, 山"}, {"file_name": "b", "text": "line\nbreak"}]
 
 
-def filled(path: Path) -> bytes:
+def filled(path: Path, *records: dict) -> bytes:
+    """A journal to which these are added."""
     with contextlib.closing(Journal(path)) as journal:
-        for record in RECORDS:
+        for record in records:
             journal.append(record)
     return path.read_bytes()
 
@@ -40,23 +41,21 @@ def test_every_line_is_readable_as_soon_as_append_returns(tmp_path: Path):
 
 def test_a_kill_after_any_byte_costs_at_most_the_line_being_written(tmp_path: Path):
     path = tmp_path / "j.jsonl"
-    whole = filled(path)
+    whole = filled(path, *RECORDS)
     for size in range(len(whole) + 1):
         path.write_bytes(whole[:size])
         complete = RECORDS[: whole[: size + 1].count(b"\n")]  # a line that lacks only its end is whole
         ledger = Ledger([path])
         assert list(ledger.all_captions()) == complete, size
-        with contextlib.closing(Journal(path)) as journal:
-            journal.append({"file_name": "c"})
+        filled(path, {"file_name": "c"})
         assert list(known(path).values()) == [*complete, {"file_name": "c"}], size
 
 
 def test_broken_lines_in_the_middle_are_counted_and_passed_over(tmp_path: Path):
     path = tmp_path / "j.jsonl"
-    first, second = filled(path).splitlines(keepends=True)
+    first, second = filled(path, *RECORDS).splitlines(keepends=True)
     path.write_bytes(first + b"\0" * 9 + b"\n" + b"[1, 2]\n\n" + b"\xff\xfe\n" + second)
-    with contextlib.closing(Journal(path)) as journal:
-        journal.append({"file_name": "c"})
+    filled(path, {"file_name": "c"})
     ledger = Ledger([path])
     assert list(ledger.all_captions()) == [*RECORDS, {"file_name": "c"}] and ledger.damaged == 3
 
@@ -64,9 +63,8 @@ def test_broken_lines_in_the_middle_are_counted_and_passed_over(tmp_path: Path):
 def test_the_newest_line_counts_whichever_journal_it_is_in(tmp_path: Path):
     lines = {"one": [("x", 3), ("x", 5), ("y", 1)], "two": [("x", 4), ("y", 2), ("z", 1)]}
     for name, told in lines.items():
-        with contextlib.closing(Journal(tmp_path / f"{name}.jsonl")) as journal:
-            for item, time in told:
-                journal.append({"file_name": item, "text": f"{item}{time}", "time": time})
+        records = ({"file_name": item, "text": f"{item}{time}", "time": time} for item, time in told)
+        filled(tmp_path / f"{name}.jsonl", *records)
     for order in (("one", "two"), ("two", "one")):
         paths = [tmp_path / f"{name}.jsonl" for name in order]
         assert [record["text"] for record in known(*paths).values()] == ["x5", "y2", "z1"]
@@ -75,11 +73,10 @@ def test_the_newest_line_counts_whichever_journal_it_is_in(tmp_path: Path):
 
 def test_a_failure_stands_until_a_caption_comes(tmp_path: Path):
     path = tmp_path / "j.jsonl"
-    with contextlib.closing(Journal(path)) as journal:
-        for status in (FAILED, None, FAILED):
-            journal.append({"file_name": "x", "text": "t"} | ({"status": status} if status else {}))
-            ledger = Ledger([path])
-            assert bool(ledger.failure("x")) == bool(status)
+    for status in (FAILED, None, FAILED):
+        filled(path, {"file_name": "x", "text": "t"} | ({"status": status} if status else {}))
+        ledger = Ledger([path])
+        assert bool(ledger.failure("x")) == bool(status)
     assert ledger.get("x") == {"file_name": "x", "text": "t"}  # what was there before the failure is still there
 
 
@@ -91,8 +88,7 @@ def test_one_process_at_a_time_holds_a_journal(tmp_path: Path):
 
 def test_a_name_that_is_no_unicode_can_be_recorded(tmp_path: Path):
     record = {"file_name": b"\xff.png".decode("utf-8", "surrogateescape")}
-    with contextlib.closing(Journal(tmp_path / "j.jsonl")) as journal:
-        journal.append(record)
+    filled(tmp_path / "j.jsonl", record)
     assert list(known(tmp_path / "j.jsonl").values()) == [record]
     (tmp_path / "j.jsonl").read_text(encoding="utf-8")
 
@@ -166,17 +162,13 @@ def test_sidecar_names():
 
 
 def test_one_run_at_a_time(tmp_path: Path):
-    first = Outputs(tmp_path / "out", "origin")
-    for slots in ("", "shard-0-of-2-"):
-        with pytest.raises(OutputError, match="another mmspec caption"):
-            Outputs(tmp_path / "out", "origin", slots)
-    first.close()
-    shards = [Outputs(tmp_path / "out", "origin", f"shard-{n}-of-2-") for n in range(2)]  # these may run at once
-    for slots in ("", "shard-0-of-2-"):
-        with pytest.raises(OutputError, match="another mmspec caption"):
-            Outputs(tmp_path / "out", "origin", slots)
-    for one in shards:
-        one.close()
+    for running in ([""], ["shard-0-of-2-", "shard-1-of-2-"]):  # shards may run at once
+        outputs = [Outputs(tmp_path / "out", "origin", slots) for slots in running]
+        for slots in ("", "shard-0-of-2-"):
+            with pytest.raises(OutputError, match="another mmspec caption"):
+                Outputs(tmp_path / "out", "origin", slots)
+        for one in outputs:
+            one.close()
     Outputs(tmp_path / "out", "origin").close()
 
 
