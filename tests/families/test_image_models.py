@@ -189,9 +189,8 @@ def forwards(module: Any, run: Any) -> list[int]:
         given = kwargs.get("inputs_embeds") if kwargs.get("inputs_embeds") is not None else args[0]
         seen.append(len(given))
 
-    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-    run()
-    handle.remove()
+    with module.register_forward_pre_hook(hook, with_kwargs=True):
+        run()
     return seen
 
 

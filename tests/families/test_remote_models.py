@@ -44,11 +44,8 @@ def stock(name: str, sample: bool) -> tuple[Tensor, Tensor]:
 def forwards(name: str, run: Any) -> int:
     """How often the decoder reads while something runs."""
     seen: list[int] = []
-    hook = remote.model(name).get_decoder().register_forward_hook(lambda *_: seen.append(1))
-    try:
+    with remote.model(name).get_decoder().register_forward_hook(lambda *_: seen.append(1)):
         run()
-    finally:
-        hook.remove()
     return len(seen)
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 import mmspec
 from mmspec import registry, zoo
 from mmspec.kernels import reference as ops
-from mmspec.models.llamagen import rotate
 from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.hooks import swap
 from mmspec.pipelines.host.processors.guidance import Guidance
@@ -155,33 +154,6 @@ def test_every_trap_of_the_rotation_would_show(wrong):
     ids = torch.randint(64, (15,)).tolist()
     off = forward(pipe.transformer, c, valid, ids).double() - literal(pipe.transformer, c, valid, ids, wrong)
     assert off[len(c) :].abs().max() > 0.05
-
-
-@torch.no_grad()
-def test_queries_and_keys_of_the_prefix_are_zero():
-    pipe = tiny.pipeline()
-    c, _, valid = streams(pipe, "text", 0)
-    cache = RaggedCache(1, c.device, 0)
-    forward(pipe.transformer, c, valid, [5, 6], cache)
-    for layer in cache.slots:
-        assert (layer.keys[:, :, : len(c)] == 0).all() and (layer.keys[:, :, len(c) :] != 0).any()
-        assert (layer.values[:, :, : len(c)] != 0).any()
-    x, table = torch.randn(1, 2, 3, 8), pipe.transformer.turns.view(torch.float32)
-    assert (rotate(x, table[torch.zeros(1, 3, dtype=torch.long)]) == 0).all()
-    assert torch.allclose(rotate(x, table[torch.ones(1, 3, dtype=torch.long)]), x)  # the first cell
-
-
-@torch.no_grad()
-def test_padding_sees_itself():
-    """Features of padded places, which are what a drafter reads; the null features are not zero there."""
-    pipe = tiny.pipeline()
-    _, c, valid = streams(pipe, "text", 2)
-    assert (~valid[:3]).all()
-    here = forward(pipe.transformer, c, valid, [1])
-    assert here.isfinite().all()
-    assert torch.allclose(here.double(), literal(pipe.transformer, c, valid, [1]), atol=1e-4)
-    causal = forward(pipe.transformer, c, torch.ones_like(valid), [1])
-    assert (here - causal)[1:3].abs().max() > 0.01  # place 0 has itself alone either way
 
 
 @pytest.mark.parametrize("kind", ["text", "class"])
