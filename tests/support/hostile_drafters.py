@@ -83,7 +83,8 @@ def _random(row: Any, g: torch.Generator) -> Line:
     """A tree of random shape, size and tokens, among them tokens that stood in the text before."""
     n = int(torch.randint(0, 9, (), generator=g))
     parents = [int(torch.randint(0, i + 1, (), generator=g)) for i in range(n)]
-    pool = torch.cat([torch.randint(0, VOCAB, (40,), generator=g), torch.tensor(row.tokens[-8:])])
+    said = torch.tensor(row.tokens[-8:]) % VOCAB  # a prompt may hold ids that no code of a picture has
+    pool = torch.cat([torch.randint(0, VOCAB, (40,), generator=g), said])
     return pool[torch.randint(len(pool), (n,), generator=g)].tolist(), parents
 
 
