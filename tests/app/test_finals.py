@@ -21,10 +21,6 @@ class KilledError(BaseException):
     pass
 
 
-def killed(*_, **__) -> None:
-    raise KilledError
-
-
 @pytest.mark.parametrize("name", FINALS)
 def test_files_of_others_are_never_replaced(name: str, caption, capsys: pytest.CaptureFixture):
     from pyarrow import parquet, table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import tiny_vlms
 import mmspec
 from mmspec.pipelines.serving.async_batcher import AnswerPart, AnswerText, AsyncBatcher
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
+from mmspec.pipelines.serving.threads import ProcessorThreads
 
 
 class Letters:
@@ -125,3 +127,27 @@ def test_text_comes_in_whole_characters_and_without_stop_strings(
     assert "".join(pieces) == want and writer.stopped == (want != text)
     stopped = min((stop for stop in stops if want + stop in text), key=len, default="")
     assert writer.used(tokens) == len((want + stopped).encode())  # whatever was drafted behind the stop string
+
+
+class Processor:
+    """Fails where two threads use it at once, as fast tokenizers do."""
+
+    def __init__(self) -> None:
+        self.held = False
+
+    def __call__(self, seconds: float) -> str:
+        assert not self.held, "Already borrowed"
+        self.held = True
+        time.sleep(seconds)
+        self.held = False
+        return threading.current_thread().name
+
+
+def test_jobs_run_side_by_side() -> None:
+    threads = ProcessorThreads(Processor())
+    jobs = [threads.submit(lambda processor, seconds=seconds: processor(seconds)) for seconds in (1.0, 0.2, 0.2, 0.2)]
+    failing = threads.submit(lambda processor: 1 / 0)
+    names = {job.result() for job in jobs}
+    assert len(names) == 2 and all("mmspec-processor" in name for name in names)
+    with pytest.raises(ZeroDivisionError):
+        failing.result()
