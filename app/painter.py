@@ -56,6 +56,10 @@ class ImageResult:
         """Time of the rounds alone: draft, verify, accept and commit."""
         return sum(spent for part, spent in self.stats.seconds.items() if part != "prefill")
 
+    @property
+    def round_seconds(self) -> float:
+        return self.decode_seconds / max(1, self.stats.rounds)
+
 
 def together(results: Sequence[ImageResult]) -> ImageResult:
     """The results of several calls as one."""

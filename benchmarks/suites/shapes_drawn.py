@@ -62,7 +62,7 @@ class CodesWays:
 
     def _call(self, method: Method, group: list[tuple[str, int]]) -> Cost:
         painting = self.bench.call(method, group)
-        return Cost.of(painting.decode_seconds / max(1, painting.stats.rounds), painting.stats)
+        return Cost.of(painting.round_seconds, painting.stats)
 
 
 class LatentsWays:
