@@ -16,7 +16,8 @@ from mmspec import zoo
 from mmspec.accept import along_path
 from mmspec.loop import start
 from mmspec.pipelines.host.call import Call
-from mmspec.pipelines.target.request import Request, Sampler
+from mmspec.pipelines.host.processors.table import Processors
+from mmspec.pipelines.target.model import Request
 from mmspec.pipelines.target.vlm import VlmTarget
 from mmspec.session import Row
 
@@ -33,7 +34,7 @@ def decode(model: Any, input_ids: Any, logits_processor: Any, stopping_criteria:
     """What `generate` calls in the place of its own loop, once all its arguments are prepared."""
     call = Call(input_ids, logits_processor, stopping_criteria, generation_config, arguments=arguments)
     greedy, drafter = not generation_config.do_sample, handle.drafter
-    request = Request(Sampler(call.processors, sample=not greedy))  # how logits become a distribution
+    request = Request(Processors(call.processors), sample=not greedy)  # how logits become a distribution
     prompt = input_ids[0].tolist()
     row = Row(list(prompt), len(prompt), limit=call.endings.limit, seed=0, eos=call.endings.eos, request=request)
     target = VlmTarget(model, drafter.features)  # a view of the model: forwards, embeddings, head

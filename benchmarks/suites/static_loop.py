@@ -14,11 +14,11 @@ from mmspec.app.compare import Method
 from mmspec.models.llamagen import PREFIX, LlamaGenTransformer, visible
 from mmspec.pipelines.host.hooks import restore, swap
 from mmspec.pipelines.host.processors.guidance import Guidance
-from mmspec.pipelines.host.processors.table import warpers
+from mmspec.pipelines.host.processors.table import Processors, warpers
 from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 from mmspec.pipelines.target.llamagen import Condition, LlamaGenTarget
+from mmspec.pipelines.target.model import Request
 from mmspec.pipelines.target.noise import CounterNoise
-from mmspec.pipelines.target.request import Request, Sampler
 from mmspec.pipelines.target.state import each_stream
 from mmspec.session import Row, Session
 from mmspec.tree import lone
@@ -55,7 +55,7 @@ class StaticLoop:
         (B, P), model, valid = condition.valid.shape, self.transformer, condition.valid
         target, count, device = LlamaGenTarget(model, (), guidance), rows[0].limit, valid.device
         S = target.streams
-        request = Request(Sampler(warpers(how), how["temperature"] > 0, CounterNoise()))
+        request = Request(Processors(warpers(how)), how["temperature"] > 0, CounterNoise())
         session: Any = Session(list(rows), device)  # also serves as the Group of all its rows
         root = lone(torch.zeros(B, 1, dtype=torch.long, device=device))
         began = time.perf_counter()

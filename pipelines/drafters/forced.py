@@ -15,8 +15,7 @@ ROOM = 16  # the maximum number of forced tokens in a round
 
 def parse_of(row: Row) -> Parse | None:
     """The state of a row's grammar; None: it has no grammar."""
-    process = getattr(getattr(row.request, "sampler", None), "process", None)
-    grammar = getattr(process, "grammar", None)
+    grammar = getattr(getattr(row.request, "processors", None), "grammar", None)
     return None if grammar is None else grammar.parse(row)
 
 

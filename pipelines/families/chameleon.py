@@ -19,7 +19,7 @@ from mmspec.pipelines.host.processors import followed
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.patching.obstacles import Obstacle
-from mmspec.pipelines.target.request import Request
+from mmspec.pipelines.target.model import Request
 from mmspec.pipelines.target.vlm import VlmTarget
 from mmspec.rules import Rule, exact
 

@@ -17,14 +17,14 @@ from mmspec.pipelines.host.exotic import janus
 from mmspec.pipelines.host.exotic.janus import Prepared
 from mmspec.pipelines.host.forward import Read, reading
 from mmspec.pipelines.host.kinds import GenerativeModel, Mask, ModelOutput
-from mmspec.pipelines.host.processors.table import LogitsProcessorList
+from mmspec.pipelines.host.processors.table import LogitsProcessorList, Processors
 from mmspec.pipelines.host.vision import media
 from mmspec.pipelines.patching import drafting, obstacles
 from mmspec.pipelines.patching.generate import rounds, row_seeds
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.patching.obstacles import Obstacle
+from mmspec.pipelines.target.model import Request
 from mmspec.pipelines.target.noise import TorchNoise
-from mmspec.pipelines.target.request import Request, Sampler
 from mmspec.pipelines.target.state import Onward, State, selected
 from mmspec.pipelines.target.vlm import VlmTarget
 from mmspec.protocols import TargetInfo
@@ -140,7 +140,7 @@ def _draw(model: GenerativeModel, patch: Patch, ready: Prepared) -> Tensor | Mod
     noise = TorchNoise() if config.do_sample and patch.config.reproducible else None
     guidance, warpers = ready.split
     # stock draws from distributions of the model's own precision, so its noise has that too
-    request = Request(Sampler(warpers, bool(config.do_sample), noise), widen=noise is None)
+    request = Request(Processors(warpers), bool(config.do_sample), noise, widen=noise is None)
     target = JanusTarget(model, drafter.features, guidance)
     count, limit = len(ready.ids) // 2, janus.tokens(model)
     seeds = row_seeds(model, count, config.do_sample and noise is None)

@@ -21,13 +21,13 @@ from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.pipelines.drawing.outputs import OUTPUTS, Generators, Labels, Pictures, class_ids, seeds
 from mmspec.pipelines.host import devices
 from mmspec.pipelines.host.processors.guidance import Guidance
-from mmspec.pipelines.host.processors.table import warpers
+from mmspec.pipelines.host.processors.table import Processors, warpers
 from mmspec.pipelines.host.text_encoder import PreTrainedTokenizerFast, T5EncoderModel
 from mmspec.pipelines.llamagen import captions
 from mmspec.pipelines.target import captures
 from mmspec.pipelines.target.llamagen import Condition, LlamaGenTarget
+from mmspec.pipelines.target.model import Request
 from mmspec.pipelines.target.noise import CounterNoise
-from mmspec.pipelines.target.request import Request, Sampler
 from mmspec.protocols import Proposer
 from mmspec.rules import Rule, exact
 from mmspec.session import Row, Session
@@ -155,7 +155,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         devices.wake(self.transformer)
         condition = Condition(condition.what.to(home), condition.valid.to(home))
         noise = CounterNoise() if plan.reproducible else None
-        request = Request(Sampler(warpers(args), args["temperature"] > 0, noise))
+        request = Request(Processors(warpers(args)), args["temperature"] > 0, noise)
         for row in rows:
             row.rule, row.request = plan.rule, request
         captured = captures.of(self.transformer, plan.compile)

@@ -10,7 +10,7 @@ from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.hooks import Taps
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.patching.obstacles import Obstacle
-from mmspec.pipelines.target.request import Request
+from mmspec.pipelines.target.model import Request
 from mmspec.protocols import Target, TargetInfo
 from mmspec.rules import Rule
 

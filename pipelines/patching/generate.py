@@ -22,12 +22,12 @@ from mmspec.pipelines.host.model import HostModel
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.host.processors import followed, stopping
 from mmspec.pipelines.host.processors import guidance as guided
-from mmspec.pipelines.host.processors.table import unsafe
+from mmspec.pipelines.host.processors.table import Processors, unsafe
 from mmspec.pipelines.patching import obstacles
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.patching.obstacles import Obstacle
+from mmspec.pipelines.target.model import Request
 from mmspec.pipelines.target.noise import CounterNoise, Noise, TorchNoise
-from mmspec.pipelines.target.request import Request, Sampler
 from mmspec.pipelines.target.state import State
 from mmspec.protocols import Proposer, Target
 from mmspec.session import Row, Session
@@ -127,7 +127,7 @@ def generate(model: GenerativeModel, handle: Patch, call: Call) -> tuple[Tensor 
     ours = call.for_model(model)
     noise = fixed_noise(handle, bool(config.do_sample))
     keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
-    request = handle.family.request(Request(Sampler(ours.processors, bool(config.do_sample), noise), keep))
+    request = handle.family.request(Request(Processors(ours.processors), bool(config.do_sample), noise, keep))
     seeded = config.do_sample and not isinstance(noise, TorchNoise)
     seeds = row_seeds(model, len(ours.input_ids), seeded)
     ends, rule = call.endings, handle.rule_of(call, bool(config.do_sample))

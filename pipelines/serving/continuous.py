@@ -22,7 +22,7 @@ from mmspec.pipelines.host.processors.table import Processors
 from mmspec.pipelines.patching.generate import fixed_noise, obstacle
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.serving.batcher import Batcher, FinishedPrompt, QueuedPrompt, alike, logprobs, out_of_memory
-from mmspec.pipelines.target.request import Request, Sampler
+from mmspec.pipelines.target.model import Request
 from mmspec.protocols import Target
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats
@@ -199,9 +199,7 @@ class ContinuousBatcher(Batcher):
             raise UnsupportedError("these settings work for one prompt at a time")
         sample = bool(config.do_sample)
         request = None if processors.private else self._shared(group[0])
-        request = request or patch.family.request(
-            Request(Sampler(processors, sample, fixed_noise(patch, sample)), keep=self.scored)
-        )
+        request = request or patch.family.request(Request(processors, sample, fixed_noise(patch, sample), self.scored))
         most, rule = ends.limit - call.input_ids.shape[1], patch.rule_of(call, sample)
         rows: list[Row] = []
         for one in group:  # a row's tokens are its own, without padding

@@ -70,7 +70,7 @@ class LlamaGenTarget(ModelTarget):
         return self.model.head(hidden)
 
     def weigh(self, logits: Tensor, session: SessionView, position: Tensor) -> Tensor:
-        return session.rows[0].request.sampler.weighed(logits, session, position)
+        return session.rows[0].request.weighed(logits, session, position)
 
     def prefix(self, what: Tensor) -> Tensor:
         """Embeddings [B·S, P, H] of the condition; the streams of a row are adjacent rows."""

@@ -1,10 +1,10 @@
-"""The base class of targets: one forward over a draft, and the distribution of each node from its logits."""
+"""The base class of targets, and the request of a row: one forward over a draft, and each node's distribution."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
 
@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from mmspec.drafters.draft_vocab import DraftVocab
+from mmspec.kernels import reference as ops
 from mmspec.modes import Mode
 from mmspec.pipelines.host.kinds import Mask
 from mmspec.pipelines.host.processors.guidance import Guidance
+from mmspec.pipelines.host.processors.table import Processors, pointwise
+from mmspec.pipelines.target.noise import CounterNoise, Noise
 from mmspec.pipelines.target.state import State, each_stream
 from mmspec.protocols import SessionView
 from mmspec.ragged_cache import Lengths
 from mmspec.session import Group, Session
-from mmspec.types import FINAL, LIKELIEST, RANKS, Draft, Round, Scores, Tree, fold, unfold
+from mmspec.types import FINAL, LIKELIEST, RANKS, Categorical, Draft, Round, Scores, Tree, fold, unfold
 
 
 class ModelTarget:
@@ -129,3 +132,58 @@ class ModelTarget:
         """The distributions of some rows, which share one request."""
         group: Group = session.group(index)
         return group.rows[0].request.scores(logits[index], cond[index], group, draft.select(index), None)
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """From the logits of a call's rows to the distributions that drafts are verified against; each row refers to it."""
+
+    processors: Processors
+    sample: bool = True  # draw tokens; otherwise take the likeliest
+    # replaces each distribution by a point mass on the token that this noise chooses (seed-exact). That depends only on
+    # a node's path and position, so any draft gives the same tokens: with CounterNoise those of the row's seed, with
+    # TorchNoise those that a stock loop would have drawn. None: the distribution is kept
+    noise: Noise | None = None
+    keep: bool = False  # return processed and raw logits with the scores
+    widen: bool = True  # process logits in float32, as `_sample` does
+    # masks tokens that the model itself does not allow, before any processor: a function of logits [B, N, V] and of the
+    # numbers [B, N] of the new tokens that they are for; None: all are allowed
+    allowed: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def scores(self, logits: Tensor, raw: Tensor, rows: Group, draft: Draft, hidden: Tensor | None) -> Scores:
+        """The distribution that stock `generate` would draw from.
+
+        Args:
+            logits: [B, N, V], guided.
+            raw: [B, N, V], of the conditional stream.
+        """
+        relaxed = rows.rows[0].rule.greedy is not None  # whether the rule reads the logits of a greedy call
+        bare = not (self.sample or self.keep or relaxed or self.processors.processors)
+        wide = logits.to(torch.float32) if self.widen and not bare else logits
+        if self.allowed is not None:
+            wide = self.allowed(wide, rows.emitted[:, None] + draft.tree.depth)
+        if bare:
+            return Scores(Categorical(ids=ops.likeliest(wide)), hidden)
+        processed = self.processors(wide, rows, draft)
+        kept = (processed, raw.to(torch.float32)) if self.keep else (None, None)
+        if not self.sample:
+            p = Categorical(processed if relaxed else None, ops.likeliest(processed))
+        elif self.noise is None:
+            p = Categorical(processed)
+        else:
+            p = Categorical(ids=self.noise.draw(processed, rows, draft))
+        return Scores(p, hidden, *kept)
+
+    def weighed(self, logits: Tensor, session: Group, position: Tensor) -> Tensor:
+        """A drafter's logits [B, n, V] for the tokens at `position` [B, n] after the prompt, processed as the target's.
+
+        Point-wise processors are applied, and for seed-exact sampling the noise of the target's own draw is added.
+        """
+        if not self.sample:
+            return logits
+        processors: Any = pointwise(self.processors.processors)
+        warped = processors(position.reshape(-1, 1), logits.float().flatten(0, 1)).view_as(logits)
+        if not isinstance(self.noise, CounterNoise):
+            return warped
+        noisy: Tensor = warped + self.noise.at(session, position, logits.shape[-1])
+        return noisy

@@ -14,8 +14,9 @@ from mmspec.loop import decode, start
 from mmspec.pipelines.families import decoder_only
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host.call import Call
+from mmspec.pipelines.host.processors.table import Processors
 from mmspec.pipelines.patching.generate import row_seeds
-from mmspec.pipelines.target.request import Request, Sampler
+from mmspec.pipelines.target.model import Request
 from mmspec.protocols import Target
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats
@@ -58,7 +59,7 @@ def opened(handle: Any, call: Call, seed: int = 0) -> tuple[Session, Target]:
     torch.manual_seed(seed)
     model, family = handle.model, families.of(handle.model)
     sample, ids, ends = bool(call.generation_config.do_sample), call.input_ids, call.endings
-    request = family.request(Request(Sampler(call.processors, sample)))
+    request = family.request(Request(Processors(call.processors), sample))
     rows = [
         Row(tokens, len(tokens), ends.limit, noise, ends.eos, ends.of(b), b, handle.rule, request)
         for b, (tokens, noise) in enumerate(zip(ids.tolist(), row_seeds(model, len(ids), sample), strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,11 +30,12 @@ from mmspec.loop import decode, start
 from mmspec.models import llamagen
 from mmspec.pipelines.drafters.untrained import build_for_pictures
 from mmspec.pipelines.host.processors.guidance import Guidance
+from mmspec.pipelines.host.processors.table import Processors
 from mmspec.pipelines.host.training import Accelerator
 from mmspec.pipelines.image_teacher import ImageTeacher
 from mmspec.pipelines.target.llamagen import Condition, LlamaGenTarget
+from mmspec.pipelines.target.model import Request
 from mmspec.pipelines.target.noise import CounterNoise
-from mmspec.pipelines.target.request import Request, Sampler
 from mmspec.protocols import TargetInfo
 from mmspec.session import Row, Session
 from mmspec.train import data
@@ -242,14 +244,14 @@ def test_a_head_of_its_own_knows_no_guidance() -> None:
 def drawn(how: str, guess: Any, rows: list[int], scale: float = 3.0) -> tuple[list[list[int]], Any]:
     """Tokens of some rows (a row's number is its seed and decides its prompt), and what happened."""
     model = tiny_llamagen.transformer("text", vocab=64)
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.9), TopKLogitsWarper(20)])
-    sampler = Sampler(warpers, how != "greedy", CounterNoise() if how == "seed-exact" else None)
+    warpers = Processors(LogitsProcessorList([TemperatureLogitsWarper(0.9), TopKLogitsWarper(20)]))
+    request = partial(Request, warpers, how != "greedy", CounterNoise() if how == "seed-exact" else None)
     target = LlamaGenTarget(model, guess.features, Guidance(scale) if scale > 1 else None)
     P = tiny_llamagen.PREFIX
     noise = [torch.Generator().manual_seed(r) for r in rows]
     condition = torch.stack([torch.randn(P, tiny_llamagen.WIDTH, generator=g) for g in noise])
     valid = torch.arange(P) >= torch.tensor(rows)[:, None] % P  # left padding of different length
-    everyone = [Row([], 0, GRID**2, r, index=i, request=Request(sampler)) for i, r in enumerate(rows)]
+    everyone = [Row([], 0, GRID**2, r, index=i, request=request()) for i, r in enumerate(rows)]
     session, _ = start(target, guess, list(everyone), Condition(condition, valid))
     for _ in decode(session, target, guess):  # type: ignore[arg-type]
         pass

@@ -23,8 +23,9 @@ import mmspec
 from mmspec.loop import decode, start
 from mmspec.pipelines.families import decoder_only
 from mmspec.pipelines.families import table as families
+from mmspec.pipelines.host.processors.table import Processors
 from mmspec.pipelines.patch import UnsupportedError
-from mmspec.pipelines.target.request import Request, Sampler
+from mmspec.pipelines.target.model import Request
 from mmspec.pipelines.target.vlm import VlmTarget
 from mmspec.session import Row, Session
 
@@ -236,7 +237,7 @@ def test_guided_rows_join_a_running_batch(monkeypatch: pytest.MonkeyPatch) -> No
             draw(model, call)
         made = caught.value.args[0]
         target, ends = VlmTarget(model, (), made.guidance), made.endings
-        tokens, request = made.input_ids[0].tolist(), Request(Sampler(made.processors, sample=False))
+        tokens, request = made.input_ids[0].tolist(), Request(Processors(made.processors), sample=False)
         row = Row(tokens, len(tokens), ends.limit, 0, ends.eos, ends.of(0), request=request)
         return start(target, handle.drafter, [row], made)[0], target
 

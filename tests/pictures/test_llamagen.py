@@ -23,10 +23,11 @@ from mmspec.kernels import reference as ops
 from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.hooks import swap
 from mmspec.pipelines.host.processors.guidance import Guidance
+from mmspec.pipelines.host.processors.table import Processors
 from mmspec.pipelines.llamagen import captions
 from mmspec.pipelines.llamagen import pipeline as llamagen
+from mmspec.pipelines.target.model import Request
 from mmspec.pipelines.target.noise import TorchNoise
-from mmspec.pipelines.target.request import Request, Sampler
 from mmspec.session import Row, Session
 from mmspec.tree import chain
 from mmspec.types import NO_TOKEN, Draft
@@ -436,7 +437,7 @@ def test_torch_noise_is_multinomial_s(ahead):
     rows = [Row([], 0, steps, 0, index=b) for b in range(B)]
     session = Session(list(rows), logits.device)
     noise = TorchNoise(mine)
-    request = Request(Sampler(lambda x, *_: x, True, noise))
+    request = Request(Processors([]), True, noise)
     moves = seeded(2)[0]
     while session.rows:
         size = ahead
