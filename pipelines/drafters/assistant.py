@@ -13,8 +13,7 @@ from mmspec.drafters.shape import ALL, TreeOptions
 from mmspec.pipelines.host.exotic import gemma4_assistant as gemma
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.kinds import GenerativeModel
-from mmspec.pipelines.target.masks import additive
-from mmspec.pipelines.target.state import State
+from mmspec.pipelines.target.state import State, additive
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.types import FINAL, Draft, Prompt, decided, gather_rows
 

@@ -29,7 +29,7 @@ from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.mtp import MtpHeads
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.host.readable import head_shape
-from mmspec.pipelines.target.masks import additive
+from mmspec.pipelines.target.state import additive
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.ragged_cache import Lengths, RaggedBuffer
 from mmspec.types import FINAL, Prompt

@@ -109,7 +109,7 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
     ("transformers.utils.generic.GeneralInterface.register", "order", "key value", "Our attentions and their masks are registered by it", "host/tree_attention"),
     ("transformers.masking_utils.AttentionMaskInterface", "line", "'sdpa': sdpa_mask", "Tree attention makes sdpa's masks for prompts", "host/tree_attention"),
     ("transformers.masking_utils.sdpa_mask", "is", "", "Tree attention makes sdpa's masks for prompts", "host/tree_attention"),
-    ("transformers.masking_utils._preprocess_mask_arguments", "line", "len(attention_mask.shape) == 4", "A 4-D mask, which defines what each node of a tree sees, is used unchanged", "target/vlm target/masks"),
+    ("transformers.masking_utils._preprocess_mask_arguments", "line", "len(attention_mask.shape) == 4", "A 4-D mask, which defines what each node of a tree sees, is used unchanged", "target/vlm target/state"),
     ("transformers.models.llama.modeling_llama.LlamaAttention.forward", "says", "ALL_ATTENTION_FUNCTIONS _attn_implementation update scaling", "Attention modules read the implementation's name from their config", "host/renamed host/tree_attention", "LlamaAttention"),
     ("transformers.models.llama.modeling_llama.LlamaModel.forward", "takes", "input_ids attention_mask position_ids cache|past_key_values inputs_embeds", "Decoders take explicit positions and a 4-D mask", "host/forward host/readable", "LlamaModel"),
     ("transformers.models.llama.modeling_llama.LlamaDecoderLayer.forward", "order", "hidden_states", "Features are the inputs of layers", "host/forward", "LlamaDecoderLayer"),

@@ -11,9 +11,8 @@ from mmspec.pipelines.host.decoder import decoder, head, wrapped
 from mmspec.pipelines.host.exotic import path_readers
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.kinds import GenerativeModel
-from mmspec.pipelines.target import masks
+from mmspec.pipelines.target.state import KINDS
 
-_LAYERS = set(masks.KINDS)
 _BLOCKS = ("index_kpool", "indexer_compress_ratio", "index_block_size")  # settings of an indexer that selects blocks
 # class → why it cannot be accelerated, for reasons that only its forward shows
 _REFUSED = {
@@ -62,9 +61,9 @@ def unsupported(model: GenerativeModel) -> str | None:
     if indexers and any(getattr(text.config, name, None) for name in _BLOCKS):
         return "its indexer selects blocks of the cache, which the nodes of a tree would shift"
     layers = set(getattr(text.config, "layer_types", None) or ["full_attention"])
-    layers -= recurrent.KINDS if kept else set()
-    if layers - _LAYERS:
-        return f"it has {', '.join(sorted(layers - _LAYERS))} layers, whose state cannot be rolled back to a tree node"
+    layers -= KINDS.keys() | (recurrent.KINDS if kept else set())
+    if layers:
+        return f"it has {', '.join(sorted(layers))} layers, whose state cannot be rolled back to a tree node"
     return renamed.unfit(text)
 
 

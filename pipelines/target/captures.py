@@ -23,9 +23,8 @@ from mmspec.pipelines.host.cache import PassThroughCache
 from mmspec.pipelines.host.forward import now
 from mmspec.pipelines.host.kinds import Mask
 from mmspec.pipelines.host.recurrent_state import RecurrentLayers
-from mmspec.pipelines.target import masks
 from mmspec.pipelines.target.model import ModelTarget
-from mmspec.pipelines.target.state import State
+from mmspec.pipelines.target.state import KINDS, State
 from mmspec.steady import Steady, addressed
 
 
@@ -106,7 +105,7 @@ def _capture(target: ModelTarget, state: State, tokens: Tensor, places: Tensor) 
 
 def same_mask(target: ModelTarget, seen: Tensor) -> Mask:
     """One mask in the form in which a target's decoder takes its masks: by kind of layer, where they are mixed."""
-    return {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(masks.KINDS, seen)} if target.mixed else seen
+    return {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(KINDS, seen)} if target.mixed else seen
 
 
 class _ByMask:

@@ -16,9 +16,8 @@ from mmspec.pipelines.host.kinds import Mask
 from mmspec.pipelines.host.modes import mode_of
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.target.captures import Forward
-from mmspec.pipelines.target.masks import additive
 from mmspec.pipelines.target.model import ModelTarget
-from mmspec.pipelines.target.state import Onward, State, each_stream
+from mmspec.pipelines.target.state import Onward, State, additive, each_stream
 from mmspec.protocols import SessionView
 from mmspec.ragged_cache import visibility
 from mmspec.session import Session

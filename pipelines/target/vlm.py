@@ -23,9 +23,9 @@ from mmspec.pipelines.host.model import HostModel
 from mmspec.pipelines.host.processors.guidance import Guidance, NegativePrompt
 from mmspec.pipelines.host.vision import media
 from mmspec.pipelines.prefix import prefixes
-from mmspec.pipelines.target import captured_prompt, captures, masks
+from mmspec.pipelines.target import captured_prompt, captures
 from mmspec.pipelines.target.model import ModelTarget
-from mmspec.pipelines.target.state import Onward, Places, State, interleaved, positions_read
+from mmspec.pipelines.target.state import Masks, Onward, Places, State, Visibility, interleaved, positions_read
 from mmspec.ragged_cache import Lengths
 from mmspec.session import Session
 from mmspec.tree import lone
@@ -64,7 +64,7 @@ class VlmTarget(ModelTarget):
         self.last = min(ends, default=None)
         name = host.draft_attention or host.attention
         self.eager, self.tree = name == "eager", name == tree_attention.NAME
-        self.masks = masks.Masks.of(host, name)
+        self.masks = Masks.of(host, name)
         self.mixed, self.kinds = self.masks.mixed, host.kinds
         # FlashAttention can read a chain of a single row, whose nodes follow each other at the end of the text
         self.flash = host.flash and self.last is None and self.masks.kinds <= set(tree_attention.KINDS)
@@ -214,7 +214,7 @@ class VlmTarget(ModelTarget):
             alone = depth.shape[1] == 1 and self.masks.plain
             if alone or (chain and self.flash and len(state.open_slots) == 1):
                 return None
-        return self.masks.build(masks.Visibility(state, ancestors, depth), self.model.dtype, chain)
+        return self.masks.build(Visibility(state, ancestors, depth), self.model.dtype, chain)
 
 
 def _check(slots: RaggedCache, appended: int, read: int) -> None:
