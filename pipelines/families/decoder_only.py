@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mmspec.compile.version import unchanging
 from mmspec.pipelines.drafters import own_files
-from mmspec.pipelines.host import devices, quantized, renamed
+from mmspec.pipelines.host import assisted, devices, quantized, renamed
 from mmspec.pipelines.host.call import Call, calling, current
 from mmspec.pipelines.host.decoder import decoder, embedding
 from mmspec.pipelines.host.hooks import Taps, stock
@@ -21,7 +21,6 @@ from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.host.readable import head_shape, unsupported
 from mmspec.pipelines.host.release import advice
 from mmspec.pipelines.host.tapping import taps
-from mmspec.pipelines.patching import assisted
 from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.generate import generate, obstacle, or_stock, watched
 from mmspec.pipelines.patching.handle import Patch
@@ -82,7 +81,7 @@ class DecoderOnlyPatch(loops(_run, _leave, _keeps, _encoding)):  # type: ignore[
             kwargs["custom_generate"] = watched(custom, type(self)._mmspec_patch)
         patch, drafts = Patch.of(self), assisted.requested(self, kwargs)
         if patch is not None and drafts is not None:
-            patch, kwargs = assisted.patch_for(self, patch, drafts[0]), drafts[1]
+            patch, kwargs = patch.for_request(self, drafts[0]), drafts[1]
         given = {**dict(zip(("inputs",), args, strict=False)), **kwargs}
         with unchanging(), calling(given=given, patch=patch, reached=False) as call:
             answer = super().generate(*args, **kwargs)  # type: ignore[misc]

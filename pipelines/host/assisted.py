@@ -1,12 +1,14 @@
-"""Reads the settings of stock's assisted generation from a call of `generate` and its generation config."""
+"""What a call of `generate` says about assisted generation: an assistant model, `use_mtp` or prompt lookup."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mmspec.config import Options
+from mmspec.drafters.ngram import NgramDrafter
 from mmspec.pipelines.host.kinds import GenerationConfig, GenerativeModel
 
 # fields of a generation config; the first that is set counts, as in stock, and the last is the kind of assistant
@@ -14,13 +16,12 @@ _FIELDS = ("prompt_lookup_num_tokens", "use_mtp", "speculation_type")
 
 
 @dataclass(frozen=True)
-class Assistance:
-    """How stock would draft."""
+class DraftRequest:
+    """The drafter that a call names."""
 
-    how: str  # "lookup" in the text itself, "mtp" heads of the model, or another "model"
-    count: int | None = None  # the draft length; None: not given
-    orders: int = 2  # the longest n-gram that is looked up
-    model: Any = None  # the assistant
+    key: Hashable  # equal for calls that name the same drafter with the same options
+    drafter: Any  # in a form that `enable` takes
+    given: Options  # its options
 
 
 def setting(name: str, *configs: GenerationConfig | None) -> Any:
@@ -39,8 +40,8 @@ def draft_length(model: GenerativeModel) -> int | None:
     return setting("num_assistant_tokens", getattr(model, "generation_config", None))
 
 
-def requested(model: GenerativeModel, kwargs: Mapping[str, Any]) -> tuple[Assistance, dict[str, Any]] | None:
-    """The assistance that a call of `generate` names, and its other arguments; None: none, or one that only stock has.
+def requested(model: GenerativeModel, kwargs: Mapping[str, Any]) -> tuple[DraftRequest, dict[str, Any]] | None:
+    """The drafter that a call of `generate` names, and its other arguments; None: none, or one that only stock can run.
 
     Only stock drafts with a model of another tokenizer (`assistant_tokenizer`) or with the model's first layers
     (`assistant_early_exit`). Beam search takes no drafts.
@@ -57,11 +58,14 @@ def requested(model: GenerativeModel, kwargs: Mapping[str, Any]) -> tuple[Assist
         return None
     count = value("prompt_lookup_num_tokens")
     if count is not None:
-        found = Assistance("lookup", int(count), int(value("max_matching_ngram_size") or 2))
+        orders = int(value("max_matching_ngram_size") or 2)  # the longest n-gram that is looked up
+        drafter = NgramDrafter(orders=tuple(range(orders, 0, -1)))
+        found = DraftRequest(("ngram", int(count), orders), drafter, {"depth": int(count), "width": 1})
     elif value("use_mtp"):
-        found = Assistance("mtp")
+        found = DraftRequest("mtp", "mtp", {})
     elif assistant is not None:
-        found = Assistance("model", draft_length(assistant), model=assistant)  # None for a block drafter
+        length = draft_length(assistant)  # None for a block drafter, such as DFlash's
+        found = DraftRequest((id(assistant), length), assistant, {"depth": length, "width": 1} if length else {})
     else:
         return None
     rest = {name: each for name, each in kwargs.items() if name not in ("assistant_model", *_FIELDS)}

@@ -12,9 +12,10 @@ from typing import Any
 
 from mmspec.config import Options, SpecConfig, UnsupportedError
 from mmspec.pipelines.host import devices
+from mmspec.pipelines.host.assisted import DraftRequest
 from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.hooks import restore, swap
-from mmspec.pipelines.patching import drafting
+from mmspec.pipelines.patching import choose, drafting
 from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.prefix_store import PrefixStore
@@ -40,7 +41,7 @@ class Patch:
         self.proposer = drafter if proposer is None else proposer  # see Handle
         self.fitted: dict[TargetInfo, Proposer] = {}  # for images, where the model generates these besides text
         self.stats = Stats()  # of all calls so far
-        self.by_request: dict[Hashable, Patch] = {}  # for calls that name another drafter, see assisted.py
+        self.by_request: dict[Hashable, Patch] = {}  # for calls that name another drafter, see `for_request`
         self.prefixes = PrefixStore(config.kept_bytes) if config.kept_bytes else None  # the prefix cache
         self.source: object = None  # in a patch of `by_request`: keeps the object alive that the drafter was made of
         self.handle: Callable[[], Handle | None] = lambda: None  # the user's Handle; None once that is gone
@@ -70,6 +71,28 @@ class Patch:
                 self.proposer = drafting.proposer(model, self.drafter, self.config, now, self.family.captures_drafts)
                 self.fitted = {}
             return self.proposer
+
+    def for_request(self, model: Any, request: DraftRequest) -> Patch:
+        """This patch with the requested drafter in place of its own, for one call; built once for each key.
+
+        Raises:
+            UnsupportedError: the drafter does not fit this model. If `on_unsupported` is "fallback" this is a warning,
+                and this patch itself is used, which gives the same tokens.
+        """
+        special = self.by_request.get(request.key)
+        if special is None:
+            target = self.family.describe(model)
+            try:
+                ready, given = choose.chosen(request.drafter, request.given, target, model)
+                config = replace(self.config, lookup=False)  # which `enable` was given for its own drafter
+                proposer = drafting.proposer(model, ready, config, target, self.family.captures_drafts)
+            except (ValueError, OSError) as error:
+                self.decline(Obstacle(str(error)))
+                return self
+            special = Patch(self.family, ready, config, self.rule, proposer, given, target)
+            special.stats, special.source = self.stats, request.drafter
+            self.by_request[request.key] = special
+        return special
 
     def add_stats(self, stats: Stats) -> None:
         """Add the statistics of a call; warns once if drafts have hardly been accepted so far."""
