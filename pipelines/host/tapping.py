@@ -4,14 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
-from mmspec.pipelines.host import few_rows, renamed
-from mmspec.pipelines.host.forward import Tap
-from mmspec.pipelines.host.hooks import Taps
+from mmspec.functional import fits, linear
+from mmspec.modes import each_module
+from mmspec.pipelines.host import renamed
+from mmspec.pipelines.host.forward import Tap, now
+from mmspec.pipelines.host.hooks import Taps, stock
 from mmspec.pipelines.host.kinds import GenerativeModel, TextDecoder
 from mmspec.pipelines.host.model import HostModel
 from mmspec.types import FINAL
+
+
+class FewRows:
+    """Mixin for an `nn.Linear` that is faster for few rows, as in a draft; does not change the stock path."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if now().read is None:
+            return stock(self).forward(self, input)
+        return linear(input, self.weight, self.bias)
+
+
+def _gaining(*modules: nn.Module | None) -> Iterator[nn.Module]:
+    """All linear layers among these modules and their submodules that become faster; none on a GPU."""
+    for module in each_module(*(m for m in modules if m is not None)):
+        if stock(module) is nn.Linear and "forward" not in vars(module) and fits(module.weight):
+            yield module
 
 
 def _read(own: TextDecoder, features: tuple[int, ...]) -> dict[int | None, nn.Module]:
@@ -46,4 +67,4 @@ def _mixins(host: HostModel, features: tuple[int, ...]) -> Iterator[tuple[nn.Mod
     yield from ((module, reader, {}) for module, reader in host.readers)  # a module with two mixins gets only the first
     yield from ((module, Tap, {"_mmspec_layer": layer}) for layer, module in _read(own, features).items())
     yield from ((module, renamed.Renamed, {}) for module in (renamed.modules(own) if host.draft_attention else ()))
-    yield from ((module, few_rows.FewRows, {}) for module in few_rows.gaining(own, host.head))
+    yield from ((module, FewRows, {}) for module in _gaining(own, host.head))
