@@ -8,9 +8,9 @@ from torch import Tensor
 
 from mmspec.compile.version import unchanging
 from mmspec.pipelines.drafters import own_files
-from mmspec.pipelines.host import assisted, devices, quantized, renamed
+from mmspec.pipelines.host import assisted, devices, renamed
 from mmspec.pipelines.host.call import Call, calling, current
-from mmspec.pipelines.host.decoder import decoder, embedding
+from mmspec.pipelines.host.decoder import decoder, embedding, shared_scale
 from mmspec.pipelines.host.hooks import Taps, stock
 from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.loops import like_generate, loops, reached
@@ -133,7 +133,7 @@ class DecoderOnly(Family[GenerativeModel]):
         return VlmTarget(model, features, guidance, None if patch is None else patch.prefixes)
 
     def unsupported(self, model: GenerativeModel) -> str | None:
-        return unsupported(model) or quantized.shared_scale(model)
+        return unsupported(model) or shared_scale(model)
 
     def note(self, model: GenerativeModel) -> str | None:
         host = HostModel.of(model)

@@ -1,10 +1,10 @@
-"""Finds a model's text decoder, head and embedding, and the shape of the decoder's layers."""
+"""Finds a model's text decoder, head and embedding, the shape of the decoder's layers, and which need special code."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from mmspec.modes import each_module
 from mmspec.pipelines.host import recurrent
@@ -12,6 +12,9 @@ from mmspec.pipelines.host.exotic import path_readers
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.kinds import GenerativeModel, TextDecoder, Weighted
 from mmspec.pipelines.host.names import origin
+
+# Python modules whose layers choose one scale for their whole input
+_DYNAMIC = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic", "torch.nn.quantized.dynamic")
 
 
 def decoder(model: GenerativeModel) -> TextDecoder:
@@ -77,3 +80,31 @@ def more_than_states(text: TextDecoder) -> bool:
     kinds, crossed = getattr(config, "layer_types", None) or (), getattr(config, "cross_attention_layers", None)
     by_path = any(path_readers.reader(module) is not None for module in each_module(text))
     return "indexed_attention" in kinds or bool(crossed) or by_path
+
+
+def shared_scale(model: GenerativeModel) -> str | None:
+    """Why layers that quantize their input with one scale for all tokens of a forward cannot read a draft, or None."""
+    layer = next(filter(_scales_together, each_module(model.get_decoder(), head(model))), None)
+    if layer is None:
+        return None
+    return (
+        f"its {stock(layer).__name__} layers quantize their input with one scale for all tokens of a forward "
+        "(quantize_dynamic, or torchao with PerTensor), so several drafted tokens in one forward get other values than "
+        "one at a time; quantize only the weights, or with one scale for each token"
+    )
+
+
+def _scales_together(module: nn.Module) -> bool:
+    if stock(module).__module__.startswith(_DYNAMIC):
+        return True
+    weight = module._parameters.get("weight")
+    if weight is None or type(weight) in (nn.Parameter, Tensor):
+        return False
+    weights = (weight, getattr(weight, "original_weight_tensor", None))  # torchao wraps some
+    settings = [getattr(one, name, None) for one in weights for name in ("act_quant_kwargs", "quant_kwargs")]
+    grains = [_setting(one, name) for one in settings for name in ("granularity", "activation_granularity")]
+    return any(type(grain).__name__ == "PerTensor" for grain in grains)
+
+
+def _setting(settings: object, name: str) -> object:
+    return settings.get(name) if isinstance(settings, dict) else getattr(settings, name, None)

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from mmspec.compile.version import Version, version
 from mmspec.modes import Mode, each_module
-from mmspec.pipelines.host import quantized, reach, recurrent, renamed
+from mmspec.pipelines.host import reach, recurrent, renamed
 from mmspec.pipelines.host.call import TYPES
-from mmspec.pipelines.host.decoder import decoder, embedding, head, more_than_states, readers, wrapped
+from mmspec.pipelines.host.decoder import decoder, embedding, head, more_than_states, readers, shared_scale, wrapped
 from mmspec.pipelines.host.exotic import ties
 from mmspec.pipelines.host.hooks import Taps
 from mmspec.pipelines.host.kinds import GenerativeModel, TextDecoder, Weighted
@@ -45,7 +45,7 @@ class HostModel:
     both_ways: bool  # whether its masks depend on token types: tokens of an image, or of a prompt, see later ones
     cacheless: bool  # whether gradient checkpointing in training mode takes the cache away from layers
     readers: list[tuple[nn.Module, type]]  # see `decoder.readers`
-    shared_scale: str | None  # see `quantized.shared_scale`
+    shared_scale: str | None  # see `decoder.shared_scale`
     mode: Mode  # inference_mode or no_grad for its rounds
     taps: dict[tuple[int, ...], Taps] = field(default_factory=dict)  # by the features that they record; see tapping.py
 
@@ -72,7 +72,7 @@ class HostModel:
             recurrent=bool(recurrent.modules(text)), stateful=more_than_states(text),
             apart=_apart(text), both_ways=_both_ways(model),
             cacheless=any(map(_checkpoints, each_module(model.get_decoder()))), readers=readers(text),
-            shared_scale=quantized.shared_scale(model), mode=mode_of(model),
+            shared_scale=shared_scale(model), mode=mode_of(model),
         )  # fmt: skip
 
     def _is_of(self, model: GenerativeModel) -> bool:

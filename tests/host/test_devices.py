@@ -23,7 +23,7 @@ from torch import nn
 
 import mmspec
 from mmspec import rules
-from mmspec.pipelines.host import devices, quantized
+from mmspec.pipelines.host import decoder, devices
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.patch import UnsupportedError
 
@@ -130,9 +130,9 @@ def test_weights_of_torchao_that_scale_all_tokens_together() -> None:
     one = model()
     weight = one.lm_head.weight.detach().as_subclass(type("Int8Tensor", (torch.Tensor,), {}))
     one.lm_head.weight = nn.Parameter(weight, requires_grad=False)
-    assert quantized.shared_scale(one) is None
+    assert decoder.shared_scale(one) is None
     one.lm_head.weight.act_quant_kwargs = SimpleNamespace(granularity=PerTensor())
-    assert "Linear layers quantize" in str(quantized.shared_scale(one))
+    assert "Linear layers quantize" in str(decoder.shared_scale(one))
 
 
 @pytest.mark.parametrize("options", [{}, {"compile": True, "prefix_cache": "10MB"}])
@@ -218,7 +218,6 @@ RANK = """
 import sys, types
 import torch
 from torch import distributed
-from mmspec.pipelines.host import quantized
 from mmspec.pipelines.host import devices
 
 rank, path = int(sys.argv[1]), sys.argv[2]
