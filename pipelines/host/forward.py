@@ -43,7 +43,7 @@ class ForwardContext:
 
     read: Read | None = None  # is filled by modules with the mixin `Tap`
     decode: Decode | None = None  # is called instead of the decoder
-    encode: Decode | None = None  # is called instead of the vision tower, see tower.py
+    encode: Decode | None = None  # is called instead of the vision tower
     draft: Any = None  # the draft tree for layers with a recurrent state, a `recurrent.Reading`
     paths: Any = None  # the draft tree as a row for each node, a `by_path.Paths`
     scan: Any = None  # calls the scans of recurrent layers: a function of the scan and its arguments
@@ -69,6 +69,14 @@ def reading(decode: Decode | None = None) -> Iterator[Read]:
     """A context in which a forward fills the Read."""
     with during(read=(read := Read()), decode=decode):
         yield read
+
+
+class TowerTap:
+    """Mixin for a vision tower, whose forward `ForwardContext.encode` replaces."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        encode, run = now().encode, partial(stock_class(type(self)).__call__, self)
+        return run(*args, **kwargs) if encode is None else encode(run, *args, **kwargs)
 
 
 class Tap:

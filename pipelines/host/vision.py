@@ -1,4 +1,4 @@
-"""Finds which tokens of a prompt are placeholders of which image or video frame, from the arguments of the call."""
+"""Finds a model's vision tower, and which tokens of a prompt are placeholders of which image or video frame."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmspec.pipelines.host.decoder import embedding
 from mmspec.pipelines.host.kinds import GenerativeModel, PretrainedConfig
@@ -60,6 +60,14 @@ def media(ids: Tensor, config: PretrainedConfig, arguments: Mapping[str, Any]) -
             run = run | borders if bool((borders | ~run).all()) else run  # each run has to begin with a medium
         begins, visual = begins | run | (_new_time(arguments, ids) & here), visual | here
     return begins.cumsum(1) * visual
+
+
+def tower(model: GenerativeModel) -> nn.Module | None:
+    """The vision tower, if the model has one that attends by sdpa: a trace does not see other packages' kernels."""
+    found: Any = model.get_encoder(modality="image")
+    if found is model or found is model.base_model or not isinstance(found, nn.Module):
+        return None
+    return found if getattr(getattr(found, "config", None), "_attn_implementation", "") == "sdpa" else None
 
 
 def encoded(model: GenerativeModel) -> set[str]:

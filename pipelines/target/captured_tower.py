@@ -20,10 +20,10 @@ from mmspec.compile.structure import Structure, apart
 from mmspec.compile.version import PLAIN
 from mmspec.functional import cut, sdpa
 from mmspec.modes import computed_in, lasting
-from mmspec.pipelines.host.forward import Decode, during
+from mmspec.pipelines.host.forward import Decode, TowerTap, during
 from mmspec.pipelines.host.hooks import Taps
 from mmspec.pipelines.host.kinds import GenerativeModel
-from mmspec.pipelines.host.tower import TowerTap, tower
+from mmspec.pipelines.host.vision import tower
 from mmspec.pipelines.target.captured_prompt import Shapes
 
 _FEW = 2**16  # the most integers in an argument, such as the grids of pictures; their values are part of the shape
