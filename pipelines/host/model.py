@@ -12,10 +12,10 @@ from mmspec.modes import Mode, each_module
 from mmspec.pipelines.host import reach, recurrent, renamed
 from mmspec.pipelines.host.call import TYPES
 from mmspec.pipelines.host.decoder import decoder, embedding, head, more_than_states, readers, shared_scale, wrapped
+from mmspec.pipelines.host.devices import mode_of
 from mmspec.pipelines.host.exotic import ties
 from mmspec.pipelines.host.hooks import Taps
 from mmspec.pipelines.host.kinds import GenerativeModel, TextDecoder, Weighted
-from mmspec.pipelines.host.modes import mode_of
 from mmspec.pipelines.host.names import has
 
 _CACHE: WeakKeyDictionary[GenerativeModel, tuple[Version, HostModel]] = WeakKeyDictionary()

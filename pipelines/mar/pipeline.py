@@ -20,7 +20,7 @@ from mmspec.models.mar_scheduler import MARScheduler
 from mmspec.modes import Mode, each_in
 from mmspec.pipelines.drawing.outputs import OUTPUTS, Generators, Labels, Pictures, class_ids, seeds
 from mmspec.pipelines.host import devices
-from mmspec.pipelines.host.modes import mode_of
+from mmspec.pipelines.host.devices import mode_of
 from mmspec.pipelines.mar.loop import GUIDANCE, STEPS, MarRunner, MarState, canvas, distribution, plain
 from mmspec.pipelines.mar.plan import MarStats, Speculation, tally
 from mmspec.pipelines.mar.speculate import draw

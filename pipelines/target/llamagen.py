@@ -11,9 +11,9 @@ from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.models.llamagen import PREFIX, LlamaGenTransformer, visible
 from mmspec.pipelines.host import tree_attention
 from mmspec.pipelines.host.cache import RaggedCache
+from mmspec.pipelines.host.devices import mode_of
 from mmspec.pipelines.host.forward import reading
 from mmspec.pipelines.host.kinds import Mask
-from mmspec.pipelines.host.modes import mode_of
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.target.captures import Forward
 from mmspec.pipelines.target.model import ModelTarget

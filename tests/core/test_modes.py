@@ -18,7 +18,7 @@ import mmspec
 from benchmarks.suites.image import Hostile
 from mmspec.modes import each_in
 from mmspec.pipelines.host.call import calling
-from mmspec.pipelines.host.modes import mode_of
+from mmspec.pipelines.host.devices import mode_of
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.target import vlm
 from mmspec.protocols import TargetInfo
