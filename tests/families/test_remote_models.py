@@ -20,7 +20,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import mmspec
 from mmspec.pipelines.host.names import CACHE
-from mmspec.pipelines.host.processors.reader import Reader
+from mmspec.pipelines.host.processors.followed import Reader
 from mmspec.rules import lantern
 
 JACOBI: dict[str, dict[str, Any]] = {"jacobi": {}, "jacobi tree": {"proactive": (2, 3)}}
