@@ -7,7 +7,6 @@ from torch import Tensor
 
 from mmspec.pipelines.families.decoder_only import DecoderOnly
 from mmspec.pipelines.host.exotic import pictures
-from mmspec.pipelines.host.exotic.glm_image import Listing
 from mmspec.pipelines.host.forward import Read
 from mmspec.pipelines.host.hooks import Taps
 from mmspec.pipelines.host.kinds import GenerativeModel
@@ -42,7 +41,7 @@ class GlmImage(DecoderOnly):
         return GlmTarget(model, features, guidance)
 
     def taps(self, model: GenerativeModel, features: tuple[int, ...]) -> Taps:
-        return Taps([*super().taps(model, features).mixins, (model.model, Listing, {})])
+        return Taps([*super().taps(model, features).mixins, (model.model, pictures.Listing, {})])
 
     def codebook(self, model: GenerativeModel) -> Tensor:
         return pictures.glm_image(model)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from mmspec.pipelines.host.forward import now
+from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.readable import head_shape
+
+_one_at_a_time = threading.Lock()
 
 
 def emu3(model: GenerativeModel) -> Tensor:
@@ -57,3 +62,15 @@ def _by_token(codes: Tensor, place: dict[int, int], vocab: int) -> Tensor:
     code, token = index.to(codes.device).unbind(1)
     rows[token] = torch.cat([codes.detach()[code].float(), torch.zeros(len(code), 1, device=codes.device)], 1)
     return rows
+
+
+class Listing:
+    """Mixin for GLM-Image's inner model, whose prefill stores the positions of all image tokens on it: each call reads
+    its own, in any thread."""
+
+    def get_rope_index(self, *args: object, **kwargs: object) -> object:
+        with _one_at_a_time:
+            index = stock(self).get_rope_index(self, *args, **kwargs)
+            if (read := now().read) is not None:
+                read.listed = self._cached_decode_position_ids  # type: ignore[attr-defined]
+        return index
