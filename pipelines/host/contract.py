@@ -78,7 +78,7 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
     ("transformers.generation.utils.MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", "says", "mm_encoder_outputs", "These arguments are only for the prefill, and dropped afterwards", "host/call host/vision"),
     ("transformers.generation.utils.GenerateDecoderOnlyOutput", "holds", "sequences scores logits cache|past_key_values", "A call with return_dict_in_generate returns one", "host/call"),
     ("transformers.generation.configuration_utils.GenerationConfig", "says", "num_beams num_return_sequences do_sample prefill_chunk_size return_dict_in_generate output_scores output_logits output_attentions output_hidden_states is_assistant num_assistant_tokens prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit use_mtp", "These fields define a call", "patching/generate host/assisted patching/obstacles"),
-    ("transformers.generation.streamers.BaseStreamer", "holds", "put end", "Streamers get each token once", "patching/generate host/streaming"),
+    ("transformers.generation.streamers.BaseStreamer", "holds", "put end", "Streamers get each token once", "patching/generate serving/stream"),
     # -- the cache
     *((f"transformers.cache_utils.Cache.{method}", "order", names, "Our cache is called in its place", "host/cache")
       for method, names in (

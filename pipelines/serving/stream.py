@@ -11,13 +11,13 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mmspec.modes import LOOKS_ON
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host.assisted import setting
 from mmspec.pipelines.host.call import calling
 from mmspec.pipelines.host.kinds import GenerativeModel
-from mmspec.pipelines.host.streaming import StepStreamer, Stopped
 from mmspec.pipelines.serving.batcher import require_one_row
 from mmspec.types import Round
 
@@ -86,19 +86,24 @@ def stream(
 
 
 class _Relay:
-    """Puts steps into a queue: from rounds if the model is enabled, else from streamed tokens."""
+    """Puts steps into a queue: from rounds if the model is enabled, else from streamed tokens.
+
+    It is the call's streamer, and a stopping criterion that ends every row once the stream is closed or stopped.
+    """
+
+    ignores_tokens = True  # see stopping.py
 
     def __init__(self, stop: threading.Event | None) -> None:
         self.steps: SimpleQueue[Step | BaseException | None] = SimpleQueue()
         self.closed = threading.Event()
         self._ends = [self.closed, *([stop] if stop is not None else [])]
-        self._in_rounds = False
+        self._in_rounds = self._prompt_seen = False
 
     def run(self, model: GenerativeModel, outer: GenerativeModel, inputs: Any, settings: dict[str, Any]) -> None:
         self._thread, self._began = threading.get_ident(), time.perf_counter()
-        criteria = [*(settings.get("stopping_criteria") or ()), Stopped(self._ends)]
+        criteria = [*(settings.get("stopping_criteria") or ()), self]
         self._hook = model.register_forward_hook(self._read)
-        arguments = {**settings, "streamer": StepStreamer(self._streamed), "stopping_criteria": criteria}
+        arguments = {**settings, "streamer": self, "stopping_criteria": criteria}
         try:
             with calling(watch=self._round):
                 outer.generate(**inputs, **arguments)
@@ -123,9 +128,18 @@ class _Relay:
         self._in_rounds = True
         self._send(round_.new[0], round_.counts[0] - 1, round_.refused[0])
 
-    def _streamed(self, tokens: list[int]) -> None:
-        if not self._in_rounds:
-            self._send(tuple(tokens), 0)
+    def put(self, value: Tensor) -> None:
+        """The new tokens of a step, one of each row; stock puts the prompt first."""
+        if self._prompt_seen and not self._in_rounds:
+            self._send(tuple(value.flatten().tolist()), 0)
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        """Nothing to do, since `run` sends the end."""
+
+    def __call__(self, input_ids: Tensor, scores: object, **_: object) -> Tensor:
+        ended = any(event.is_set() for event in self._ends)
+        return torch.full((len(input_ids),), ended, dtype=torch.bool, device=input_ids.device)
 
     def _send(self, tokens: tuple[int, ...], accepted: int, corrected: bool = False) -> None:
         self.steps.put(Step(tokens, accepted, time.perf_counter() - self._began, corrected))
