@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,25 +16,37 @@ from mmspec.pipelines.host.exotic.by_path import OneChannel, Paths, RowCache
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.names import bound, cache_name
 
+Stock = Callable[..., Any]  # a method of a stock class
+
+
+def _for_drafts(read: Callable[..., Any]) -> Callable[..., Any]:
+    """A module's method that `read` replaces while a draft is read: a function of the module, of the stock method of
+    this name, of the Paths, and of the call's arguments by name."""
+
+    def method(self: Module, *args: object, **kwargs: object) -> Any:
+        own, paths = getattr(stock(self), read.__name__), by_path.paths()
+        if paths is None:
+            return own(self, *args, **kwargs)
+        return read(self, own, paths, bound(own, *args, **kwargs))
+
+    return method
+
 
 class _Blocks:
     """MiniMax-M3's indexer: it selects blocks of adjacent slots by their best key."""
 
-    def forward(self, *args: object, **kwargs: object) -> object:
-        own, paths = stock(self), by_path.paths()
-        if paths is None:
-            return own.forward(self, *args, **kwargs)
-        arguments = _by_row(own.forward, paths, ("hidden_states", "position_ids"), *args, **kwargs)
+    @_for_drafts
+    def forward(self, own: Stock, paths: Paths, arguments: dict[str, Any]) -> object:
+        arguments = _by_row(own, paths, arguments, "hidden_states", "position_ids")
         arguments["position_embeddings"] = tuple(paths.fold(t) for t in arguments["position_embeddings"])
-        chosen = own.forward(self, **arguments)
+        chosen = own(self, **arguments)
         return paths.unfold(chosen.transpose(1, 2)).transpose(1, 2)  # [B, h, n, blocks], by places
 
-    def build_block_mask(self, block_indices: Tensor, attention_mask: Tensor, key_length: int, *more: object) -> Tensor:
-        own, paths = stock(self), by_path.paths()
-        if paths is None:
-            return own.build_block_mask(self, block_indices, attention_mask, key_length, *more)
+    @_for_drafts
+    def build_block_mask(self, own: Stock, paths: Paths, arguments: dict[str, Any]) -> Tensor:
+        attention_mask = arguments["attention_mask"]
         every = torch.ones_like(attention_mask, dtype=torch.bool)
-        chosen = paths.real(own.build_block_mask(self, block_indices, every, key_length, *more))
+        chosen = paths.real(own(self, **arguments | {"attention_mask": every}))
         seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
         mask = chosen.masked_fill(~seen, torch.finfo(chosen.dtype).min)
         # after padding, a node may see nothing in its blocks; stock's softmax then sees all slots of the row
@@ -45,32 +57,29 @@ class _Blocks:
 class _Keys:
     """The indexer of DeepSeek-V3.2 and similar models: it selects tokens, many of which may have the score 0."""
 
-    def forward(self, *args: object, **kwargs: object) -> Tensor:
-        own, paths = stock(self), by_path.paths()
-        with nullcontext() if paths is None else by_path.Choosing(paths.chosen):
-            return own.forward(self, *args, **kwargs)
+    @_for_drafts
+    def forward(self, own: Stock, paths: Paths, arguments: dict[str, Any]) -> object:
+        with by_path.Choosing(paths.chosen):
+            return own(self, **arguments)
 
 
 class _Pools:
     """GLM-5-next's indexer: it selects pools of adjacent tokens by a weighted mean of their keys."""
 
-    def forward(self, *args: object, **kwargs: object) -> object:
-        own, paths = stock(self), by_path.paths()
-        if paths is None:
-            return own.forward(self, *args, **kwargs)
-        arguments = _by_row(own.forward, paths, ("hidden_states", "q_resid", "attention_mask"), *args, **kwargs)
-        with by_path.Choosing(self._chosen):
-            chosen = paths.unfold(own.forward(self, **arguments))  # [B, n, k], by places
+    @_for_drafts
+    def forward(self, own: Stock, paths: Paths, arguments: dict[str, Any]) -> object:
+        arguments = _by_row(own, paths, arguments, "hidden_states", "q_resid", "attention_mask")
+        with by_path.Choosing(partial(self._chosen, paths)):
+            chosen = paths.unfold(own(self, **arguments))  # [B, n, k], by places
         slots = paths.slot().to(chosen.device).gather(2, chosen.clamp(min=0).long())
         return slots.where(chosen >= 0, -1).to(chosen.dtype)
 
-    def _chosen(self, scores: Tensor, k: int) -> Tensor:
+    def _chosen(self, paths: Paths, scores: Tensor, k: int) -> Tensor:
         """Choose among as many pools [R, 1, P] of each row as stock has there, including those made of padding.
 
         These come last in any choice, so which of them are chosen does not matter.
         """
-        paths, P = by_path.paths(), scores.shape[2]
-        assert paths is not None
+        P = scores.shape[2]
         if scores.device.type != "cpu":
             return scores.topk(k).indices
         whole = [end // self.index_kpool for end in paths.ends]  # type: ignore[attr-defined]
@@ -81,11 +90,9 @@ class _Pools:
 class _VisibleBlocks:
     """Qwen4-Exp's indexer: like `_Pools`, of the tokens that the mask shows, rotated at the start of a block."""
 
-    def forward(self, *args: object, **kwargs: object) -> object:
-        own, paths = stock(self), by_path.paths()
-        if paths is None:
-            return own.forward(self, *args, **kwargs)
-        arguments = _by_row(own.forward, paths, ("hidden_states",), *args, **kwargs)
+    @_for_drafts
+    def forward(self, own: Stock, paths: Paths, arguments: dict[str, Any]) -> object:
+        arguments = _by_row(own, paths, arguments, "hidden_states")
         nodes, B = paths.lengths.longest, len(paths.depth)
         # for all positions of a row; the node's own comes last
         arguments["position_embeddings"] = tuple(
@@ -95,19 +102,17 @@ class _VisibleBlocks:
         mask = arguments["attention_mask"]
         seen = mask if mask.dtype == torch.bool else mask == 0
         arguments["attention_mask"] = (paths.fold(seen[:, 0].gather(2, paths.slot())) & paths.live)[:, None]
-        return paths.real(paths.unfold(own.forward(self, **arguments)[:, 0])[:, None])
+        return paths.real(paths.unfold(own(self, **arguments)[:, 0])[:, None])
 
 
 class _Distances:
     """Inkling's attention bias by the distance between two slots."""
 
-    def forward(self, relative_states: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        own, paths = stock(self), by_path.paths()
-        if paths is None:
-            return own.forward(self, relative_states, query_positions, key_positions)
-        extent: int = self.rel_extent  # type: ignore[attr-defined]
+    @_for_drafts
+    def forward(self, own: Stock, paths: Paths, arguments: dict[str, Any]) -> Tensor:
+        relative_states, extent = arguments["relative_states"], self.rel_extent  # type: ignore[attr-defined]
         back = torch.arange(extent, device=relative_states.device)
-        by_distance = own.forward(self, relative_states, back.new_zeros(relative_states.shape[1]), -back)
+        by_distance = own(self, relative_states, back.new_zeros(relative_states.shape[1]), -back)
         distance = paths.distance.to(back.device)
         bias = by_distance.gather(3, distance.clamp(0, extent - 1).expand(-1, by_distance.shape[1], -1, -1))
         return bias.masked_fill((distance < 0) | (distance >= extent), 0.0)
@@ -116,14 +121,9 @@ class _Distances:
 class _DistanceBias:
     """Inkling-2's bias by the distance between two slots; from transformers 5.24 on the decoder computes that."""
 
-    def forward(self, *args: object, **kwargs: object) -> object:
-        own, paths = stock(self), by_path.paths()
-        if paths is None:
-            return own.forward(self, *args, **kwargs)
-        arguments = bound(own.forward, *args, **kwargs)
-        return own.forward(
-            self, **arguments | {"relative_distance": paths.distance.to(arguments["hidden_states"].device)}
-        )
+    @_for_drafts
+    def forward(self, own: Stock, paths: Paths, arguments: dict[str, Any]) -> object:
+        return own(self, **arguments | {"relative_distance": paths.distance.to(arguments["hidden_states"].device)})
 
 
 class _Tokens:
@@ -145,24 +145,18 @@ class _Tokens:
 class _SpacedConvolution:
     """Qwen4-Exp's dilated convolution."""
 
-    def _short_conv(self, *args: object, **kwargs: object) -> object:
-        own, paths = stock(self), by_path.paths()
-        if paths is None:
-            return own._short_conv(self, *args, **kwargs)
-        return paths.unfold(
-            own._short_conv(self, **_by_row(own._short_conv, paths, ("hidden_states",), *args, **kwargs))
-        )
+    @_for_drafts
+    def _short_conv(self, own: Stock, paths: Paths, arguments: dict[str, Any]) -> object:
+        return paths.unfold(own(self, **_by_row(own, paths, arguments, "hidden_states")))
 
 
 class _OwnTaps:
     """Inkling-2's convolution, whose weights are computed from each token."""
 
-    def forward(self, *args: object, **kwargs: object) -> object:
-        own, paths = stock(self), by_path.paths()
-        if paths is None:
-            return own.forward(self, *args, **kwargs)
-        arguments = _by_row(own.forward, paths, ("hidden_states", "dynamic_input"), *args, **kwargs)
-        return paths.unfold(own.forward(self, **arguments | {"conv_mask": None}))  # nodes are not padding
+    @_for_drafts
+    def forward(self, own: Stock, paths: Paths, arguments: dict[str, Any]) -> object:
+        arguments = _by_row(own, paths, arguments, "hidden_states", "dynamic_input")
+        return paths.unfold(own(self, **arguments | {"conv_mask": None}))  # nodes are not padding
 
 
 class _SlotPositions:
@@ -177,11 +171,9 @@ class _SlotPositions:
         return own.forward(self, **arguments)
 
 
-def _by_row(
-    method: Callable[..., object], paths: Paths, nodes: tuple[str, ...], *args: object, **kwargs: object
-) -> dict[str, Any]:
+def _by_row(own: Stock, paths: Paths, arguments: dict[str, Any], *nodes: str) -> dict[str, Any]:
     """The arguments of a stock method, with those named in `nodes` folded into rows, and the RowCache of these rows."""
-    arguments, name = bound(method, *args, **kwargs), cache_name(method)
+    name = cache_name(own)
     return arguments | {each: paths.fold(arguments[each]) for each in nodes} | {name: RowCache(arguments[name], paths)}
 
 
