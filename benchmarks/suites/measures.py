@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from mmspec.app.extras import installing
 from mmspec.app.media.inputs import images
 from mmspec.app.prompt import PromptError, read_prompts
 from mmspec.media import load_image
-
-if TYPE_CHECKING:
-    from mmspec.pipelines.host.clip import ClipScorer
 
 NETWORK = "inception-v3-compat"  # torch-fidelity's name for the network of the published FID and IS
 POOLED, LOGITS = "2048", "logits_unbiased"  # its layers for FID and for the inception score
@@ -112,13 +109,49 @@ class Measures:
 
 
 def _clip(name: str, device: torch.device) -> ClipScorer:
-    from mmspec.pipelines.host.clip import ClipScorer
-
     load_quietly("transformers")
     try:
         return ClipScorer(find_model(name), device)
     except (OSError, ValueError, EngineError) as error:
         raise BenchError(f"--clip {name}: {str(error).strip().partition(chr(10))[0]}") from error
+
+
+class ClipScorer:
+    """CLIP score (Hessel et al. 2021, arXiv 2104.08718) as libraries report it: 100 · max(cos, 0).
+
+    Args:
+        where: a folder or a name on the Hub. HPSv2 and PickScore are also CLIPs, and loaded in the same way.
+
+    Raises:
+        OSError, ValueError: there is no such model, its processor is missing, or it does not embed texts and images.
+    """
+
+    def __init__(self, where: str, device: torch.device) -> None:
+        from transformers import AutoConfig, AutoModel, AutoProcessor
+
+        model = type(AutoConfig.from_pretrained(where)).__name__.removesuffix("Config")
+        self.model = AutoModel.from_pretrained(where, dtype=torch.float32).to(device).eval()
+        if not hasattr(self.model, "get_text_features") or not hasattr(self.model, "get_image_features"):
+            raise ValueError(f"a {model} does not embed texts and pictures in one space; choose a CLIP or SigLIP")
+        self.processor = AutoProcessor.from_pretrained(where)
+        if not hasattr(self.processor, "image_processor"):
+            raise ValueError(
+                "its processor takes no pictures; save one beside it, for a CLIP that of openai/clip-vit-base-patch32"
+            )
+
+    @torch.inference_mode()
+    def __call__(self, pictures: Sequence[object], texts: Sequence[str]) -> Tensor:
+        """Scores [n] of images and their texts, in float64; texts that are too long for the model are truncated."""
+        cosines = []
+        for start in range(0, len(pictures), BATCH):
+            some = slice(start, start + BATCH)
+            inputs = self.processor(
+                text=list(texts[some]), images=list(pictures[some]), return_tensors="pt", padding="max_length",
+                truncation=True, max_length=self.model.config.text_config.max_position_embeddings,
+            )  # fmt: skip
+            out = self.model(**inputs.to(self.model.device))
+            cosines.append(torch.cosine_similarity(out.image_embeds, out.text_embeds).double().cpu())
+        return 100 * torch.cat(cosines).clamp_min(0)
 
 
 class Inception:
