@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from mmspec.config import Options, SpecConfig, UnsupportedError
 from mmspec.pipelines.host import devices
 from mmspec.pipelines.host.assisted import DraftRequest
 from mmspec.pipelines.host.call import Call
-from mmspec.pipelines.host.hooks import restore, swap
+from mmspec.pipelines.host.hooks import Taps, restore, swap
 from mmspec.pipelines.patching import choose, drafting
 from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.obstacles import Obstacle
@@ -53,11 +52,9 @@ class Patch:
         """The model's current patch; None: it is not enabled."""
         return getattr(type(model), "_mmspec_patch", None)
 
-    @contextmanager
-    def running(self, model: object) -> Iterator[None]:
-        """Keep the feature hooks for the length of a call, even if another thread disables the model meanwhile."""
-        with self.family.taps(model, self.drafter.features):
-            yield
+    def running(self, model: object) -> Taps:
+        """A context that keeps the feature hooks for a call, even if another thread disables the model meanwhile."""
+        return self.family.taps(model, self.drafter.features)
 
     def fitted_proposer(self, model: object) -> Proposer:
         """The proposer for a call; the drafter is fitted again first if the model was moved, cast or resized."""
@@ -154,7 +151,7 @@ def put_on(model: object, patch: Patch | None) -> Patch | None:
         if patch is None:
             restore(model)
         else:
-            taps = patch.family.taps(model, patch.drafter.features)
+            taps = patch.running(model)
             taps.__enter__()
             swap(model, patch.family.mixin, _mmspec_patch=patch, _mmspec_taps=taps)
         if tapped is not None:
