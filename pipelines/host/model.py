@@ -13,7 +13,7 @@ from mmspec.pipelines.host import reach, recurrent, renamed
 from mmspec.pipelines.host.call import TYPES
 from mmspec.pipelines.host.decoder import decoder, embedding, head, more_than_states, readers, shared_scale, wrapped
 from mmspec.pipelines.host.devices import mode_of
-from mmspec.pipelines.host.exotic import ties
+from mmspec.pipelines.host.exotic import path_readers
 from mmspec.pipelines.host.hooks import Taps
 from mmspec.pipelines.host.kinds import GenerativeModel, TextDecoder, Weighted
 from mmspec.pipelines.host.names import has
@@ -92,7 +92,7 @@ class HostModel:
 
     def tied(self, mask: Tensor | None) -> str | None:
         """Why an indexer would choose differently with the padding of this mask [B, L]; None: it would not."""
-        return None if mask is None else ties.why(self.decoder.config, mask)
+        return None if mask is None else path_readers.tied(self.decoder.config, mask)
 
 
 def _apart(text: TextDecoder) -> bool:

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from mmspec.pipelines.host.exotic import by_path
 from mmspec.pipelines.host.exotic.by_path import OneChannel, Paths, RowCache
 from mmspec.pipelines.host.hooks import stock
+from mmspec.pipelines.host.kinds import PretrainedConfig
 from mmspec.pipelines.host.names import bound, cache_name
 
 Stock = Callable[..., Any]  # a method of a stock class
@@ -200,3 +201,22 @@ READERS: dict[str, type] = {
 def reader(module: Module) -> type | None:
     """The mixin for the class of a module that reads nodes as rows; None: it needs none."""
     return READERS.get(stock(module).__name__)
+
+
+def tied(config: PretrainedConfig, mask: Tensor) -> str | None:
+    """Why padding in this mask [B, L] changes an indexer's choice: blocks tie (MiniMax-M3), or all pools are shifted
+    (GLM-5-next); None: neither."""
+    blocks = "minimax_m3_sparse" in (getattr(config, "layer_types", None) or ())
+    if not (blocks or getattr(config, "index_kpool", None)):
+        return None
+    padding = (mask.cumsum(1) == 0).sum(1)
+    if not blocks:
+        pools = "its indexer counts pools from the first slot on; remove the padding that all rows have"
+        return pools if int(padding.min()) else None
+    size, most = config.index_block_size, int(padding.max())
+    if most < size:
+        return None
+    return (
+        f"its indexer selects blocks of {size} slots, and a row has {most} slots of padding; such blocks tie, and in "
+        f"stock the order of ties depends on the sort. Batch prompts that differ by fewer than {size} tokens"
+    )
