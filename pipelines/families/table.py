@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from mmspec.pipelines.families.surveyed import FOUND, VERSION
-from mmspec.pipelines.host import adapters, loading, release, text_encoder
+from mmspec.pipelines.host import adapters, loading, release
+from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.names import has
 from mmspec.registry import RULES, drafters
 
@@ -116,8 +118,36 @@ def _inside(wrapper: Any) -> object:
         return adapted
     if hasattr(wrapper, "generate"):
         return None
-    writer = text_encoder.writer(wrapper)  # a diffusers pipeline
+    writer = _writer(wrapper)  # a diffusers pipeline
     return writer if writer is not None else getattr(wrapper, "model", None)  # transformers.pipeline
+
+
+def _writer(pipe: object) -> GenerativeModel | None:
+    """The component of a diffusers pipeline that generates tokens, for example to extend a prompt; None: none does.
+
+    It is the one that can generate, if the pipeline's own code calls a `generate` at all; most pipelines use their
+    language models only as encoders.
+
+    Raises:
+        TypeError: several components can generate.
+    """
+    parts = getattr(pipe, "components", None)
+    if not isinstance(parts, dict) or not any(map(_generates, type(pipe).__mro__)):
+        return None
+    writers = {name: part for name, part in parts.items() if getattr(part, "can_generate", bool)() is True}
+    if len(writers) > 1:
+        raise TypeError(
+            f"{type(pipe).__name__} has several models that can generate: {', '.join(writers)}; enable one of them, "
+            f"such as pipe.{next(iter(writers))}"
+        )
+    return next(iter(writers.values()), None)
+
+
+def _generates(cls: type) -> bool:
+    try:
+        return ".generate(" in inspect.getsource(cls)
+    except (OSError, TypeError):  # a class without a file
+        return False
 
 
 def untested() -> list[str]:

@@ -18,6 +18,8 @@ from transformers import (
     AutoTokenizer,
     BatchFeature,
     CompileConfig,
+    PreTrainedTokenizerFast,
+    T5EncoderModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
@@ -26,7 +28,9 @@ from mmspec.drafters.feature import FeatureDrafter
 from mmspec.pipelines.host.kinds import GenerativeModel, PretrainedConfig, Processor
 from mmspec.protocols import TargetInfo
 
-__all__ = ["AutoProcessor", "BatchFeature", "CompileConfig", "load_drafter"]  # re-exported
+__all__ = [  # re-exported
+    "AutoProcessor", "BatchFeature", "CompileConfig", "PreTrainedTokenizerFast", "T5EncoderModel", "load_drafter",
+]  # fmt: skip
 WITH_PICTURES = frozenset(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())  # class names
 
 
@@ -39,6 +43,11 @@ def model_and_processor(where: str | Path, dtype: torch.dtype | str) -> tuple[Ge
     auto = _auto(AutoConfig.from_pretrained(where))
     processor = AutoTokenizer if auto is AutoModelForCausalLM else AutoProcessor
     return auto.from_pretrained(where, dtype=dtype), processor.from_pretrained(where)
+
+
+def encoder_and_tokenizer(where: str | Path) -> tuple[T5EncoderModel, Any]:
+    """Load LlamaGen's T5 and its tokenizer from a folder or the hub, in the dtype of the files."""
+    return T5EncoderModel.from_pretrained(where, dtype="auto"), AutoTokenizer.from_pretrained(where)
 
 
 def draft_model(name: str | Path) -> GenerativeModel:

@@ -8,7 +8,7 @@ import torch
 from diffusers.utils import is_bs4_available, is_ftfy_available
 from torch import Tensor
 
-from mmspec.pipelines.host.text_encoder import PreTrainedTokenizerFast, T5EncoderModel
+from mmspec.pipelines.host.loading import PreTrainedTokenizerFast, T5EncoderModel
 
 
 def cleaned(texts: list[str]) -> list[str]:

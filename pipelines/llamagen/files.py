@@ -13,7 +13,7 @@ from torch import Tensor
 from mmspec.models.llamagen import LlamaGenTransformer
 from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.pipelines.drawing.weight_files import count, filled, need, tensors_in
-from mmspec.pipelines.host.text_encoder import encoder_and_tokenizer
+from mmspec.pipelines.host.loading import encoder_and_tokenizer
 from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 
 OF = "LlamaGen"

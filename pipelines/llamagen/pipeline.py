@@ -20,9 +20,9 @@ from mmspec.models.llamagen import LlamaGenTransformer
 from mmspec.models.llamagen_vq import LlamaGenVQ
 from mmspec.pipelines.drawing.outputs import OUTPUTS, Generators, Labels, Pictures, class_ids, seeds
 from mmspec.pipelines.host import devices
+from mmspec.pipelines.host.loading import PreTrainedTokenizerFast, T5EncoderModel
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.host.processors.table import Processors, warpers
-from mmspec.pipelines.host.text_encoder import PreTrainedTokenizerFast, T5EncoderModel
 from mmspec.pipelines.llamagen import captions
 from mmspec.pipelines.target import captures
 from mmspec.pipelines.target.llamagen import Condition, LlamaGenTarget
