@@ -45,8 +45,8 @@ PICTURES: dict[str, str] = {
 # class of a model or pipeline → its family, as module:class; all others are DecoderOnly
 FAMILIES: dict[str, str] = {
     "JanusForConditionalGeneration": "families.janus:Janus",
-    "Emu3ForConditionalGeneration": "families.emu3:Emu3",
-    "GlmImageForConditionalGeneration": "families.glm_image:GlmImage",
+    "Emu3ForConditionalGeneration": "families.drawing:Emu3",
+    "GlmImageForConditionalGeneration": "families.drawing:GlmImage",
     "ChameleonForConditionalGeneration": "families.chameleon:Chameleon",
     "LlamaGenPipeline": "families.llamagen:LlamaGen",
     "MARPipeline": "mar.pipeline:Mar",

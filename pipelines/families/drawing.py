@@ -1,4 +1,4 @@
-"""GLM-Image: generates two grids of image tokens, one after the other, at positions that its prefill computes."""
+"""Models whose ordinary `generate` calls give images: Emu3, and GLM-Image."""
 
 from __future__ import annotations
 
@@ -6,13 +6,30 @@ import torch
 from torch import Tensor
 
 from mmspec.pipelines.families.decoder_only import DecoderOnly
+from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.exotic import pictures
 from mmspec.pipelines.host.forward import Read
 from mmspec.pipelines.host.hooks import Taps
 from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.processors.guidance import Guidance
+from mmspec.pipelines.host.processors.table import constrained
 from mmspec.pipelines.target.state import Listed, Onward, Places
 from mmspec.pipelines.target.vlm import VlmTarget
+from mmspec.rules import Rule, exact
+
+
+class Emu3(DecoderOnly):
+    """Keeps images on a grid by a token constraint. With a negative prompt, one forward per round reads both prompts,
+    while stock makes two forwards per token."""
+
+    guided = True
+
+    def rule(self, named: Rule, call: Call) -> Rule:
+        """A relaxed rule applies only to images, which have a token constraint; text stays exact."""
+        return named if constrained(call.logits_processor) else exact
+
+    def codebook(self, model: GenerativeModel) -> Tensor:
+        return pictures.emu3(model)
 
 
 class GlmTarget(VlmTarget):
@@ -35,6 +52,8 @@ class GlmTarget(VlmTarget):
 
 
 class GlmImage(DecoderOnly):
+    """Generates two grids of image tokens, one after the other, at positions that its prefill computes."""
+
     drafter = "jacobi"
 
     def target(self, model: GenerativeModel, features: tuple[int, ...], guidance: Guidance | None) -> GlmTarget:
