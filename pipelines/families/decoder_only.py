@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mmspec.compile.version import unchanging
 from mmspec.pipelines.drafters import own_files
-from mmspec.pipelines.host import assisted, devices, renamed
+from mmspec.pipelines.host import assisted, devices, tree_attention
 from mmspec.pipelines.host.call import Call, calling, current
 from mmspec.pipelines.host.decoder import decoder, embedding, shared_scale
 from mmspec.pipelines.host.hooks import Taps, stock
@@ -138,9 +138,9 @@ class DecoderOnly(Family[GenerativeModel]):
     def note(self, model: GenerativeModel) -> str | None:
         host = HostModel.of(model)
         reader, name = host.draft_attention, host.attention
-        if reader is None or name in renamed.TREES:
+        if reader is None or name in tree_attention.TREES:
             return None
-        flash = "" if name == renamed.FLEX else ", and chains of one row"
+        flash = "" if name == tree_attention.FLEX else ", and chains of one row"
         return (
             f"{name!r} takes no tree mask: it reads prompts{flash}, and {reader!r} reads other drafts. The model "
             f"keeps {name!r} for everything else, and after mmspec.disable"

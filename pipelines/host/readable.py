@@ -6,7 +6,7 @@ import inspect
 
 from transformers import GenerationMixin
 
-from mmspec.pipelines.host import recurrent, renamed
+from mmspec.pipelines.host import recurrent, tree_attention
 from mmspec.pipelines.host.decoder import decoder, head, wrapped
 from mmspec.pipelines.host.exotic import path_readers
 from mmspec.pipelines.host.hooks import stock
@@ -64,7 +64,7 @@ def unsupported(model: GenerativeModel) -> str | None:
     layers -= KINDS.keys() | (recurrent.KINDS if kept else set())
     if layers:
         return f"it has {', '.join(sorted(layers))} layers, whose state cannot be rolled back to a tree node"
-    return renamed.unfit(text)
+    return tree_attention.unfit(text)
 
 
 def head_shape(model: GenerativeModel) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mmspec.functional import fits, linear
 from mmspec.modes import each_module
-from mmspec.pipelines.host import renamed
+from mmspec.pipelines.host import tree_attention
 from mmspec.pipelines.host.forward import Tap, now
 from mmspec.pipelines.host.hooks import Taps, stock
 from mmspec.pipelines.host.kinds import GenerativeModel, TextDecoder
@@ -66,5 +66,7 @@ def _mixins(host: HostModel, features: tuple[int, ...]) -> Iterator[tuple[nn.Mod
     own = host.decoder
     yield from ((module, reader, {}) for module, reader in host.readers)  # a module with two mixins gets only the first
     yield from ((module, Tap, {"_mmspec_layer": layer}) for layer, module in _read(own, features).items())
-    yield from ((module, renamed.Renamed, {}) for module in (renamed.modules(own) if host.draft_attention else ()))
+    yield from (
+        (module, tree_attention.Renamed, {}) for module in (tree_attention.modules(own) if host.draft_attention else ())
+    )
     yield from ((module, FewRows, {}) for module in _gaining(own, host.head))

@@ -1,6 +1,7 @@
-"""Tree attention as an attention implementation of transformers; it replaces sdpa for drafts on CUDA.
+"""What attends in drafts: tree attention on CUDA, in place of sdpa, and sdpa in place of what takes no tree mask.
 
-On other devices it can be chosen with `model.set_attn_implementation("mmspec_tree")`.
+On other devices tree attention can be chosen with `model.set_attn_implementation("mmspec_tree")`. An attention module
+is switched through a config that only it sees.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -22,8 +23,14 @@ from transformers.modeling_utils import AttentionInterface
 from mmspec.functional import sdpa
 from mmspec.kernels import dispatch, smoke
 from mmspec.kernels import reference as ops
+from mmspec.pipelines.host import devices, recurrent
+from mmspec.pipelines.host.forward import now
+from mmspec.pipelines.host.hooks import stock
+from mmspec.pipelines.host.kinds import PretrainedConfig, TextDecoder
 
 NAME = "mmspec_tree"
+TREES = ("sdpa", "eager", NAME)  # implementations that take a tree mask
+FLEX = "flex_attention"
 KINDS = ("full_attention", "sliding_attention")  # layer types that the kernel supports
 _UNKNOWN = ("position_bias", "softcap", "s_aux")  # arguments that change the scores; left to transformers' sdpa
 
@@ -64,7 +71,7 @@ def marked(
 
 
 def attend(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attention by the kernel for drafts, and by sdpa for prefills, vision towers and any mask without a PackedMask.
 
@@ -151,6 +158,62 @@ def trusted(
     if wrong is not None:
         warnings.warn(f"mmspec's drafts use sdpa on {device} instead of tree attention: {wrong}", stacklevel=2)
     return wrong is None
+
+
+class Renamed:
+    """Mixin for an attention module that reads the name of its implementation from its config."""
+
+    @property
+    def config(self) -> PretrainedConfig | _Overridden:
+        own, instead = self.__dict__["config"], now().attention
+        return own if instead is None else _Overridden(own, instead)
+
+
+class _Overridden:
+    """A config with another attention implementation; the model's own config is unchanged for all other threads."""
+
+    def __init__(self, own: PretrainedConfig, name: str) -> None:
+        self._own, self._attn_implementation = own, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
+def for_drafts(decoder: TextDecoder) -> str | None:
+    """What reads draft trees if the decoder's own implementation takes no tree mask (FlashAttention, FlexAttention).
+
+    On CUDA, tree attention also replaces sdpa, which repeats keys and values under a mask. None: the decoder's own
+    implementation reads drafts, or is unknown.
+    """
+    name = decoder.config._attn_implementation
+    if name == "sdpa" and devices.execution(decoder).type == "cuda" and modules(decoder):
+        return NAME
+    if name in TREES or not (name == FLEX or "flash" in name) or not modules(decoder):
+        return None
+    return "sdpa" if getattr(decoder, "_supports_sdpa", False) else "eager"
+
+
+def unfit(text: TextDecoder) -> str | None:
+    """Why neither the attention that a decoder's config names nor a replacement can read a tree; None: one can."""
+    name = text.config._attn_implementation
+    if name in TREES or for_drafts(text) is not None:
+        return None
+    return (
+        f"its attention is {name!r}, which takes no tree mask; load it with attn_implementation='sdpa', or call "
+        f"model.set_attn_implementation('sdpa') (allowed: {', '.join(sorted(TREES))}, and FlashAttention and "
+        "flex_attention, for which sdpa reads the drafts)"
+    )
+
+
+def modules(decoder: TextDecoder) -> list[nn.Module]:
+    """The modules of a decoder whose forward reads the attention implementation from their config."""
+    layers = [module for layer in decoder.layers for module in layer.modules()]
+    return [module for module in layers if "config" in module.__dict__ and _reads_name(stock(module))]
+
+
+@cache
+def _reads_name(cls: type) -> bool:
+    return "_attn_implementation" in recurrent.names(cls)
 
 
 AttentionInterface.register(NAME, attend)

@@ -249,7 +249,7 @@ def test_a_draft_repeats_no_keys(by: str, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setitem(cases.TOLERANCES["tree_attention"], torch.float32, (0.0, -1.0))
         told = pytest.warns(UserWarning, match="by sdpa on cuda:0, without tree attention: ")  # type: ignore[assignment]
     if by == "stock":
-        monkeypatch.setattr(vlm.renamed, "for_drafts", lambda decoder: None)
+        monkeypatch.setattr(tree_attention, "for_drafts", lambda decoder: None)
     with Pretend(), told:
         model = place(copy.deepcopy(tiny_vlms.model("llava")), FIRST)
         before = [type(layer.self_attn) for layer in model.get_decoder().layers]

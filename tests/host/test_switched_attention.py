@@ -17,7 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface, flash_attention_m
 from transformers.modeling_utils import AttentionInterface
 
 import mmspec
-from mmspec.pipelines.host import renamed
+from mmspec.pipelines.host import tree_attention
 from mmspec.pipelines.host.decoder import decoder
 
 FLASH, FLEX = "flash_attention_2_here", "flex_attention"
@@ -114,5 +114,5 @@ def test_an_attention_that_nobody_knows_is_refused(model: Any) -> None:
 
 def test_trees_are_read_by_what_the_model_has() -> None:
     own = decoder(tiny_vlms.model("llava"))
-    assert renamed.for_drafts(own) is None
-    assert len(renamed.modules(own)) == len(own.layers)
+    assert tree_attention.for_drafts(own) is None
+    assert len(tree_attention.modules(own)) == len(own.layers)
