@@ -1,10 +1,9 @@
-"""Noise that is fixed before anything is drafted, so that the drawn tokens do not depend on the drafts."""
+"""Noise that is fixed before anything is drafted: it depends only on a token's absolute position, not on the drafts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,13 +18,6 @@ SMALL = 1 << 15  # the largest vocabulary whose noise is cached, and how many nu
 # for many takes little longer than one for a few
 
 
-class Noise(Protocol):
-    """Turns a distribution into one token per node, by noise that depends only on the token's absolute position."""
-
-    def draw(self, logits: Tensor, session: Group, draft: Draft) -> Tensor:
-        """Tokens [B, N] from processed logits [B, N, V]."""
-
-
 @dataclass(frozen=True)
 class CounterNoise:
     """Gumbel noise hashed from (row seed, absolute position): a row draws the same tokens alone and in any batch.
@@ -38,6 +30,7 @@ class CounterNoise:
     # position that is cached, and the noise from there on, [T, V]
 
     def draw(self, logits: Tensor, session: Group, draft: Draft) -> Tensor:
+        """Tokens [B, N] from processed logits [B, N, V]."""
         position = session.emitted[:, None] + draft.tree.depth
         if not self._caches(logits, logits.shape[-1]):
             return dispatch.draw(logits, (session.seeds, position))
@@ -130,3 +123,6 @@ class TorchNoise:
         if like.is_mps:
             return torch.mps._get_default_mps_generator()
         return torch.cuda.default_generators[like.device.index] if like.is_cuda else torch.default_generator
+
+
+Noise = CounterNoise | TorchNoise

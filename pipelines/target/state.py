@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,17 +27,6 @@ def each_stream(t: Tensor, streams: int) -> Tensor:
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class Places(Protocol):
-    """Positions of the tokens to generate."""
-
-    def at(self, index: Tensor) -> Tensor:
-        """Position ids, [..., B, N], of generated tokens number `index` [B, N] (from 0)."""
-
-    def select(self, rows: Tensor) -> Any: ...
-
-    def join(self, other: Any) -> Any: ...
-
-
 @dataclass(frozen=True)
 class Onward:
     """Positions that increase by one."""
@@ -45,12 +34,13 @@ class Onward:
     first: Tensor  # [..., B, 1], of the first generated token; Qwen's M-RoPE has leading axes
 
     def at(self, index: Tensor) -> Tensor:
+        """Position ids [..., B, N] of generated tokens number `index` [B, N] (from 0)."""
         return self.first + index
 
     def select(self, rows: Tensor) -> Onward:
         return Onward(self.first[..., rows, :])
 
-    def join(self, other: Onward) -> Onward:
+    def join(self, other: Any) -> Onward:
         return Onward(torch.cat([self.first, other.first], -2))
 
 
@@ -67,10 +57,13 @@ class Listed:
     def select(self, rows: Tensor) -> Listed:
         return Listed(self.table[rows])
 
-    def join(self, other: Listed) -> Listed:
+    def join(self, other: Any) -> Listed:
         longest = max(self.table.shape[2], other.table.shape[2])
         tables = [pad(t, (0, longest - t.shape[2]), mode="replicate") for t in (self.table, other.table)]
         return Listed(torch.cat(tables))
+
+
+Places = Onward | Listed  # positions of the tokens to generate
 
 
 def positions_read(given: Tensor | None, places: Places, begin: Tensor, read: int) -> Tensor:
