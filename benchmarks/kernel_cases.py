@@ -73,8 +73,7 @@ def _rows(n: Sizes, device: torch.device, dtype: torch.dtype) -> Arguments:
     start = torch.randint(0, T - 4 * K, (B,))
     kept = torch.stack([torch.randperm(4 * K)[:K].sort().values for _ in range(B)])
     buffers = [torch.randn(B, n["heads"], T, n["D"], dtype=dtype, device=device) for _ in range(2 * n["layers"])]
-    source, count = (start[:, None] + kept).to(device), torch.randint(1, K + 1, (B,)).to(device)
-    return {"buffers": buffers, "source": source, "start": start.to(device), "count": count}
+    return {"buffers": buffers, "source": (start[:, None] + kept).to(device), "start": start.to(device)}
 
 
 def _logits(n: Sizes, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -169,7 +168,7 @@ def _attended(a: Arguments, out: Result) -> int:
 
 def _entries(a: Arguments, out: Result) -> int:
     """Bytes of the accepted entries, read and written."""
-    return 2 * int(a["count"].sum()) * sum(t.shape[1] * t.shape[3] * t.element_size() for t in a["buffers"])
+    return 2 * a["source"].numel() * sum(t.shape[1] * t.shape[3] * t.element_size() for t in a["buffers"])
 
 
 def _last_again(a: Arguments, out: Result) -> int:

@@ -12,23 +12,18 @@ from mmspec.kernels.reference_noise import NOTHING, Noise, categorical, gumbel, 
 from mmspec.kernels.reference_rules import positive_residual, token_mass
 
 
-def compact_rows(buffers: Sequence[Tensor], source: Tensor, start: Tensor, count: Tensor | None = None) -> None:
+def compact_rows(buffers: Sequence[Tensor], source: Tensor, start: Tensor) -> None:
     """Move kept cache entries down, in place: slot start + j of a row gets the content of slot source[:, j].
 
     Args:
         buffers: each [B, heads, slots, width], changed in place.
         source: int64 [B, K], slots to keep, in any order.
         start: int64 [B], the first slot to write in each row.
-        count: int64 [B], number of entries to move in each row; None: all K.
     """
     rows = torch.arange(len(source), device=source.device)[:, None]
-    entry = torch.arange(source.shape[1], device=source.device)
-    target = start[:, None] + entry
+    target = start[:, None] + torch.arange(source.shape[1], device=source.device)
     for buffer in buffers:
-        moved = buffer[rows, :, source]  # [B, K, heads, width]
-        if count is not None:
-            moved = torch.where((entry < count[:, None])[..., None, None], moved, buffer[rows, :, target])
-        buffer[rows, :, target] = moved
+        buffer[rows, :, target] = buffer[rows, :, source]  # [B, K, heads, width]
 
 
 def bit_rows(visible: Tensor) -> Tensor:

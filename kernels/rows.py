@@ -19,8 +19,8 @@ _COLUMNS = tl.constexpr(6)  # address, heads, width, and strides of row, head an
 
 @triton.jit(do_not_specialize=["K"])
 def _compact(
-    TABLE, SOURCE, START, COUNT, K, heads, source_b,
-    WORD: tl.constexpr, HAS_COUNT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    TABLE, SOURCE, START, K, heads, source_b,
+    WORD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One head of one row of one buffer, `BLOCK_D` words of it: everything is read before anything is written."""
     entry = TABLE + tl.program_id(0).to(tl.int64) * _COLUMNS
@@ -31,12 +31,9 @@ def _compact(
         base = tl.load(entry).to(tl.pointer_type(WORD)) + b * tl.load(entry + 3) + h * tl.load(entry + 4)
         j = tl.arange(0, BLOCK_K)
         d = part * BLOCK_D + tl.arange(0, BLOCK_D)
-        moves = j < K
-        if HAS_COUNT:
-            moves = moves & (j < tl.load(COUNT + b))
-        source = tl.load(SOURCE + b * source_b + j, mask=moves, other=0)
+        source = tl.load(SOURCE + b * source_b + j, mask=j < K, other=0)
         target = tl.load(START + b) + j
-        moves = moves & (source != target)
+        moves = (j < K) & (source != target)
         mask = moves[:, None] & (d < width)[None, :]
         held = tl.load(base + source[:, None] * slot_stride + d[None, :], mask=mask, other=0)
         tl.debug_barrier()  # a slot may be one entry's source and another's target
@@ -49,7 +46,7 @@ def _table(entries: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor
     return torch.tensor(entries, dtype=torch.int64).to(device)
 
 
-def compact_rows(buffers: Sequence[Tensor], source: Tensor, start: Tensor, count: Tensor | None = None) -> None:
+def compact_rows(buffers: Sequence[Tensor], source: Tensor, start: Tensor) -> None:
     """See `reference.compact_rows`. All buffers must have one dtype and device."""
     if not buffers or not source.numel():
         return
@@ -62,7 +59,6 @@ def compact_rows(buffers: Sequence[Tensor], source: Tensor, start: Tensor, count
                 "compact_rows",
                 source=(source, "B K", INDEX),
                 start=(start, "B", INDEX),
-                count=(count, "B", INDEX),
                 **{f"buffers[{name}]": (buffer, "B heads slots width", (first.dtype,))},
             )
     unit = math.gcd(8, *(n for t in buffers for n in _bytes(t)))
@@ -76,8 +72,8 @@ def compact_rows(buffers: Sequence[Tensor], source: Tensor, start: Tensor, count
     block_d = max(1, min(triton.next_power_of_2(width), 4096 // block_k))
     with at_home(first):
         _compact[(len(buffers), len(source), heads * triton.cdiv(width, block_d))](
-            _table(entries, first.device), source, start, start if count is None else count, K, heads,
-            source.stride(0), WORD=_WORDS[unit], HAS_COUNT=count is not None, BLOCK_K=block_k, BLOCK_D=block_d,
+            _table(entries, first.device), source, start, K, heads, source.stride(0),
+            WORD=_WORDS[unit], BLOCK_K=block_k, BLOCK_D=block_d,
         )  # fmt: skip
 
 

@@ -112,9 +112,9 @@ def test_a_first_check_that_fails_says_what_to_do_and_the_others_run() -> None:
 def test_a_first_check_sees_a_kernel_that_is_wrong(check: str, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     definition = getattr(reference, operation)
 
-    def one_by_one(buffers: Any, source: Tensor, start: Tensor, count: Any) -> None:
+    def one_by_one(buffers: Any, source: Tensor, start: Tensor) -> None:
         for j in reversed(range(source.shape[1])):  # written before an earlier entry was read
-            definition(buffers, source[:, j : j + 1], start + j, None)
+            definition(buffers, source[:, j : j + 1], start + j)
 
     wrong = {"compact_rows": one_by_one, "tree_attention": lambda **given: definition(**given) + 1}
     monkeypatch.setattr(on_device_first.dispatch, "chosen", lambda name, *_: wrong[name])
