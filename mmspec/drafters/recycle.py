@@ -6,7 +6,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import pairwise
 from statistics import median_low
 from typing import ClassVar
 
@@ -125,18 +124,15 @@ class Successors:
         self.table.copy_(torch.where(new >= 0, moved, self.table))
         self.table[-1] = NO_TOKEN
 
-    def tested(self, shape: RankTree, path: Sequence[int], streak: int = 0) -> int | None:
-        """Record which of the nodes below those of an accepted path were accepted.
-
-        Returns:
-            0 if the likeliest token was drafted below the last node, which ends the streak; None: it was not drafted.
-        """
+    def tested(self, shape: RankTree, path: Sequence[int], streak: int = 0) -> tuple[int, bool]:
+        """Record which of the nodes below those of an accepted path were accepted; returns the streak at its last node,
+        and whether the likeliest token was drafted below that, which ends the streak."""
         for node, child_taken in zip(path, (*path[1:], 0), strict=True):
             for child, rank in shape.below[node].items():
                 self.rates.test(_kind(streak, rank), child == child_taken)
             if child_taken:
                 streak = 0 if shape.below[node][child_taken] else streak + 1
-        return 0 if 0 in shape.below[path[-1]].values() else None
+        return streak, 0 in shape.below[path[-1]].values()
 
     def compared(self, successors: Sequence[int], token: int, streak: int) -> int:
         """Test a token against the stored successors of the one before it, if none was drafted; returns the streak."""
@@ -255,23 +251,14 @@ class RecycleDrafter:
         successors.learn(tokens, last.scores.likeliest)
         streaks = []
         for row, (place, path, proposed) in enumerate(zip(places, last.path, last.proposed, strict=True)):
-            streak: int | None = None
-            now = place.streak
+            streak, ends = place.streak, False
             if place.shape is not None and proposed and path[-1] < place.shape.tree.size:  # else it was another draft
-                streak = successors.tested(place.shape, path, now)
-                now = _onward(place.shape, path, now)
-            if streak is None:
-                streak = now if before is None else successors.compared(before[row], pending[row], now)
-            streaks.append(streak)
+                streak, ends = successors.tested(place.shape, path, streak)
+            if not ends and before is not None:
+                streak = successors.compared(before[row], pending[row], streak)
+            streaks.append(0 if ends else streak)
         return streaks
 
 
 def _kind(streak: int, rank: int) -> tuple[int, int]:
     return min(streak, _STREAKS - 1), rank
-
-
-def _onward(shape: RankTree, path: Sequence[int], streak: int) -> int:
-    """The streak at the last node of a path."""
-    for node, onward in pairwise(path):
-        streak = 0 if shape.below[node][onward] else streak + 1
-    return streak
