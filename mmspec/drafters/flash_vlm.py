@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.config import Options
+from mmspec.config import Options, one_of
 from mmspec.drafters.blocks import RMSNorm
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.growth import weighed
@@ -34,7 +34,7 @@ class FlashConfig(EagleConfig):
         least: smallest number of latents.
         ratio: visual rows per latent, between these bounds (published: 576 rows to 64 latents).
         formula: of the latents, "normed" or "published", see LatentCompressor.
-        heads_as: "residual" or "published", see SarHeads and PublishedHeads.
+        heads_as: "residual" or "published", see FlashHeads.
     """
 
     input_norm: bool = True
@@ -51,9 +51,8 @@ class FlashConfig(EagleConfig):
         super().__post_init__()
         if self.tokens < 1:
             raise ValueError(f"tokens must be ≥ 1; got {self.tokens!r}")
-        for name, allowed in (("formula", ("normed", PUBLISHED)), ("heads_as", ("residual", PUBLISHED))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
+        one_of("formula", self.formula, ("normed", PUBLISHED))
+        one_of("heads_as", self.heads_as, ("residual", PUBLISHED))
         if self.latents < 0 or (self.latents and not 1 <= self.least <= self.latents) or self.ratio < 1:
             raise ValueError(
                 "latents is 0, or 1 ≤ least ≤ latents with a ratio ≥ 1; got "
@@ -97,37 +96,27 @@ class LatentCompressor(nn.Module):
         return self.embed[number], weights.to(features.dtype) @ features
 
 
-class SarHeads(nn.Module):
+class FlashHeads(nn.Module):
     """K features from one: h itself, then for each further one h + W_i SiLU(W h); W is shared, W_i is zero at first.
 
-    Ours: the published head is one wide network without norm or residual, whose code does not run. This one starts as
-    the plain layer, has a fraction of its weights, and its first feature is the same as EAGLE's output.
+    Ours: the published head is one wide network without norm or residual, W₂ SiLU(W₁ h) with 4·H hidden units and
+    biases, whose code does not run (`heads_as="published"`). This one starts as the plain layer, has a fraction of its
+    weights, and its first feature is the same as EAGLE's output.
     """
 
-    def __init__(self, hidden: int, width: int, count: int) -> None:
+    def __init__(self, config: FlashConfig) -> None:
         super().__init__()
-        self.down = Linear(hidden, width, bias=False)
-        self.up = Linear(width, (count - 1) * hidden, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, h: Tensor) -> Tensor:
-        """[…, K, H] of h […, H]."""
-        more = self.up(F.silu(self.down(h))).unflatten(-1, (-1, h.shape[-1]))
-        return torch.cat([h[..., None, :], h[..., None, :] + more], -2)
-
-
-class PublishedHeads(nn.Module):
-    """K features from one by a wide network, W₂ SiLU(W₁ h) with 4·H hidden units, as in the authors' code."""
-
-    def __init__(self, hidden: int, count: int) -> None:
-        super().__init__()
-        self.down = Linear(hidden, 4 * hidden)
-        self.up = Linear(4 * hidden, count * hidden)
+        H, self.residual = config.hidden, config.heads_as != PUBLISHED
+        width = (config.head_width or H // 2) if self.residual else 4 * H
+        self.down = Linear(H, width, bias=not self.residual)
+        self.up = Linear(width, (config.tokens - self.residual) * H, bias=not self.residual)
+        if self.residual:
+            nn.init.zeros_(self.up.weight)
 
     def forward(self, h: Tensor) -> Tensor:
         """[…, K, H] of h […, H]."""
         ahead: Tensor = self.up(F.silu(self.down(h))).unflatten(-1, (-1, h.shape[-1]))
-        return ahead
+        return torch.cat([h[..., None, :], h[..., None, :] + ahead], -2) if self.residual else ahead
 
 
 class FlashDrafter(EagleDrafter):
@@ -147,10 +136,8 @@ class FlashDrafter(EagleDrafter):
         c, reads = config, len(config.features) * (config.target_hidden or config.hidden)
         if c.latents:
             self.latent = LatentCompressor(c, reads)
-        if c.tokens > 1 and c.heads_as == PUBLISHED:
-            self.heads: nn.Module = PublishedHeads(c.hidden, c.tokens)
-        elif c.tokens > 1:
-            self.heads = SarHeads(c.hidden, c.head_width or c.hidden // 2, c.tokens)
+        if c.tokens > 1:
+            self.heads = FlashHeads(c)
 
     def chosen(self, given: Options) -> TreeOptions:
         options = super().chosen(given)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from mmspec.functional import Linear
 from mmspec.kernels import reference as ops
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.types import FINAL, NO_TOKEN, Draft, Prompt, Round
+
+if TYPE_CHECKING:
+    from mmspec.compile.capture_cache import CaptureCache
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,6 @@ class HeadsMemory(WindowMemory):
         super().append(last)
 
 
-class Captured(Protocol):
-    """The captured forwards of the heads: the interface of mmspec.compile.capture_cache.CaptureCache."""
-
-    def check(self, module: nn.Module) -> None: ...
-    def forward(self, module: nn.Module, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]] | None: ...
-
-
 class HeadsDrafter(nn.Module):
     """A Jacobi window in which heads guess the positions that the target has not scored after the current left token.
 
@@ -111,7 +107,7 @@ class HeadsDrafter(nn.Module):
         super().__init__()
         self.config, c = config, config
         self.jacobi = JacobiDrafter(features=c.features)
-        self.captures: Captured | None = None  # None: not captured
+        self.captures: CaptureCache | None = None  # None: not captured
         wide = c.streams * c.hidden
         self.norms = nn.ModuleList(nn.RMSNorm(wide, 1e-6) for _ in range(4))
         self.embed_norm = nn.RMSNorm(c.hidden, 1e-6)
@@ -151,7 +147,7 @@ class HeadsDrafter(nn.Module):
         fitted.jacobi = replace(self.jacobi, vocab=target.vocab, options=options)
         return fitted
 
-    def captured(self, captures: Captured) -> HeadsDrafter:
+    def captured(self, captures: CaptureCache) -> HeadsDrafter:
         """The same drafter, with its forward captured and compiled for each shape."""
         twin = copy.copy(self)
         twin.captures = captures
