@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, wraps
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +28,7 @@ Compile = Callable[[fx.GraphModule, list[Tensor]], Function]  # a graph and exam
 Place = Callable[[fx.GraphModule, Function], Function]  # a piece and its compiled function → the function to run
 
 _ATTEND = torch.ops.mmspec.attend.default
-_making = threading.RLock()
+_making = threading.RLock()  # torch traces and compiles by patching global state
 # Largest deviation from the module's own result, relative to its largest number: room for another summation order only.
 _NEAR = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
@@ -78,17 +78,6 @@ class Cut(TorchFunctionMode):
         return cut(layer, query.shape[-1] ** -0.5 if scale is None else scale, query, k, v, seen)
 
 
-def _alone(make: Callable[..., None]) -> Callable[..., None]:
-    """Serialise threads: torch traces and compiles by patching global state."""
-
-    @wraps(make)
-    def waits(*args: object, **kwargs: object) -> None:
-        with _making:
-            make(*args, **kwargs)
-
-    return waits
-
-
 class PiecewiseFunction:
     """A captured function: computes `function` for other tensors of the same shapes, without running its Python code.
 
@@ -113,7 +102,6 @@ class PiecewiseFunction:
 
     made: ClassVar[int] = 0  # number of captures in this process
 
-    @_alone
     def __init__(
         self, function: Function, inputs: Sequence[Tensor], own: Iterable[Tensor], compile: Compile | None = None,
         variants: Sequence[int] = (), graphed: bool = True,
@@ -121,22 +109,23 @@ class PiecewiseFunction:
         given, self._device = list(own), inputs[0].device
         kind = self._device.type
         self._cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        graph, weights = _traced(partial(function, variants[0]) if variants else function, inputs, given)
-        for other in variants[1:]:
-            if _traced(partial(function, other), inputs, given)[0].code != graph.code:
-                raise Uncapturable("what it computes depends on the length of the cached prefix")
-        recorded = graphed and graphs.wanted([*inputs, *weights])
-        if not recorded:
-            places = graph.graph.find_nodes(op="placeholder")[len(inputs) :]
-            products.replace(graph.graph, dict(zip(places, weights, strict=True)))
-        self._weights = weights
-        self._graphs = graphs.Graphs(inputs, attend, compare) if recorded else None
-        place = None if self._graphs is None else self._graphs.place
-        with uncast(self._device):
-            self._run, self.pieces = _cut(graph, compile or inductor, place)
-        if self._graphs is not None:
-            self(attend, *inputs)  # records the graphs, so that the first real call, which may be checked, is a replay
-        PiecewiseFunction.made += 1
+        with _making:
+            graph, weights = _traced(partial(function, variants[0]) if variants else function, inputs, given)
+            for other in variants[1:]:
+                if _traced(partial(function, other), inputs, given)[0].code != graph.code:
+                    raise Uncapturable("what it computes depends on the length of the cached prefix")
+            recorded = graphed and graphs.wanted([*inputs, *weights])
+            if not recorded:
+                places = graph.graph.find_nodes(op="placeholder")[len(inputs) :]
+                products.replace(graph.graph, dict(zip(places, weights, strict=True)))
+            self._weights = weights
+            self._graphs = graphs.Graphs(inputs, attend, compare) if recorded else None
+            place = None if self._graphs is None else self._graphs.place
+            with uncast(self._device):
+                self._run, self.pieces = _cut(graph, compile or inductor, place)
+            if self._graphs is not None:
+                self(attend, *inputs)  # records the graphs: the first real call, which may be checked, is a replay
+            PiecewiseFunction.made += 1
 
     def __call__(self, attend: LayerAttention, *inputs: Tensor) -> Sequence[Tensor]:
         if self._cast is None:
