@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from mmspec.drafters.dflash_layer import MARKOV
 from mmspec.drafters.shape import MOST, Shape, TreeOptions
 from mmspec.drafters.trained import TrainedConfig
 
@@ -15,6 +14,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dspark": {"markov_rank": 256, "confidence": True, "confidence_markov": True, "anchored": True, "block": 8},
 }
+MARKOV = ("vanilla", "gated", "rnn")
 NO_CAP = 1e9  # as `softcap`: logits are not capped
 
 _WHOLE = replace(Shape.chain(MOST["depth"]), draws=True)  # cut to the depth of a block
