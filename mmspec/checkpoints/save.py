@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,44 @@ from reprlib import repr as briefly
 from safetensors.torch import save_file
 
 from mmspec.checkpoints import settings, weights
-from mmspec.checkpoints.card import card
 from mmspec.checkpoints.files import CONFIG, WEIGHTS, Settings
 from mmspec.checkpoints.layout import Published
 from mmspec.checkpoints.layouts import layout_named
 from mmspec.checkpoints.weights import TrainedDrafter
+from mmspec.drafters.heads import HeadsConfig
 from mmspec.drafters.trained import TrainedConfig
 
 CARD = "README.md"
+_CARD = """---
+{base}library_name: mmspec
+tags:
+- speculative-decoding
+- {method}
+---
+
+# {method} drafter for {target}
+
+Drafts tokens for {target}{revision}; the target decides, so the output is what the target alone would generate.
+
+```python
+import mmspec
+
+mmspec.enable(model, drafter="this folder or repository")
+model.generate(...)  # as before
+```
+
+{drafts}
+
+Layout of the files: {layout}. {shapes}
+"""
+
+_TREE = """| depth | width | size |
+|---|---|---|
+| {c.depth} | {c.width} | {c.size} |
+
+These are the recommended depth (longest drafted path), width (branches per node) and size (nodes sent to the target at
+once): the defaults of `enable`."""
+_WINDOW = "It recommends a window of {c.window} positions, the default of `enable`."
 
 
 def save_drafter(drafter: TrainedDrafter, folder: str | Path, layout: str = "mmspec") -> None:
@@ -87,6 +118,21 @@ def push_drafter(
             repo_id=repo_id, folder_path=folder, revision=revision, commit_message=message, ignore_patterns=kept
         )
     return str(address)
+
+
+def card(name: str, method: str, c: TrainedConfig | HeadsConfig) -> str:
+    """README.md of a drafter in a layout."""
+    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", c.target) is not None and not c.target.startswith(".")
+    rows = getattr(c, "draft_vocab", 0) or "no"
+    return _CARD.format(
+        base=f"base_model: {json.dumps(c.target)}\n" if on_hub else "",
+        method=method,
+        target=c.target or "a target that was not recorded",
+        revision=f" (revision {c.target_revision})" if c.target_revision else "",
+        layout=f"{name} ({layout_named(name).about})",
+        shapes=f"Hidden size {c.hidden}, vocabulary {c.vocab}, {rows} rows of an own output head.",
+        drafts=_WINDOW.format(c=c) if isinstance(c, HeadsConfig) else _TREE.format(c=c.shape),
+    )
 
 
 def _check(name: str, written: Settings, shapes: dict[str, tuple[int, ...]], config: TrainedConfig) -> None:

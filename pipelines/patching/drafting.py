@@ -14,9 +14,9 @@ from mmspec.compile.capture_cache import CaptureCache, weights
 from mmspec.compile.draft import CapturedDraft
 from mmspec.config import SpecConfig
 from mmspec.drafters import lookup
-from mmspec.drafters.adaptive import Adaptive, variants
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.feature import FeatureDrafter
+from mmspec.drafters.growth import Adaptive, variants
 from mmspec.drafters.heads import HeadsDrafter
 from mmspec.drafters.shape import Shape, Sizes
 from mmspec.pipelines.host import devices

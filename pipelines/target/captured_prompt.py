@@ -16,8 +16,7 @@ from torch import Tensor
 from mmspec.compile import capture
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable, compare
 from mmspec.compile.capture_cache import weights
-from mmspec.compile.opaque import OpaqueCalls
-from mmspec.compile.structure import apart
+from mmspec.compile.opaque import OpaqueCalls, apart
 from mmspec.compile.version import PLAIN, version
 from mmspec.functional import LayerAttention, sdpa
 from mmspec.modes import computed_in, lasting

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable, compare
 from mmspec.compile.capture_cache import CaptureCache, weights
-from mmspec.compile.structure import Structure, apart
+from mmspec.compile.opaque import Structure, apart
 from mmspec.compile.version import PLAIN
 from mmspec.functional import cut, sdpa
 from mmspec.modes import computed_in, lasting

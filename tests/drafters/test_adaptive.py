@@ -11,7 +11,7 @@ import tiny_vlms
 import torch
 from hostile_drafters import Scripted
 
-from mmspec.drafters.adaptive import Adaptive, lengths
+from mmspec.drafters.growth import Adaptive, lengths
 from mmspec.tree import chain
 from mmspec.types import NO_TOKEN, Draft
 from tests.host import test_recurrent_law
