@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from reprlib import repr as briefly
 
-from mmspec.checkpoints import llama, rotary
+from mmspec.checkpoints import llama
 from mmspec.checkpoints.files import Json, Settings
 from mmspec.checkpoints.layout import Keys, Layout, Published, has, verified
 from mmspec.checkpoints.llama import SLIDING, Needs
@@ -107,7 +107,7 @@ def _read(
         "draft_vocab": shapes["lm_head.weight"][0] if own_head else 0,
         **_heads(flat, files, H),
         **_windows(flat, layers, extra, causal),
-        **rotary.read(files.flat, False),
+        **llama.read_rope(files.flat, False),
     }
     kind = flat.get("speculators_model_type") or ("dspark" if settings["markov_rank"] else "dflash")
     anchored = flat.get("sample_from_anchor")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmspec.checkpoints import llama, rotary
+from mmspec.checkpoints import llama
 from mmspec.checkpoints.files import Settings
 from mmspec.checkpoints.layout import Keys, Layout, Published, has, made_by
 from mmspec.checkpoints.llama import Needs
@@ -50,7 +50,7 @@ def switches(layout: Layout, files: Published) -> dict[str, bool]:
 
 def read(layout: Layout, files: Published) -> Settings:
     """The settings of a drafter that reads the target's final feature."""
-    values = {**switches(layout, files), **llama.read(layout, files), **rotary.read(files.flat, False)}
+    values = {**switches(layout, files), **llama.read(layout, files), **llama.read_rope(files.flat, False)}
     wide = files.shapes[layout.fc][1] - values["hidden"]
     return {**values, "target_hidden": 0 if wide == values["hidden"] else max(wide, 0)}
 

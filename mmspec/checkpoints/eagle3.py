@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reprlib import repr as briefly
 
-from mmspec.checkpoints import eagle, llama, rotary
+from mmspec.checkpoints import eagle, llama
 from mmspec.checkpoints.files import Json, Settings
 from mmspec.checkpoints.layout import Keys, Layout, Published, has, verified
 from mmspec.checkpoints.values import MANY, is_list, part
@@ -38,7 +38,7 @@ _LISTED = "eagle_aux_hidden_state_layer_ids"
 
 def _read(layout: Layout, files: Published) -> Settings:
     flat = files.flat
-    values = {**eagle.switches(layout, files), **llama.read(layout, files), **rotary.read(flat, True)}
+    values = {**eagle.switches(layout, files), **llama.read(layout, files), **llama.read_rope(flat, True)}
     for name in ("fc_norm", "norm_before_fc"):  # so that a tensor which only config.json mentions counts as missing
         values[name] = values.get(name) or bool(flat.get(name))
     values |= {"layers": llama.layers(flat), "norm_output": bool(flat.get("norm_output"))}

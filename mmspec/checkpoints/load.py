@@ -8,10 +8,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mmspec.checkpoints import files, llama, settings, weights
+from mmspec.checkpoints import files, layouts, llama, weights
 from mmspec.checkpoints.files import Settings
 from mmspec.checkpoints.layout import Published
-from mmspec.checkpoints.layouts import detect, layout_named
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.protocols import TargetInfo
 from mmspec.registry import drafter_class
@@ -47,17 +46,17 @@ def drafter_of(
         ValueError: as `load_drafter`.
     """
     try:
-        name = detect(config, tensors) if layout is None else layout
-        table = layout_named(name)
+        name = layouts.detect(config, tensors) if layout is None else layout
+        table = layouts.layout_named(name)
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         info = target if callable(target) else partial(_of, target)
-        contents = Published(config, settings.opened(config), shapes, info)
+        contents = Published(config, layouts.opened(config), shapes, info)
         if table.keys:  # not our own names
-            settings.refuse(name, contents)
+            layouts.refuse(name, contents)
             table = table.over(llama.layers(contents.flat))
             weights.check_keys(table, tensors)
-        cls = drafter_class(settings.method_of(name, config))
-        drafter = weights.build(table, tensors, cls, settings.read(name, contents, cls.Config))
+        cls = drafter_class(layouts.method_of(name, config))
+        drafter = weights.build(table, tensors, cls, layouts.read(name, contents, cls.Config))
     except (TypeError, ArithmeticError, AttributeError, LookupError, RuntimeError, MemoryError) as error:
         # unexpected settings or tensors that break the arithmetic of shapes
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]

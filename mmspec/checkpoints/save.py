@@ -12,10 +12,9 @@ from reprlib import repr as briefly
 
 from safetensors.torch import save_file
 
-from mmspec.checkpoints import settings, weights
+from mmspec.checkpoints import layouts, weights
 from mmspec.checkpoints.files import CONFIG, WEIGHTS, Settings
 from mmspec.checkpoints.layout import Published
-from mmspec.checkpoints.layouts import layout_named
 from mmspec.checkpoints.weights import TrainedDrafter
 from mmspec.drafters.heads import HeadsConfig
 from mmspec.drafters.trained import TrainedConfig
@@ -65,10 +64,10 @@ def save_drafter(drafter: TrainedDrafter, folder: str | Path, layout: str = "mms
         ValueError: an unknown layout, or one that cannot hold this drafter.
         TypeError: a drafter without weights.
     """
-    table = layout_named(layout)
+    table = layouts.layout_named(layout)
     if not hasattr(drafter, "state_dict"):
         raise TypeError(f"only a drafter with weights can be saved; a {type(drafter).__name__} has none")
-    described = settings.describe(layout, drafter.method, drafter.config)
+    described = layouts.describe(layout, drafter.method, drafter.config)
     config = json.dumps(described, indent=2) + "\n"
     tensors = weights.split(table.over(getattr(drafter.config, "layers", 1)), drafter)
     if table.keys:
@@ -129,7 +128,7 @@ def card(name: str, method: str, c: TrainedConfig | HeadsConfig) -> str:
         method=method,
         target=c.target or "a target that was not recorded",
         revision=f" (revision {c.target_revision})" if c.target_revision else "",
-        layout=f"{name} ({layout_named(name).about})",
+        layout=f"{name} ({layouts.layout_named(name).about})",
         shapes=f"Hidden size {c.hidden}, vocabulary {c.vocab}, {rows} rows of an own output head.",
         drafts=_WINDOW.format(c=c) if isinstance(c, HeadsConfig) else _TREE.format(c=c.shape),
     )
@@ -143,7 +142,7 @@ def _check(name: str, written: Settings, shapes: dict[str, tuple[int, ...]], con
     """
     sizes = {"vocab": config.vocab}
     try:
-        config_read = settings.read(name, Published(written, settings.opened(written), shapes, sizes.get), type(config))
+        config_read = layouts.read(name, Published(written, layouts.opened(written), shapes, sizes.get), type(config))
     except ValueError as error:
         raise ValueError(f"the layout {name!r} cannot hold this drafter: {error}. Use layout 'mmspec'") from error
     plain = {"head_dim": (0, config.hidden // config.heads), "target_hidden": (0, config.hidden)}  # 0 is the default
