@@ -101,11 +101,7 @@ def drafters() -> dict[str, str]:
 
 
 def drafter_class(name: str) -> Any:
-    """The class registered under a name.
-
-    Raises:
-        ValueError: an unknown name; the message lists the known ones.
-    """
+    """The class registered under a name. Raises ValueError: an unknown name; the message lists the known ones."""
     if name not in DRAFTERS:
         raise ValueError(f"unknown drafter {name!r}; choose from {', '.join(DRAFTERS)}")
     return getattr(importlib.import_module(DRAFTERS[name].module), DRAFTERS[name].cls)
@@ -146,11 +142,8 @@ def resolve_rule(
 
 
 def check_rule(spec: str) -> None:
-    """Check the form and the name of a rule, before there is a model with a codebook.
-
-    Raises:
-        ValueError: an unknown rule, or text that has another form.
-    """
+    """Check the form and the name of a rule, before there is a model with a codebook. Raises ValueError: an unknown
+    rule, or text that has another form."""
     name, _ = _parsed(spec)
     if name not in RULES:
         raise ValueError(f"unknown rule {name!r}; choose from {', '.join(RULES)}")

@@ -50,11 +50,7 @@ def _marked(config: Json) -> str | None:
 
 
 def layout_named(name: str) -> Layout:
-    """The layout with this name.
-
-    Raises:
-        ValueError: an unknown name; the message lists the known ones.
-    """
+    """The layout with this name. Raises ValueError: an unknown name; the message lists the known ones."""
     if name not in LAYOUTS:
         raise ValueError(f"unknown layout {name!r}; choose from {', '.join(LAYOUTS)}")
     return LAYOUTS[name]
@@ -95,11 +91,7 @@ def opened(config: Json) -> Settings:
 
 
 def method_of(name: str, config: Json) -> str:
-    """The method of a drafter in a layout.
-
-    Raises:
-        ValueError: an unknown method.
-    """
+    """The method of a drafter in a layout. Raises ValueError: an unknown method."""
     method = layout_named(name).method or part(config, "mmspec").get("method", "eagle")
     methods = [name for name, entry in DRAFTERS.items() if entry.trained]
     if method not in methods:
@@ -140,11 +132,8 @@ def read(name: str, files: Published, kind: type[Made]) -> Made:
 
 
 def describe(name: str, method: str, config: FileConfig) -> Settings:
-    """config.json of a drafter in a layout.
-
-    Raises:
-        ValueError: the layout cannot represent this drafter; the message says why.
-    """
+    """config.json of a drafter in a layout. Raises ValueError: the layout cannot represent this drafter; the message
+    says why."""
     layout, flat = layout_named(name), config.to_dict()
     marker = {"layout": name, "method": method, "version": __version__}
     wrong = [f"its method is {method!r}, not {layout.method!r}"] if layout.method not in ("", method) else []

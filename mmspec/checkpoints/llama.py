@@ -39,11 +39,7 @@ def block(at: str) -> Keys:
 
 
 def layers(flat: Json) -> int:
-    """The number of layers in config.json.
-
-    Raises:
-        ValueError: an invalid number.
-    """
+    """The number of layers in config.json. Raises ValueError: an invalid number."""
     count = flat.get("num_hidden_layers")
     if count is not None and not (is_count(count) and count <= MANY):
         raise ValueError(
@@ -68,11 +64,8 @@ def needs(files: Published, kinds: tuple[str, ...]) -> list[str]:
 
 
 def read(layout: Layout, files: Published) -> Settings:
-    """The settings from a Llama-like config.json and the decoder layer's tensors, without rotary scaling.
-
-    Raises:
-        ValueError: shapes that do not fit such a layer.
-    """
+    """The settings from a Llama-like config.json and the decoder layer's tensors, without rotary scaling. Raises
+    ValueError: shapes that do not fit such a layer."""
     flat, shapes, layer, fc = files.flat, files.shapes, layout.layer, layout.fc
     matrices = [fc, *(f"{layer}.{x}_proj.weight" for x in ("self_attn.q", "self_attn.k", "mlp.gate"))]
     wrong = [f"{key} has the shape {list(shapes[key])}" for key in matrices if len(shapes[key]) != 2]
@@ -129,11 +122,8 @@ def write(c: TrainedConfig, kind: str = "llama") -> Settings:
 
 
 def scaling(flat: Json) -> Json:
-    """The object with the scaling of positions, empty if there is none.
-
-    Raises:
-        ValueError: it is not an object, or differs between the layers.
-    """
+    """The object with the scaling of positions, empty if there is none. Raises ValueError: it is not an object, or
+    differs between the layers."""
     for key in ("rope_scaling", "rope_parameters"):
         part = flat.get(key)
         if part is not None and not isinstance(part, Mapping):
@@ -213,11 +203,8 @@ def _gain(rope: Json) -> float:
 
 
 def write_rope(c: Rope) -> Settings:
-    """`rope_theta`, `rope_scaling` and `partial_rotary_factor` of a drafter's config.
-
-    Raises:
-        ValueError: positions on a grid, which only mmspec's own layout supports.
-    """
+    """`rope_theta`, `rope_scaling` and `partial_rotary_factor` of a drafter's config. Raises ValueError: positions on a
+    grid, which only mmspec's own layout supports."""
     if c.rope != "1d":
         raise ValueError("this layout cannot store positions on a grid. Use layout 'mmspec'")
     rope: Settings = {}

@@ -27,11 +27,7 @@ Check = Callable[[Sequence[Tensor], Sequence[Tensor], torch.dtype], None]  # rai
 
 
 def setting() -> str:
-    """The value of MMSPEC_GRAPHS: "auto" (the default), "pieces" or "off".
-
-    Raises:
-        ValueError: another value.
-    """
+    """The value of MMSPEC_GRAPHS: "auto" (the default), "pieces" or "off". Raises ValueError: another value."""
     value = os.environ.get(VARIABLE) or "auto"
     if value not in SETTINGS:
         raise ValueError(f"{VARIABLE}={value!r} is not known; choose auto, pieces or off, or leave it unset")

@@ -216,11 +216,8 @@ class BlockNetwork(nn.Module):
         return logits if self.selector is None else self.selector(logits, before, hidden), state
 
     def trust(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """The probability that the token at rows [..., H] is accepted after tokens [...].
-
-        Raises:
-            ValueError: it has no confidence head.
-        """
+        """The probability that the token at rows [..., H] is accepted after tokens [...]. Raises ValueError: it has no
+        confidence head."""
         if self.confidence is None:
             raise ValueError("this drafter has no confidence head")
         embedding = self.markov.w1(before) if self.config.confidence_markov and self.markov is not None else None

@@ -115,11 +115,7 @@ class Rope:
     mrope_interleaved: bool = False
 
     def check(self, width: int) -> None:
-        """Check these values for heads of `width` dimensions.
-
-        Raises:
-            ValueError: with the reason.
-        """
+        """Check these values for heads of `width` dimensions. Raises ValueError: with the reason."""
         if self.rope not in ("1d", "2d") or (self.rope == "2d") is not (self.grid > 0):
             raise ValueError(f"rope is '1d' with grid 0, or '2d' with a grid ≥ 1; got {self.rope!r}, {self.grid!r}")
         if self.rope == "2d" and width % 4:

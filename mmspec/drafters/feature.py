@@ -45,10 +45,7 @@ class FeatureDrafter(FeatureLayer):
     @torch.no_grad()
     def start(self, session: SessionView[FeatureMemory], target: Target, prompt: Prompt) -> FeatureMemory:
         """Read the prompt: row j pairs the features at j with the embedding at j + 1; the last row follows later.
-
-        Raises:
-            ValueError: the call is guided, which this drafter does not support.
-        """
+        Raises ValueError: the call is guided, which this drafter does not support."""
         assert prompt.embeds is not None and prompt.hidden is not None
         (B, L), S = prompt.ids.shape, target.streams
         if S > 1 and (self.head.own or self.sees):

@@ -125,11 +125,8 @@ class HeadsDrafter(nn.Module):
         return self.jacobi.nodes
 
     def fit(self, target: TargetInfo, given: Options) -> HeadsDrafter:
-        """The same heads with the user's options, on the target's device.
-
-        Raises:
-            ValueError: heads for another target, an option that they do not have, or a window that is too wide.
-        """
+        """The same heads with the user's options, on the target's device. Raises ValueError: heads for another target,
+        an option that they do not have, or a window that is too wide."""
         c = self.config
         if (c.hidden, c.vocab) != (target.hidden, target.vocab):
             raise ValueError(
@@ -154,11 +151,7 @@ class HeadsDrafter(nn.Module):
         return twin
 
     def start(self, session: SessionView[HeadsMemory], target: Target, prompt: Prompt) -> HeadsMemory:
-        """The memory of these rows.
-
-        Raises:
-            ValueError: a target without a grid, or with another one.
-        """
+        """The memory of these rows. Raises ValueError: a target without a grid, or with another one."""
         width = prompt.grid[1] if prompt.grid else None
         if width != self.config.grid:
             raise ValueError(

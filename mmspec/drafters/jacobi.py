@@ -48,19 +48,12 @@ class JacobiDrafter:
         return self.options.window + sum(K**level - 1 for level in range(1, D))
 
     def fit(self, target: TargetInfo, given: Options) -> JacobiDrafter:
-        """Fits any target.
-
-        Raises:
-            ValueError: an option of another drafter, or a wrong value.
-        """
+        """Fits any target. Raises ValueError: an option of another drafter, or a wrong value."""
         return replace(self, vocab=target.vocab, options=chosen(USUAL, given, "the jacobi drafter"))
 
     def start(self, session: SessionView[Window], target: Target, prompt: Prompt) -> WindowMemory:
-        """The memory of these rows.
-
-        Raises:
-            ValueError: an init that copies the token above, with a target without a grid.
-        """
+        """The memory of these rows. Raises ValueError: an init that copies the token above, with a target without a
+        grid."""
         grid, init = prompt.grid, self.options.init
         init = ("mixture" if grid else "horizontal") if init == NEAR else init
         if grid is None and SHARES[init][1]:

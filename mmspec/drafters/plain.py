@@ -23,11 +23,7 @@ class Plain:
     options = NoOptions()
 
     def fit(self, target: TargetInfo, given: Options) -> Plain:
-        """Fits any target.
-
-        Raises:
-            ValueError: any drafter option.
-        """
+        """Fits any target. Raises ValueError: any drafter option."""
         chosen(self.options, given, "plain decoding")
         return self
 

@@ -187,11 +187,7 @@ class SuffixDrafter:
         return self.options.size
 
     def fit(self, target: TargetInfo, given: Options) -> SuffixDrafter:
-        """Fits any target.
-
-        Raises:
-            ValueError: an option of another drafter.
-        """
+        """Fits any target. Raises ValueError: an option of another drafter."""
         options = _USUAL.with_(given, "the suffix drafter")
         return replace(self, options=options, phrases=Phrases(options.memory))
 

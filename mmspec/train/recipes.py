@@ -92,11 +92,7 @@ class Recipe:
             raise ValueError(f"the shares of the stages must add up to 1; got {[s.share for s in self.stages]}")
 
     def with_(self, **changes: Any) -> Recipe:
-        """A copy with some values changed, in all stages.
-
-        Raises:
-            ValueError: a name that the recipe does not have.
-        """
+        """A copy with some values changed, in all stages. Raises ValueError: a name that the recipe does not have."""
         names = {f.name for f in fields(self)}
         unknown = sorted(set(changes) - names)
         if unknown:
