@@ -32,11 +32,8 @@ def _faded(x: Tensor, G: Tensor) -> Tensor:
 
 
 def _reads(queries: Tensor, k: Tensor, G: Tensor, ancestors: Tensor) -> Tensor:
-    """Σ_d a_id · k_jd · e^(G_i − G_j), [B, H, T, n, n], zero if j is not an ancestor of i.
-
-    Args:
-        queries: a, T for each node, [B, H, T, n, K].
-    """
+    """Σ_d a_id · k_jd · e^(G_i − G_j), [B, H, T, n, n], zero if j is not an ancestor of i; a are the `queries`, T for
+    each node, [B, H, T, n, K]."""
     if k.shape[2] == 1:
         return (queries * k[:, :, None]).sum(-1, keepdim=True)
     shape = ancestors[:, None] if G.dim() == 3 else ancestors[:, None, :, :, None]
@@ -98,12 +95,8 @@ def recurrent_fold(state: Tensor, k: Tensor, u: Tensor, G: Tensor, path: Tensor,
 
 
 def conv_windows(parents: Tensor, depth: Tensor, width: int) -> Tensor:
-    """Indices of the last `width` inputs of each node, oldest first, int64 [B, n, width], into the `width` inputs
-    before the root followed by those of the n nodes.
-
-    Args:
-        parents, depth: [B, n], of the tree.
-    """
+    """Indices of the last `width` inputs of each node of a tree [B, n], oldest first, int64 [B, n, width], into the
+    `width` inputs before the root followed by those of the n nodes."""
     node = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
     windows = []
     for back in range(width):

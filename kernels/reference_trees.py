@@ -151,11 +151,8 @@ def verify_point_mass(
 def follow(
     drawn: Tensor, tokens: Tensor, parents: Tensor, ancestors: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Descend from the root while a child has the token drawn at its parent [B, N]; see `verify_point_mass`.
-
-    Returns:
-        The mask of accepted nodes, their number, the deepest of them, and the token drawn there.
-    """
+    """Descend from the root while a child has the token drawn at its parent [B, N]; see `verify_point_mass`. Returns
+    the mask of accepted nodes, their number, the deepest of them, and the token drawn there."""
     if tokens.shape[1] == 1:  # plain decoding: only the root, which is accepted
         one = torch.ones_like(drawn[:, 0])
         return one[:, None].bool(), one, one - 1, drawn[:, 0]

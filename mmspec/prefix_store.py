@@ -95,11 +95,8 @@ class PrefixStore:
     _lock: Any = field(default_factory=threading.RLock, repr=False)
 
     def read_by(self, world: object) -> int:
-        """Clear the cache if it was filled with another `world`; returns the age.
-
-        Args:
-            world: everything that cached tensors depend on (weights, dtype, …); compared by ==.
-        """
+        """Clear the cache if it was filled with another `world`, everything that cached tensors depend on (weights,
+        dtype, …), compared by ==; returns the age."""
         with self._lock:
             if world != self._world:
                 self.clear()

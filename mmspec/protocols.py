@@ -92,16 +92,9 @@ class PerRow(Generic[T]):
         return PerRow(self.values + other.values)
 
 
-@runtime_checkable
-class Reporting(Protocol):
-    """A drafter's memory with statistics of the prompts that it read: sums, by name."""
-
-    stats: dict[str, float]
-
-
 def reported(memory: object) -> dict[str, float]:
-    """The statistics for `Stats.drafter`; empty unless the memory is `Reporting`."""
-    return dict(memory.stats) if isinstance(memory, Reporting) else {}
+    """The statistics of the prompts that a drafter's memory has read, its attribute `stats`: sums by name, or none."""
+    return dict(getattr(memory, "stats", {}))
 
 
 @dataclass
@@ -222,8 +215,8 @@ class Drafter(Protocol[Memory]):
         """Memory for these rows, filled from the prompt; the loop keeps it as `session.memory`.
 
         Returns:
-            Rows (with `select` and `join`, since rows leave and join), which may be `Reporting`, or None for a drafter
-            without memory.
+            Rows (with `select` and `join`, since rows leave and join), which may have `stats` of the prompts (sums,
+            by name), or None for a drafter without memory.
         """
 
     def propose(self, session: SessionView[Memory], target: Target) -> Draft:

@@ -42,8 +42,8 @@ class Trial:
         q: the distribution that x was drawn from; `q_x` likewise.
     """
 
-    x: Tensor  # [...]
-    depth: Tensor  # [...], 1 for the first draft after the pending token
+    x: Tensor
+    depth: Tensor
     p: Masses
     q: Masses
     _results: dict[Callable[[Trial], Tensor], Tensor] = field(default_factory=dict, repr=False, compare=False)

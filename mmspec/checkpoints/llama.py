@@ -159,11 +159,8 @@ def kind_of(rope: Json) -> object:
 
 
 def read_rope(flat: Json, axes: bool) -> Settings:
-    """The values of a Rope, except its theta, from a flat config.json.
-
-    Args:
-        axes: whether the network uses three axes if config.json has M-RoPE sections.
-    """
+    """The values of a Rope, except its theta, from a flat config.json; with its M-RoPE sections if the network uses
+    three `axes`."""
     rope = scaling(flat)
     kind = kind_of(rope)
     values: Settings = {"rope_kind": kind} if kind in ROPE_KINDS and kind != "default" else {}

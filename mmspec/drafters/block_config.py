@@ -70,7 +70,7 @@ class BlockConfig(TrainedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        most = self.block - (not self.anchored)
+        most = self.most
         wrong = [] if most >= 1 and self.layers >= 1 and self.features else ["it needs a layer, features, and a block"]
         if self.markov not in MARKOV:
             wrong.append(f"markov must be one of {', '.join(MARKOV)}; got {self.markov!r}")

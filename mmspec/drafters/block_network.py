@@ -203,11 +203,8 @@ class BlockNetwork(nn.Module):
     def after(
         self, logits: Tensor, hidden: Tensor, before: Tensor, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [B, k, V_d] of a row after each of the target's tokens `before` [B, k], and the next row's state.
-
-        Args:
-            logits, hidden: [B, 1 or k, …] of the row.
-        """
+        """Logits [B, k, V_d] of a row, with `logits` and `hidden` [B, 1 or k, …], after each of the target's tokens
+        `before` [B, k], and the next row's state."""
         hidden = hidden.expand(-1, before.shape[1], -1)
         logits = logits.expand(-1, before.shape[1], -1)
         if self.markov is not None:

@@ -138,12 +138,8 @@ class FeatureDrafter(FeatureLayer):
         return grown(self, session, target, f, drawn)
 
     def attending(self, before: FeatureMemory, after: FeatureMemory, rows: int) -> LayerAttention:
-        """The attentions of a captured `draft`: of the accepted rows on the memory before the round, then of the levels
-        on the memory after it.
-
-        Args:
-            rows: number of accepted rows; an attention is numbered by the offset at which it appends.
-        """
+        """The attentions of a captured `draft`, numbered by the offset at which they append: of the accepted `rows` on
+        the memory before the round, then of the levels on the memory after it."""
 
         def attend(at: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
             memory, n = (before, at) if at < rows else (after, at - rows)

@@ -49,11 +49,8 @@ class Index:
 
     def follow(self, tokens: list[int], depth: int) -> tuple[list[int], list[float]]:
         """At most `depth` tokens that followed the longest match of the end of a text, and the expected number of
-        tokens that a row gains from none of them, the first, the first two, …
-
-        Args:
-            tokens: the text; its tokens since the last call test what would have been guessed for them.
-        """
+        tokens that a row gains from none of them, the first, the first two, … The text's tokens since the last call
+        test what would have been guessed for them."""
         answered = self.read  # 0 at the prompt, which tests nothing
         for end in range(max(self.read, 1), len(tokens)):
             if answered:

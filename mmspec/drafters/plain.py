@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mmspec.config import Options, chosen
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.tree import lone
 from mmspec.types import Draft, Prompt
-
-
-@dataclass(frozen=True)
-class NoOptions:
-    """The options of a drafter that has none."""
 
 
 class Plain:
@@ -20,11 +13,11 @@ class Plain:
 
     features: tuple[int, ...] = ()
     nodes = 1
-    options = NoOptions()
 
     def fit(self, target: TargetInfo, given: Options) -> Plain:
         """Fits any target. Raises ValueError: any drafter option."""
-        chosen(self.options, given, "plain decoding")
+        if given:
+            chosen(None, given, "plain decoding")
         return self
 
     def start(self, session: SessionView[None], target: Target, prompt: Prompt) -> None:

@@ -191,11 +191,8 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
 
 
 def visible(open_slots: Tensor, n: int) -> Tensor:
-    """The causal mask of the first n tokens, bool [B, n, T], without padding; each token sees itself.
-
-    Args:
-        open_slots: bool [B, T], false at the padding of the prefix. Without a condition the mask is the same.
-    """
+    """The causal mask of the first n tokens, bool [B, n, T], without the padding of the prefix, where `open_slots` [B,
+    T] is false; each token sees itself. Without a condition the mask is the same."""
     T, device = open_slots.shape[1], open_slots.device
     causal = torch.ones(n, T, dtype=torch.bool, device=device).tril()
     return (causal & open_slots[:, None]) | torch.eye(n, T, dtype=torch.bool, device=device)

@@ -15,11 +15,8 @@ SAID = b"\nstopping after this step; Ctrl-C again stops at once\n"
 
 
 class Stop:
-    """Inside the block the first Ctrl-C or SIGTERM is only noted; another Ctrl-C raises KeyboardInterrupt at once.
-
-    Args:
-        accelerator: accelerate's, of this process.
-    """
+    """Inside the block the first Ctrl-C or SIGTERM is only noted, for all of an accelerator's processes; another Ctrl-C
+    raises KeyboardInterrupt at once."""
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator, self.noted, self._before = accelerator, False, dict[signal.Signals, Any]()
