@@ -173,17 +173,6 @@ def _joined(mine: Tensor, theirs: Tensor, end: int) -> Tensor:
     return out
 
 
-def stacked(a: Tensor, b: Tensor) -> Tensor:
-    """Concatenate the rows of a and b; the one that is shorter on another axis is padded with zeros."""
-    if a.shape[1:] == b.shape[1:]:
-        return torch.cat([a, b])
-    wide = [max(sizes) for sizes in zip(a.shape[1:], b.shape[1:], strict=True)]
-    out = a.new_zeros(len(a) + len(b), *wide)
-    for rows, t in ((slice(len(a)), a), (slice(len(a), None), b)):
-        out[(rows, *(slice(size) for size in t.shape[1:]))] = t
-    return out
-
-
 def visibility(at: Lengths, open_slots: Tensor, ancestors: Tensor) -> Tensor:
     """The attention mask of a draft: each node sees the row's own cached slots and the node's ancestors.
 

@@ -242,8 +242,7 @@ def join(a: T, b: T, fills: Mapping[str, int], name: str = "") -> T:
         fills: padding value by the tensor's name; 0 for all others.
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        shape = [max(x, y) for x, y in zip(a.shape[1:], b.shape[1:], strict=True)]
-        return torch.cat([_filled(t, shape, fills.get(name, 0)) for t in (a, b)])  # type: ignore[return-value]
+        return stacked(a, b, fills.get(name, 0))  # type: ignore[return-value]
     if isinstance(a, Categorical) and isinstance(b, Categorical) and a.is_point != b.is_point:
         a, b = (d if d.logits is not None else d.spread(o.logits) for d, o in ((a, b), (b, a)))  # type: ignore[assignment]
     if a is None or b is None:  # such as q, which an empty draft does not have
@@ -254,6 +253,17 @@ def join(a: T, b: T, fills: Mapping[str, int], name: str = "") -> T:
     if isinstance(a, bool):
         return a and b
     return a if a == b else None  # type: ignore[return-value]
+
+
+def stacked(a: Tensor, b: Tensor, fill: int = 0) -> Tensor:
+    """Concatenate the rows of a and b; the one that is shorter on another axis is padded at its end with `fill`."""
+    if a.shape[1:] == b.shape[1:]:
+        return torch.cat([a, b])
+    wide = [max(sizes) for sizes in zip(a.shape[1:], b.shape[1:], strict=True)]
+    out = a.new_full((len(a) + len(b), *wide), fill, dtype=torch.promote_types(a.dtype, b.dtype))
+    for rows, t in ((slice(len(a)), a), (slice(len(a), None), b)):
+        out[(rows, *(slice(size) for size in t.shape[1:]))] = t
+    return out
 
 
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -275,9 +285,3 @@ def unfold(x: Tensor, streams: int) -> Tensor:
         return x
     unfolded: Tensor = x.unflatten(0, (-1, streams)).transpose(1, 2).flatten(2)
     return unfolded
-
-
-def _filled(t: Tensor, shape: list[int], fill: int) -> Tensor:
-    out = t.new_full((t.shape[0], *shape), fill)
-    out[tuple(slice(0, n) for n in t.shape)] = t
-    return out

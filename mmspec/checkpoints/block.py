@@ -180,7 +180,7 @@ def _read_speculators(layout: Layout, files: Published) -> Settings:
 
 def _layer(c: BlockConfig) -> Settings:
     """The settings of the layers in a Qwen3-like config.json."""
-    windows = _per_layer(c.windows, c.layers)
+    windows = c.each(c.windows)
     return {
         **llama.write(c, "qwen3"), "attention_bias": c.bias, "sliding_window": max(windows) or None,
         "use_sliding_window": any(windows), "layer_types": [SLIDING if one else "full_attention" for one in windows],
@@ -204,16 +204,12 @@ def _own(c: BlockConfig) -> Settings:
     return own
 
 
-def _per_layer(values: tuple[int, ...], layers: int) -> tuple[int, ...]:
-    return values if len(values) == layers else values * layers
-
-
 def _kind(c: BlockConfig) -> str:
     return "dspark" if c.markov_rank else "dflash2" if c.taps or c.selector_rank else "dflash"
 
 
 def _write(c: BlockConfig) -> Settings:
-    own, causal, more = _own(c), sorted({*_per_layer(c.causal, c.layers)}), {}
+    own, causal, more = _own(c), sorted({*c.each(c.causal)}), {}
     own |= {"target_layer_ids": [i - 1 for i in c.features], "sample_from_anchor": c.anchored}
     if causal != [0]:
         more["is_causal"] = True if causal == [1] else None

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -100,14 +101,15 @@ class CaptureCache:
                     captures[key] = self._build(make, quiet)
         return captures.get(key)
 
-    def forward(self, module: nn.Module, inputs: Sequence[Tensor]) -> PiecewiseFunction | None:
+    def forward(self, module: nn.Module, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]] | None:
         """The forward of a module without attentions, captured for inputs of these shapes."""
 
         def make() -> PiecewiseFunction:
             examples = [t.clone() for t in inputs]
             return PiecewiseFunction(lambda *args: [module(*args)], examples, weights(module))
 
-        return self.get(tuple(t.shape for t in inputs), make)
+        captured = self.get(tuple(t.shape for t in inputs), make)
+        return None if captured is None else partial(captured, unattended)
 
     def _build(self, make: Callable[[], PiecewiseFunction], quiet: bool) -> PiecewiseFunction | None:
         try:
@@ -131,6 +133,11 @@ def settled(yes: bool = True) -> Iterator[None]:
         yield
     finally:
         _SETTLED.reset(before)
+
+
+def unattended(*_: object) -> Tensor:
+    """The attention of a captured function that has none."""
+    raise AssertionError("this function has no attention")
 
 
 def weights(module: Any) -> list[Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmspec.compile.capture import PiecewiseFunction, compare
-from mmspec.compile.capture_cache import CaptureCache, weights
+from mmspec.compile.capture_cache import CaptureCache, unattended, weights
 from mmspec.continuous import denoising
 from mmspec.models.mar_head import Denoiser
 from mmspec.modes import computed_in, lasting
@@ -38,7 +38,7 @@ class Steps(CaptureCache):
             return denoising.draw(net, chain, noise, temperature)
         x, states, spread = start, [start], []
         for k in range(len(chain)):
-            x, log_std = step(_unattended, *_inputs(net, chain, x, shaken[k], k))
+            x, log_std = step(unattended, *_inputs(net, chain, x, shaken[k], k))
             states.append(x)
             spread.append(log_std)
         return denoising.Path(torch.stack(states, 1), noise[:, 1:], torch.stack(spread, 1))
@@ -50,7 +50,7 @@ class Steps(CaptureCache):
         def make() -> PiecewiseFunction:
             with lasting():
                 captured = PiecewiseFunction(_function(net), [t.clone() for t in inputs], weights(net.bound.head))
-            mine = captured(None, *inputs)  # type: ignore[arg-type]  # there is no attention
+            mine = captured(unattended, *inputs)
             stock = denoising.step(x, net.at(x, 0), net.guidance, noise, chain.steps[0])
             compare(mine, stock, computed_in(net.cond.dtype, x.device))
             return captured
@@ -73,7 +73,3 @@ def _function(net: Denoiser) -> Callable[..., list[Tensor]]:
         return list(denoising.step(x, net.out(x, table), guidance[0] if guidance else None, noise, numbers.unbind(0)))
 
     return step
-
-
-def _unattended(*_: Tensor) -> Tensor:
-    raise AssertionError("the head of a MAR has no attention")

@@ -95,6 +95,10 @@ class BlockConfig(TrainedConfig):
         """The largest depth of a draft."""
         return self.block - (not self.anchored)
 
+    def each(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """`windows` or `causal` with a value for each layer."""
+        return values if len(values) == self.layers else values * self.layers
+
     @property
     def sequential(self) -> bool:
         """Whether the token of a row depends on the token drafted before it."""

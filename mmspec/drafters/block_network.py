@@ -191,9 +191,6 @@ class BlockNetwork(nn.Module):
     def _turn(self, positions: Tensor) -> Turn:
         return turn(positions, self.config, self.layers[0].head_dim, self.fc.weight.dtype)
 
-    def _each(self, values: tuple[int, ...]) -> tuple[int, ...]:
-        return values if len(values) == self.config.layers else values * self.config.layers
-
     def logits(self, hidden: Tensor, target: Target) -> Tensor:
         """Logits [..., V_d] of every row, independent of the tokens before it."""
         c = self.config
@@ -253,7 +250,7 @@ class BlockNetwork(nn.Module):
     def _among(self, context: tuple[Tensor, Tensor], go: Tensor, valid: Tensor, n: int, i: int) -> Attend:
         """Attention of several blocks of a row, each over the features up to its anchor's row and over itself."""
         c, (B, m), T = self.config, go.shape, valid.shape[1]
-        window, causal = self._each(c.windows)[i], self._each(c.causal)[i]
+        window, causal = c.each(c.windows)[i], c.each(c.causal)[i]
         row = torch.arange(n, device=go.device)
         there = (torch.arange(T, device=go.device) - go[:, :, None] - 1)[:, :, None]  # [B, m, 1, T], from the anchor
         near = within(window, there, row[:, None], c.from_anchor) if window else True

@@ -100,7 +100,7 @@ class BlockDrafter(BlockNetwork):
         assert prompt.hidden is not None
         if getattr(target, "streams", 1) > 1:
             raise ValueError("a block drafter supports no guidance; use an EAGLE drafter without a head, or 'jacobi'")
-        (B, L), device, windows = prompt.ids.shape, prompt.ids.device, self._each(self.config.windows)
+        (B, L), device, windows = prompt.ids.shape, prompt.ids.device, self.config.each(self.config.windows)
         first = max(0, L - 1 - max(windows)) if all(windows) else 0
         valid = prompt.valid[:, first:-1]
         onward, positions = prompt.places(bool(self.config.mrope))
@@ -144,7 +144,8 @@ class BlockDrafter(BlockNetwork):
             run = before.over(layer, ahead, before.lengths, partial(self._attend, after, layer))
             return run(q, k[:, :, rows:], v[:, :, rows:])
 
-        inside = None if any(self._each(self.config.windows)) else by_layer(rows, self._each(self.config.causal))
+        c = self.config
+        inside = None if any(c.windows) else by_layer(rows, c.each(c.causal))
         return MemoryAttention(before, after, attend, inside, max(rows, self.config.block, self.options.depth) + 1)
 
     def _masked(self, target: Target, anchors: Tensor, n: int) -> Tensor:
@@ -159,7 +160,7 @@ class BlockDrafter(BlockNetwork):
     def _attend(self, memory: FeatureMemory, i: int, slots: RaggedBuffer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of a block's rows over layer i's memory and themselves, within its window."""
         c, at = self.config, memory.lengths
-        window, causal = self._each(c.windows)[i], self._each(c.causal)[i]
+        window, causal = c.each(c.windows)[i], c.each(c.causal)[i]
         keys, values = slots.append(k, v, at)
         n, mask = q.shape[2], None
         if causal or memory.padded or not at.even or (window and at.longest + n > window):

@@ -209,7 +209,7 @@ class HeadsDrafter(nn.Module):
     def _predicted(self, view: View, target: Target) -> Tensor:
         inputs = [t.contiguous() for t in self.inputs(view, target.embed)]
         function = None if self.captures is None else self.captures.forward(self, inputs)
-        return self(*inputs) if function is None else function(_none, *inputs)[0]
+        return self(*inputs) if function is None else function(*inputs)[0]
 
     def forward(self, features: Tensor, scored: Tensor, around: Tensor, fed: Tensor, place: Tensor) -> Tensor:
         """Final features [B, C, R·H] at the C positions; the arguments are as in View, with embeddings for tokens."""
@@ -225,7 +225,3 @@ class HeadsDrafter(nn.Module):
         x = x + F.silu(self.inner(x))
         own, over = self.gate(x).sigmoid().split(1, -1)
         return here * own + above * (1 - on * own) * over + self.leave(x)
-
-
-def _none(*_: Tensor) -> Tensor:
-    raise AssertionError("heads have no attention")

@@ -9,13 +9,13 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from mmspec.drafters.blocks import Attend, attention
 from mmspec.functional import LayerAttention, cut
 from mmspec.kernels import reference as ops
 from mmspec.ragged_cache import Lengths, RaggedBuffer, visibility
 from mmspec.steady import AddressTable, Steady, addressed, appended
+from mmspec.types import stacked
 
 KeysValues = tuple[Tensor, Tensor]  # [B, heads, n, D] each
 
@@ -48,12 +48,10 @@ class FeatureMemory:
     def join(self, other: FeatureMemory) -> FeatureMemory:
         for mine, others in zip(self._buffers(), other._buffers(), strict=True):
             mine.join(others, self.lengths.longest)
-        longest = max(self.open_slots.shape[1], other.open_slots.shape[1])
-        open_slots = [pad(m.open_slots, (0, longest - m.open_slots.shape[1]), value=True) for m in (self, other)]
         positions = torch.cat([self.positions, other.positions])
         both = None if self.context is None or other.context is None else torch.cat([self.context, other.context])
         lengths, padded = self.lengths.join(other.lengths), self.padded or other.padded
-        slots = torch.cat(open_slots)
+        slots = stacked(self.open_slots, other.open_slots, True)
         return replace(self, lengths=lengths, positions=positions, padded=padded, open_slots=slots, context=both)
 
     def attend(

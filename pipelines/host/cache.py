@@ -21,8 +21,9 @@ from mmspec.kernels import dispatch
 from mmspec.pipelines.host.forward import now
 from mmspec.pipelines.host.recurrent_state import AcceptedPath, RecurrentLayer, RecurrentLayers
 from mmspec.prefix_store import LayerTensors
-from mmspec.ragged_cache import Lengths, RaggedBuffer, stacked
+from mmspec.ragged_cache import Lengths, RaggedBuffer
 from mmspec.steady import AddressTable
+from mmspec.types import stacked
 
 _FEATURES = -1  # the layer index under which `held` returns the drafter's features
 _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)

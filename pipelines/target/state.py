@@ -15,8 +15,8 @@ from mmspec.pipelines.host import recurrent, tree_attention
 from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.kinds import Mask
 from mmspec.pipelines.host.model import HostModel
-from mmspec.ragged_cache import stacked, visibility
-from mmspec.types import Round
+from mmspec.ragged_cache import visibility
+from mmspec.types import Round, stacked
 
 
 def each_stream(t: Tensor, streams: int) -> Tensor:
