@@ -288,26 +288,27 @@ class Distillation:
         """One optimizer step on one batch."""
         recipe, frozen = self.recipe.at(self.step), self.recipe.stage(self.step)[0].frozen
         torch.manual_seed(self.recipe.seed * 100003 + self.step)  # so that a resumed run draws the same
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.recipe.rate(self.step)
         if getattr(self.drafter, "gate", None) is not None:
             self.drafter.gate.heat = recipe.heat(self.step)
         self.network.train()
         with self.computing():
             loss, agree = losses(self.drafter, self.network, self.teacher, trace, recipe)
+        return self.stepped(loss, recipe, frozen), agree
+
+    def stepped(self, loss: Tensor, recipe: Recipe, frozen: tuple[str, ...] = ()) -> float:
+        """Step the optimizers by the gradient of a loss, without parameters whose names begin so; returns the loss."""
         self.accelerator.backward(loss)
         for name, parameter in self.drafter.named_parameters():
             if name.startswith(frozen):
                 parameter.grad = None
-        if recipe.clip_by == "value":
-            self.accelerator.clip_grad_value_(self.network.parameters(), recipe.clip)
-        else:
-            self.accelerator.clip_grad_norm_(self.network.parameters(), recipe.clip)
+        clip = self.accelerator.clip_grad_value_ if recipe.clip_by == "value" else self.accelerator.clip_grad_norm_
+        clip(self.network.parameters(), recipe.clip)
         for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.recipe.rate(self.step)
             optimizer.step()
             optimizer.zero_grad()
-        return loss.item(), agree
+        return loss.item()
 
     @torch.no_grad()
     def measure(self, held_out: Lesson) -> float:

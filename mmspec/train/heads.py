@@ -183,9 +183,6 @@ class HeadsTraining(Distillation):
 
     def learn(self, view: View, features: Tensor, exists: Tensor) -> float:
         """One optimizer step on a batch of rounds; returns the loss."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.recipe.rate(self.step)
         self.network.train()
         with self.computing():
             with torch.no_grad():
@@ -193,10 +190,4 @@ class HeadsTraining(Distillation):
             log_q = self.teacher.head(self.network(*self.drafter.inputs(view, self.teacher.embed))).log_softmax(-1)
         r, weight = self.recipe, exists * torch.where(view.own, OWN, 1.0)
         each = r.law_weight * (p - log_q.exp()).abs().sum(-1) / 2 - r.token_weight * (p * log_q).sum(-1)
-        loss = (each * weight).sum() / weight.sum()
-        self.accelerator.backward(loss)
-        self.accelerator.clip_grad_norm_(self.network.parameters(), r.clip)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss.item()
+        return self.stepped((each * weight).sum() / weight.sum(), r)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mmspec.drafters.extended import Line, extended
+from mmspec.drafters.lookup import Line, extended
 from mmspec.pipelines.host.processors.grammar import Parse
 from mmspec.protocols import Proposer, Target
 from mmspec.session import Row, Session

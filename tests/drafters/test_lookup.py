@@ -13,10 +13,8 @@ from compared import as_stock
 from hostile_drafters import eagle
 from torch import Tensor
 
-from mmspec.drafters import extended as extending
 from mmspec.drafters import lookup
-from mmspec.drafters.extended import extended
-from mmspec.drafters.lookup import Lookup
+from mmspec.drafters.lookup import Lookup, extended
 from mmspec.rules import exact
 from mmspec.tree import chain, from_parents
 from mmspec.types import NO_TOKEN, Categorical, Draft
@@ -116,8 +114,8 @@ def test_the_joint_law_of_what_is_drawn(paths: Any, sound: bool, monkeypatch: py
         def mixed(q: Categorical, tokens: Tensor, own: Tensor) -> Tensor:
             return points(q, tokens, (torch.arange(own.shape[1]) < 2).expand_as(own))
 
-        points = extending._points
-        monkeypatch.setattr(extending, "_points", mixed)
+        points = lookup._points
+        monkeypatch.setattr(lookup, "_points", mixed)
     model = table_targets.TableModel(vocab=3, length=4, seed=3)
     drafter = Lookup(table_targets.Drawn(model, paths), table_targets.Drawn(model, 1))
     texts, _, session = table_targets.run(model, drafter, exact, 20000)
