@@ -37,11 +37,6 @@ def emptied_residual(p: Tensor, q: Tensor, around: Tensor, borrows: Tensor, cert
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
 
-def scaled_ratio(p_x: Tensor, q_x: Tensor, omega: Tensor | float) -> Tensor:
-    """min(1, ω·p(x)/q(x)), 0 where p(x) = 0; at least `exact_ratio` for every ω ≥ 1."""
-    return torch.where(p_x > 0, (omega * p_x / q_x).clamp(max=1.0), 0.0)
-
-
 def typical_bound(p: Tensor, epsilon: float, delta: float) -> Tensor:
     """Least probability of a typical token of the distributions p [..., V]: min(ε, δ·exp(−H(p))) (Cai et al. 2024,
     Medusa)."""

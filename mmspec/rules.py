@@ -225,7 +225,7 @@ def scaled(*, omega: float, nu: float = 0.0) -> Rule:
 
     def relaxed(trial: Trial) -> Tensor:
         weight = (omega * torch.exp(-nu * (trial.depth - 1).to(trial.p_x.dtype))).clamp(min=1.0)
-        return ops.scaled_ratio(trial.p_x, trial.q_x, weight)
+        return ops.exact_ratio(weight * trial.p_x, trial.q_x)
 
     return _relaxed(f"scaled(omega={omega}, nu={nu})", relaxed=relaxed)
 

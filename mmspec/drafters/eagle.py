@@ -87,14 +87,13 @@ class EagleDrafter(FeatureDrafter):
         super().__init__()
         self.config = c = config
         self.options = self.chosen({})
-        reads = len(c.features) * (c.target_hidden or c.hidden)
-        self.fc = Linear(reads if c.parallel_norm else c.hidden + reads, c.hidden, bias=c.fc_bias)
+        both, wide = c.parallel_norm, c.target_hidden or c.hidden
+        reads = len(c.features) * wide
+        self.fc = Linear(reads if both else c.hidden + reads, c.hidden, bias=c.fc_bias)
         self.block = Block(
             c.hidden, c.intermediate, c.heads, c.kv_heads, c, c.norm_eps,
-            inputs=2 if c.parallel_norm else 1, qkv_bias=c.qkv_bias, head_dim=c.head_dim or None,
+            inputs=2 if both else 1, qkv_bias=c.qkv_bias, head_dim=c.head_dim or None,
         )  # fmt: skip
-        both = c.parallel_norm
-        wide = c.target_hidden or c.hidden
         self.fc_norm = nn.ModuleList(RMSNorm(wide, c.norm_eps) for _ in c.features) if c.fc_norm else None
         self.fused_norm = RMSNorm(reads, c.norm_eps) if c.norm_before_fc else None
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, reads)) if c.parallel else None

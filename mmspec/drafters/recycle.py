@@ -248,12 +248,12 @@ class RecycleDrafter:
         successors.learn(tokens, last.scores.likeliest)
         streaks = []
         for row, (place, path, proposed) in enumerate(zip(places, last.path, last.proposed, strict=True)):
-            streak, ends = place.streak, False
+            streak, over = place.streak, False
             if place.shape is not None and proposed and path[-1] < place.shape.tree.size:  # else it was another draft
-                streak, ends = successors.tested(place.shape, path, streak)
-            if not ends and before is not None:
+                streak, over = successors.tested(place.shape, path, streak)
+            if not over and before is not None:
                 streak = successors.compared(before[row], pending[row], streak)
-            streaks.append(0 if ends else streak)
+            streaks.append(0 if over else streak)
         return streaks
 
 
