@@ -9,7 +9,6 @@ from mmspec.app.bench import command, report
 SUITES = command.SUITES | {
     "vlm": ("benchmarks.suites.vlm", "as `mmspec bench vlm`, also with pairs, clips, ablations and curves"),
     "image": ("benchmarks.suites.image", "as `mmspec bench image`, and how good the pictures are"),
-    "pictures": ("benchmarks.suites.pictures", "CLIP score, inception score and FID of folders of pictures"),
     "round": ("benchmarks.suites.round", "where the time of a round goes, and what it is against a plain step"),
     "shapes": ("benchmarks.suites.shapes", "what a round costs at the shapes of published models, with random weights"),
     "turns": ("benchmarks.suites.turns", "the first token of a second question and a second turn, with prefix_cache"),

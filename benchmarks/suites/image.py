@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from PIL import Image, ImageDraw
 
-from benchmarks.suites import image_methods, mar, measures, quality
+from benchmarks.suites import image_methods, mar, quality
 from benchmarks.suites.gallery import Gallery, gallery_of
 from benchmarks.suites.plots import CURVES
 from benchmarks.suites.quality import ImagePrompts, Judge
@@ -41,8 +41,7 @@ UNKNOWN = ("fd_ar", "fd_over_noise", "fd_real", "precision", "recall", "faithful
 DEFAULT_QUALITY = ("ar", "jacobi-*-16", "jacobi-pac", "eagle*", "*+*")
 OF_TOKENS: dict[str, object] = {  # flags for models that draw token ids, and their defaults
     "enable": [], "prompts": None, "rule": [], "budget": None, "top_k": None, "grid": None,
-    "quality_methods": None, "noise_runs": 2, "sweep": None, "pictures": None, "clip": [], "inception": None,
-    "reference": None,
+    "quality_methods": None, "noise_runs": 2, "sweep": None, "pictures": None,
 }  # fmt: skip
 
 
@@ -62,10 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     image.configure(parser)
     images = next(action for action in parser._actions if action.dest == "images")
     images.type, images.help = int, "prompts timed side by side; 0: no timing (%(default)s)"
-    listed = next(action for action in parser._actions if action.dest == "prompts")
-    listed.type, listed.help = measures.read_captions, measures.CAPTIONS + " (default: held-out scenes)"
     parser.add_argument("--grid", type=Path, metavar="FILE", help="a sheet of pictures of all methods, same seeds")
-    measures.configure(parser)
     good = parser.add_argument_group("how good the pictures are")
     good.add_argument("--quality-images", type=int, default=0, metavar="N", help="pictures to measure per method")
     good.add_argument("--quality-batch", type=count, default=8, metavar="N", help="pictures per call (%(default)s)")
@@ -78,17 +74,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    """Measure timings, then standard quality measures, or quality."""
+    """Measure timings, then quality."""
     if is_mar(args.model):
         refuse(args, "a MAR draws classes by its own drafts, so this bench has no use for that here", **OF_TOKENS)
         yield from mar.measure(args, outcome)
         return
-    measured = measures.wanted(args)
     if not args.quality_images:
         why = "no quality is measured without --quality-images N"
         refuse(args, why, quality_methods=None, sweep=None, pictures=None)
-    if measured and args.quality_images < 2:
-        raise BenchError("give the number of pictures to measure: --quality-images N, 2 or more")
     if args.images == 0 and args.grid is None and not args.quality_images:
         raise BenchError("nothing to do; give --images, --grid or --quality-images")
     bench = StaticBench(**vars(image.begin(args, outcome)))
@@ -97,11 +90,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     chosen = matching(methods(bench.painter, args), args.methods, args.without)
     if args.grid:
         draw_sheet(bench, chosen, image.prompts(bench.painter, args, GRID), args.grid)
-    if measured:
-        drawn = [method for method in chosen if not method.arguments]
-        conditions = image.prompts(bench.painter, args, args.quality_images)
-        yield from measures.measure_pictures(bench, drawn, conditions, args, outcome)
-    elif args.quality_images:
+    if args.quality_images:
         for record in judge_all(bench, to_judge(bench.painter, args), ask(bench.painter, args), args):
             outcome.records.append(record)
             yield
