@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks.suites import shapes_ways
 from benchmarks.suites.kernels import NO_GPU
 from benchmarks.suites.round import PARTS
-from benchmarks.suites.shapes_models import REAL, TOY, Chat, on_paper
-from benchmarks.suites.shapes_published import MODELS
-from benchmarks.suites.shapes_ways import STOCK, Cost, ShapeMethod
-from benchmarks.suites.subject import refuse
-from mmspec.app.bench import report
+from benchmarks.suites.shapes_models import MODELS, REAL, TOY, Chat, on_paper
+from benchmarks.suites.subject import sharing
+from mmspec.app.bench import report, vlm
+from mmspec.app.bench.answers import VlmBench
 from mmspec.app.bench.command import BenchError, Outcome, matching, say
-from mmspec.app.compare import OWN, Comparison, free, over
+from mmspec.app.compare import OWN, Comparison, Method, free, over
 from mmspec.app.devices import find_device, free_memory
 from mmspec.app.options import DTYPES, count
 from mmspec.app.provenance import provenance
+from mmspec.drafters.plain import Plain
+from mmspec.pipelines.host.tree_attention import NAME as TREE
 
+STOCK, COMPILED = "stock", "stock compiled"
+SDPA = "sdpa"
+ROWS = 32768  # rows of a larger head that a drafter reads, if not all
 GIB = 2**30
 BATCHES = {REAL: (1, 4, 16), TOY: (1, 4)}
 TOKENS = {REAL: 32, TOY: 6}
@@ -44,18 +51,92 @@ class ShapeCell:
         return f"{toy}{self.model}, context {self.context}, batch {self.batch}"
 
 
+@dataclass(frozen=True)
+class Cost:
+    """Averages over the rounds of one call.
+
+    Attributes:
+        seconds: time of the whole round, or of a plain step.
+        tokens: tokens that a row gains.
+        parts: seconds by part, by the host's clock.
+    """
+
+    seconds: float
+    tokens: float = 1.0
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ShapeMethod:
+    """One way to generate, by calls with a prefill and some rounds; plain means without drafts."""
+
+    name: str
+    call: Callable[[], Cost]
+    setting: str = ""
+    plain: bool = False
+
+
+class ChatWays:
+    """A model and its drafters with random weights, created on their device, and the ways to generate.
+
+    Stock `generate`, eager and compiled on a static cache, and mmspec without and with each drafter, by sdpa or as a
+    tree.
+    """
+
+    def __init__(
+        self, shape: Chat, sizes: str, device: torch.device, dtype: torch.dtype, tokens: int, seed: int
+    ) -> None:
+        torch.manual_seed(seed)
+        with torch.device(device):
+            parts: dict[str, Any] = {name: part.eval() for name, part in shape.parts(sizes, dtype).items()}
+        model = parts.pop("target")
+        model.generation_config.pad_token_id = 0
+        self.shape, self.sizes, self.drafters = shape, sizes, parts
+        self.bench = VlmBench(model, None, tokens, seed)
+        # of the same weights: captures hold for one implementation of attention
+        twin = sharing(model)
+        twin.set_attn_implementation(TREE)
+        self.benches = {SDPA: self.bench, TREE: VlmBench(twin, None, tokens, seed)}
+
+    def ways(self, context: int, batch: int, compile: bool) -> Iterator[ShapeMethod]:
+        inputs = self.shape.prompt(self.bench.model, self.sizes, context - self.bench.max_new_tokens, batch)
+        plain, static = vlm.stock(self.bench.model.device)
+        methods = [(plain, SDPA), *([(replace(static, name=COMPILED), SDPA)] if compile else [])]
+        hows: dict[str, dict[str, Any]] = {"": {}, " compiled": {"compile": True}} if compile else {"": {}}
+        methods += [(Method(f"plain{how}", Plain(), more), SDPA) for how, more in hows.items()]
+        if self.shape.text[self.sizes]["vocab_size"] > ROWS:  # a drafter may read part of such a head
+            how, most = list(hows.items())[-1]
+            hows[f"{how} {ROWS} rows"] = most | {"draft_vocab": ROWS}
+        for (name, drafter), attend, (how, more) in product(self.drafters.items(), (SDPA, TREE), hows.items()):
+            c, title = drafter.config.shape, f"{name}{' tree attention' if attend == TREE else ''}{how}"
+            if c.width == 1 and attend == TREE:
+                continue  # a chain needs no tree attention
+            options = {"depth": c.depth, "width": c.width, "size": c.size, **more}
+            methods.append((Method(title, drafter, options), attend))
+        for method, attend in methods:
+            call = partial(self._call, method, attend, inputs)
+            yield ShapeMethod(method.name, call, method.setting, plain=method.drafter is None)
+
+    def _call(self, method: Method, attend: str, inputs: dict[str, Tensor]) -> Cost:
+        call = self.benches[attend].call(method, 0.0, inputs, self.bench.seed)
+        if call.per_step is None:
+            raise RuntimeError("the call ended with its first token")
+        if call.stats is None:
+            return Cost(call.per_step)
+        parts = {name: much / call.stats.rounds for name, much in call.stats.seconds.items() if name != "prefill"}
+        return Cost(call.per_step, call.stats.tokens_per_target_call, parts)
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help=f"of {', '.join(MODELS)}")
     add("--sizes", choices=(TOY, REAL), help="default: real on CUDA, toy elsewhere")
-    add("--contexts", type=count, nargs="+", metavar="N", help="positions at the end of a call, of vision-language "
-        "models; default: 1024 4096 16384, of toys 64 128 256, as far as the model has positions. Pictures have "
-        "their own length")  # fmt: skip
+    add("--contexts", type=count, nargs="+", metavar="N", help="positions at the end of a call; default: 1024 "
+        "4096 16384, of toys 64 128 256, as far as the model has positions")  # fmt: skip
     add("--batch", type=count, nargs="+", metavar="N", help="default: 1 4 16, of toys 1 4")
     add("--drafters", nargs="+", metavar="NAME", help="only these drafters of eagle, vispec, msd (default: all)")
     add("--methods", nargs="+", metavar="PATTERN", help="only these besides stock, such as 'vispec tree*compiled'")
-    add("--tokens", type=count, help="new tokens of a call, the first included; default: 32, of toys 6. LlamaGen draws "
-        "whole pictures")  # fmt: skip
+    add("--tokens", type=count, help="new tokens of a call, the first included; default: 32, of toys 6")
     add("--repeats", type=count, default=3, help="timed calls (default: %(default)s)")
     add("--compile", action=argparse.BooleanOptionalAction, help="also compiled, which takes most of a toy's time "
         "(default: on CUDA)")  # fmt: skip
@@ -73,8 +154,6 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     tokens = args.tokens or TOKENS[sizes]
     if tokens < 2 or args.repeats < 1:
         raise BenchError(f"a call needs --tokens 2 to have a round, and --repeats 1; got {tokens}, {args.repeats}")
-    if not any(isinstance(MODELS[name], Chat) for name in args.models):
-        refuse(args, "only vision-language models are measured at other lengths", contexts=None)
     counts = {name: on_paper(MODELS[name], sizes) for name in args.models}
     if sizes == REAL and not cuda and args.device is None:
         wanted = ", ".join(f"{n} {dtype.itemsize * sum(c.values()) / GIB:.1f} GiB" for n, c in counts.items())
@@ -94,7 +173,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         }
     )
     for name in args.models:
-        contexts = args.contexts if args.contexts and isinstance(MODELS[name], Chat) else MODELS[name].contexts[sizes]
+        contexts = args.contexts or MODELS[name].contexts[sizes]
         cells = [ShapeCell(name, sizes, c, b) for c in contexts for b in args.batch or BATCHES[sizes]]
         yield from _model(cells, counts[name], device, dtype, tokens, args, outcome)
         free()  # the model has been freed with its last cell
@@ -114,7 +193,7 @@ def _model(
         else:
             if subject is None:
                 say(f"building {cell.model}, {cell.sizes}")
-                subject = shapes_ways.load(MODELS[cell.model], cell.sizes, device, dtype, tokens, args.seed)
+                subject = ChatWays(MODELS[cell.model], cell.sizes, device, dtype, tokens, args.seed)
             if args.compile:  # code compiled for other lengths counts towards the recompilation limit
                 torch.compiler.reset()
             try:

@@ -181,7 +181,6 @@ def test_says_what_is_wrong_with_a_list(tmp_path: Path, content: str, count: int
         (["vlm", "--data", "{}", "--shown", "pair"], "--shown: --data shows your own pictures, and nothing drawn"),
         (["vlm", "--data", "{}", "--prompt", "short"], "--prompt: the questions of "),
         (["caption", "--data", "{}", "--prompt", "short"], "--prompt: the questions of "),
-        (["shapes", "--sizes", "toy", "--models", "llamagen-xl", "--contexts", "9"], "--contexts: only vision-"),
         (
             ["image", "--sweep", "--pictures", "{}"],
             "--sweep and --pictures: no quality is measured without --quality-images N",

@@ -6,7 +6,6 @@ import json
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -17,11 +16,8 @@ import uncompiled
 
 from benchmarks.__main__ import parser as workshop
 from benchmarks.suites import shapes
-from benchmarks.suites.shapes import ShapeCell
-from benchmarks.suites.shapes_drawn import CodesWays, LatentsWays
-from benchmarks.suites.shapes_models import REAL, TOY, Chat, Latents, on_paper
-from benchmarks.suites.shapes_published import MODELS
-from benchmarks.suites.shapes_ways import ChatWays, Cost, ShapeMethod, load
+from benchmarks.suites.shapes import ChatWays, Cost, ShapeCell, ShapeMethod
+from benchmarks.suites.shapes_models import MODELS, REAL, TOY, on_paper
 from mmspec.app import cli, compare
 from mmspec.app.bench import report
 from mmspec.kernels import dispatch
@@ -32,8 +28,6 @@ PUBLISHED = {  # parameters in millions, as their authors count them; of drafter
     "qwen2.5-vl-7b": {"target": 8290, "eagle": 281, "vispec": 345, "msd": 259},
     "smolvlm-500m": {"target": 507, "eagle": 11.7},
     "qwen3.5-4b": {"target": 4540, "mtp": 120},
-    "llamagen-xl": {"target": 775},
-    "mar-h": {"target": 943, "draft": 208},
 }
 TREES = {"eagle": (6, 10, 60), "vispec": (4, 8, 30), "msd": (6, 10, 59)}
 CHAT = [f"{name}{attention}" for name in ("eagle", "vispec", "msd") for attention in ("", " tree attention")]
@@ -42,13 +36,8 @@ DRAFTED = {
     "qwen2.5-vl-7b": CHAT,
     "smolvlm-500m": ["eagle"],
     "qwen3.5-4b": ["mtp"],
-    "llamagen-xl": ["jacobi 32"],
-    "mar-h": ["self 8", "draft 8"],
 }
-WHERE = {ChatWays: "bench.model", CodesWays: "bench.painter.pipe.transformer", LatentsWays: "model"}
-COMPILED = ["llamagen-xl", "llava-1.5-7b", "mar-h"]  # by default the first
-OWN = {name: [] if name in ("llamagen-xl", "mar-h") else ["plain"] for name in MODELS}  # mmspec without a drafter
-PLAIN = {name: ["stock", "fast head"] if name == "mar-h" else ["stock"] for name in MODELS}
+COMPILED = ["smolvlm-500m", "llava-1.5-7b"]  # by default the first
 
 
 @dataclass(frozen=True)
@@ -66,24 +55,23 @@ class Measured:
 
 def run(out: Path, *words: str) -> Measured:
     """With the least there is to do; what compilers make of it is left out: pieces and graphs run as they are."""
-    contexts = [] if {"llamagen-xl"} == {*words} & {*MODELS} else ["--contexts", "64"]
-    given = [*contexts, "--batch", "2", "--tokens", "3", "--repeats", "1", "--device", "cpu", *words]
-    compiler, build, held, gone = torch.compile, shapes.shapes_ways.load, list[Any](), list[bool]()
+    given = ["--contexts", "64", "--batch", "2", "--tokens", "3", "--repeats", "1", "--device", "cpu", *words]
+    compiler, held, gone = torch.compile, list[Any](), list[bool]()
 
     def left() -> bool:
         return all(one() is None for one in held)
 
     def loaded(*given: Any) -> Any:
         gone.append(left())
-        subject = build(*given)
-        held.append(ref(attrgetter(WHERE[type(subject)])(subject)))
+        subject = ChatWays(*given)
+        held.append(ref(subject.bench.model))
         return subject
 
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as said:
         patch.setattr(compare, "PEAKS", 1)
         patch.setattr(torch, "compile", lambda f, **_: compiler(f, backend="eager", dynamic=False))
         uncompiled.pieces(patch)
-        patch.setattr(shapes.shapes_ways, "load", loaded)
+        patch.setattr(shapes, "ChatWays", loaded)
         assert cli.main(["shapes", "--sizes", TOY, "--json", str(out), *given], workshop) == 0
     return Measured(json.loads(out.read_text()), said.getvalue(), [*gone, left()])
 
@@ -113,7 +101,7 @@ def test_shapes_have_the_published_parameters(name):
 @pytest.mark.parametrize("sizes", [REAL, TOY])
 def test_drafters_draft_the_published_trees(sizes):
     with torch.device("meta"):
-        for name, shape in ((n, s) for n, s in MODELS.items() if isinstance(s, Chat)):
+        for name, shape in MODELS.items():
             for method in shape.drafters.keys() & TREES.keys():
                 c = shape.feature_drafter(method, sizes).config.shape
                 assert (c.depth, c.width, c.size) == ((8, 1, 9) if name == "smolvlm-500m" else TREES[method])
@@ -124,12 +112,12 @@ def test_drafters_draft_the_published_trees(sizes):
 @pytest.mark.every(8)
 def test_a_cell_has_c_of_every_way(name, eager):
     records = eager.of(name)
-    assert [r["method"] for r in records] == [*PLAIN[name], *OWN[name], *DRAFTED[name]]
-    assert [r["method"] for r in records if r["stock_path"]] == PLAIN[name]
+    assert [r["method"] for r in records] == ["stock", "plain", *DRAFTED[name]]
+    assert [r["method"] for r in records if r["stock_path"]] == ["stock"]
     for r in records:
         assert r["c"] == pytest.approx(r["step_ms"] / records[0]["step_ms"], rel=1e-5) and r["c"] > 0 and not r["note"]
         assert r["tokens_per_target_call"] >= 1 and r["n"] == 1
-    assert records[0]["c"] == 1 and all(r["parts_ms"] for r in records[1:] if "mar" not in name)
+    assert records[0]["c"] == 1 and all(r["parts_ms"] for r in records[1:])
     assert eager.written["provenance"]["real sizes"] == "unmeasured: needs a GPU"
     assert eager.written["provenance"]["sizes"] == TOY and f"toy of {name}" in eager.said
 
@@ -138,11 +126,10 @@ def test_a_cell_has_c_of_every_way(name, eager):
 @pytest.mark.full
 def test_compiled_ways_stand_beside_the_eager_ones(name, compiled):
     records = {r["method"]: r for r in compiled.of(name)}
-    known = {f"{m}{how}" for m in (*PLAIN[name], *OWN[name], *DRAFTED[name]) for how in ("", " compiled")}
-    assert set(records) == known - ({"stock compiled"} if name == "mar-h" else set())
+    known = {f"{m}{how}" for m in ("stock", "plain", *DRAFTED[name]) for how in ("", " compiled")}
+    assert set(records) == known
     assert all(r["c"] > 0 and not r["note"] for r in records.values())
     best = min((r for r in records.values() if r["stock_path"]), key=lambda r: r["step_ms"])
-    assert best["method"].removesuffix(" compiled") in PLAIN[name]
     assert {r["best_stock"] for r in records.values()} == {best["method"]} and best["c_best"] == 1
 
 
@@ -151,7 +138,7 @@ def test_tree_attention_runs_in_the_ways_that_say_so(compile: bool, monkeypatch)
     uncompiled.pieces(monkeypatch)
     attend, calls, served = dispatch.tree_attention, list[int](), dict[str, bool]()
     monkeypatch.setattr(dispatch, "tree_attention", lambda *a: calls.append(1) or attend(*a))
-    ways = load(MODELS["qwen2.5-vl-7b"], TOY, CPU, torch.float32, 3, 0).ways(64, 1, compile)
+    ways = ChatWays(MODELS["qwen2.5-vl-7b"], TOY, CPU, torch.float32, 3, 0).ways(64, 1, compile)
     for way in (way for way in ways if not way.plain):
         calls.clear()
         way.call()
@@ -161,8 +148,8 @@ def test_tree_attention_runs_in_the_ways_that_say_so(compile: bool, monkeypatch)
 
 
 def test_drafts_read_a_part_of_a_large_head_in_the_ways_that_say_so(monkeypatch):
-    monkeypatch.setattr(shapes.shapes_ways, "ROWS", 100)
-    subject = load(MODELS["qwen2.5-vl-7b"], TOY, CPU, torch.float32, 3, 0)
+    monkeypatch.setattr(shapes, "ROWS", 100)
+    subject = ChatWays(MODELS["qwen2.5-vl-7b"], TOY, CPU, torch.float32, 3, 0)
     ways = {way.name: way.call for way in subject.ways(64, 1, False) if not way.plain}
     found = {name: call.args[0].options.get("draft_vocab") for name, call in ways.items()}
     drafted = {f"{m}{rows}": 100 if rows else None for m in CHAT for rows in ("", " 100 rows")}
@@ -186,7 +173,7 @@ def test_the_figures_of_a_cell():
     assert msd["c"] is None and msd["note"] == "failed: RuntimeError: no room"
 
 
-@pytest.mark.parametrize(("how", "count"), [("eager", len(MODELS)), pytest.param("compiled", 3, marks=FULL)])
+@pytest.mark.parametrize(("how", "count"), [("eager", len(MODELS)), pytest.param("compiled", 2, marks=FULL)])
 def test_a_model_goes_before_the_next_is_built(how, count, request):
     measured = request.getfixturevalue(how)
     assert measured.gone == [True] * (count + 1), "the model before is still there"
@@ -211,8 +198,12 @@ def test_what_is_too_long_or_too_large_is_told_and_not_built(tmp_path, monkeypat
 
 def test_real_sizes_want_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr(shapes, "find_device", lambda name: CPU)
-    said = refused(capsys, "--sizes", REAL, "--models", "llava-1.5-7b", "mar-h", "--dtype", "bfloat16")
-    assert "real sizes need a GPU" in said and "llava-1.5-7b 14.6 GiB, mar-h 2.1 GiB" in said and "--device cpu" in said
+    said = refused(capsys, "--sizes", REAL, "--models", "llava-1.5-7b", "smolvlm-500m", "--dtype", "bfloat16")
+    assert (
+        "real sizes need a GPU" in said
+        and "llava-1.5-7b 14.6 GiB, smolvlm-500m 1.0 GiB" in said
+        and "--device cpu" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -226,15 +217,6 @@ def test_real_sizes_want_a_gpu(capsys, monkeypatch):
 def test_what_makes_no_sense_is_refused(words, why, capsys):
     given = words if "--device" in words else (*words, "--device", "cpu")
     assert why in refused(capsys, "--sizes", TOY, *given)
-
-
-def test_mar_goes_on_in_the_middle_of_a_picture():
-    shape = MODELS["mar-h"]
-    assert isinstance(shape, Latents)
-    half = load(shape, TOY, CPU, torch.float32, 3, 0)._half(2)
-    assert half.counts == [128, 128]
-    known = half.tokens.abs().sum(-1).gather(1, half.order) > 0
-    assert known[:, :128].all() and not known[:, 128:].any(), "by turn"
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,12 +1,10 @@
-"""Predicts the cost of a round on a GPU from counts of bytes, arithmetic operations and kernel launches.
+"""Counts what a round launches on a GPU: the operations of torch, and the graphs that it replays.
 
-    python benchmarks/expected.py --out benchmarks/results/expected.json
+    python benchmarks/launches.py --out benchmarks/results/launches.json
 
-Launches are counted on narrow models of the real class with few layers, because they do not depend on the width and
-every layer adds the same number: the torch operations of a round and the graphs that it replays. Each of mmspec's
-kernels counts as its launches; `tests/support/pretend_graphs.py` stands in for CUDA graphs. Bytes and arithmetic follow
-from published shapes (`expected_bytes.py`). The time of a forward is the longest of three: reading its bytes, its
-arithmetic, and its launches on the host.
+They are counted on narrow models of the real class with few layers, because they do not depend on the width and every
+layer adds the same number. Each of mmspec's kernels counts as its launches; `tests/support/pretend_graphs.py` stands in
+for CUDA graphs.
 """
 
 from __future__ import annotations
@@ -28,16 +26,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: whole graphs contain a kernel of mmspec
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
-import expected_bytes as by_shape  # noqa: E402
 import pretend_graphs  # noqa: E402
 import transformers as T  # noqa: E402
 from hostile_drafters import Scripted  # noqa: E402
 
 import mmspec  # noqa: E402
-from benchmarks.suites.shapes_models import REAL, TOY, Chat  # noqa: E402
-from benchmarks.suites.shapes_published import MODELS  # noqa: E402
+from benchmarks.suites.shapes_models import MODELS, REAL, TOY, Chat  # noqa: E402
 from mmspec.app.provenance import provenance  # noqa: E402
 from mmspec.compile import capture, graphs  # noqa: E402
 from mmspec.drafters.plain import Plain  # noqa: E402
@@ -49,15 +45,11 @@ from mmspec.protocols import Drafter  # noqa: E402
 KERNELS = {
     "uniform": 1, "tree_attention": 2, "compact_rows": 1, "draw": 2, "verify_point_mass": 2, "residual_sample": 3,
 }  # fmt: skip
-CONTEXT, BATCHES = 4096, (1, 16)  # those that the tables show
 _VIEWS = (
     "view", "_unsafe_view", "reshape", "expand", "transpose", "permute", "t", "slice", "select", "unsqueeze", "squeeze",
     "split", "split_with_sizes", "unbind", "detach", "alias", "as_strided", "unfold", "diagonal", "chunk",
     "empty", "empty_strided", "empty_like", "new_empty", "_local_scalar_dense", "lift_fresh", "new_empty_strided",
 )  # fmt: skip
-
-
-# -- launches ----------------------------------------------------------------------------------------------------------
 
 
 class Launched(TorchDispatchMode):
@@ -112,7 +104,6 @@ def counting() -> Iterator[Launched]:
 def chat(name: str, layers: int) -> tuple[Any, Chat]:
     """A narrow model of this class, and its shape."""
     shape = MODELS[name]
-    assert isinstance(shape, Chat)
     text = {**shape.text, TOY: {**shape.text[TOY], "num_hidden_layers": layers, "vocab_size": 512}}
     shape = replace(shape, text=text)
     model = shape.target(TOY, torch.float32).eval()
@@ -182,56 +173,27 @@ def hybrids(layers: int) -> Counts:
     return ways(model, inputs, "a chain of 8 read", chain)
 
 
-def report() -> dict[str, Any]:
-    deep = MODELS["qwen2.5-vl-7b"].text[REAL]["num_hidden_layers"]  # type: ignore[union-attr]
-    launched = {
-        "qwen2.5-vl-7b": grown(chats, 2, 3, deep),
-        "a hybrid of 9B": grown(hybrids, 4, 8, T.Qwen3_5TextConfig().num_hidden_layers),
-    }
-    assumed = {
-        "seconds per launch": by_shape.PER_LAUNCH, "per graph": by_shape.PER_GRAPH,
-        "share of bandwidth, of arithmetic": by_shape.REACHED,
-    }  # fmt: skip
-    plans = by_shape.vispec(), by_shape.heads()
-    return {
-        "provenance": provenance(torch.device("cpu"), torch.bfloat16) | {"assumed": assumed},
-        "launches": launched,
-        "sizes": by_shape.sizes(),
-        "expected": [row for plan in plans for row in by_shape.expected(plan, launched[plan.model])],
-    }
-
-
-def tables(figures: dict[str, Any]) -> str:
-    """Tables of the predictions for some conditions; the result file has all conditions."""
+def table(launched: dict[str, Counts]) -> str:
+    """The table of docs/speed.md."""
     lines = ["| | operations a round | graphs replayed |", "|---|--:|--:|"]
-    for model, ways in figures["launches"].items():
+    for model, ways in launched.items():
         lines += [f"| {model}: {way} | {n['operations']:,} | {n['graphs'] or '-'} |" for way, n in ways.items()]
-    lines += ["", "| | weights read, GB | cache at 4k, GB | states, GB | of the weights, the head, GB |",
-              "|---|--:|--:|--:|--:|"]  # fmt: skip
-    for model, gb in figures["sizes"].items():
-        lines.append(f"| {model} | " + " | ".join(f"{value:.2f}" for value in gb.values()) + " |")
-    cut = [f"{rows} rows" for rows in by_shape.ROWS]
-    for model in dict.fromkeys(r["model"] for r in figures["expected"]):
-        lines += ["", "| device | batch | stock eager, ms | compiled step, ms | c, all rows | "
-                  f"c, {' | c, '.join(cut)} | measured |", "|---|--:|--:|--:|--:|--:|--:|---|"]  # fmt: skip
-        lines += [
-            f"| {r['device']} | {r['batch']} | {r['stock_ms']:.1f} | {r['step_ms']:.1f} | "
-            f"{' | '.join(format(r[f'c, {which}'], '.2f') for which in ('all rows', *cut))} | {r['measured'] or ''} |"
-            for r in figures["expected"]
-            if r["model"] == model and r["context"] == CONTEXT and r["batch"] in BATCHES
-        ]
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="file for the figures as JSON; the tables are printed")
+    parser.add_argument("--out", type=Path, help="file for the counts as JSON; the table is printed")
     args = parser.parse_args()
     torch.manual_seed(0)
-    figures = report()
+    launched = {
+        "qwen2.5-vl-7b": grown(chats, 2, 3, MODELS["qwen2.5-vl-7b"].text[REAL]["num_hidden_layers"]),
+        "a hybrid of 9B": grown(hybrids, 4, 8, T.Qwen3_5TextConfig().num_hidden_layers),
+    }
     if args.out:
-        args.out.write_text(json.dumps(figures, indent=1) + "\n")
-    print(tables(figures))
+        facts = provenance(torch.device("cpu"), torch.bfloat16)
+        args.out.write_text(json.dumps({"provenance": facts, "launches": launched}, separators=(",", ":")) + "\n")
+    print(table(launched))
 
 
 if __name__ == "__main__":
