@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import benchmarks
-from benchmarks.suites import SUITES, plots
+from benchmarks.suites import SUITES
 from mmspec.app import cli
 from mmspec.app.bench import command as bench
 
@@ -19,10 +18,7 @@ def parser(words: Sequence[str] = ()) -> cli.Parser:
     """A sub-command for each suite, and `zoo`."""
     made = cli.Parser(prog="python -m benchmarks")
     verbs = bench.configure(made, SUITES)
-    for name in plots.PLOTTED:
-        verbs.choices[name].add_argument("--plot", type=Path, metavar="FILE", help="bars as .png, .svg or .pdf (needs "
-            "matplotlib)")  # fmt: skip
-    made.set_defaults(run=plots.run)
+    made.set_defaults(run=bench.run)
     made.description = benchmarks.__doc__
     training = verbs.add_parser("zoo", help=TRAINING)
     if words and words[0] == "zoo":  # it needs diffusers, which suites do without

@@ -2,8 +2,7 @@
 
     python benchmarks/bars.py docs/images/speed.svg [FILE.json ...]
 
-The bars are medians of `speedup_e2e`, the lines on them the quartiles. `python -m benchmarks SUITE --plot` draws
-one run as a raster; this picture is of several, and text, which a test compares with the results.
+The bars are medians of `speedup_e2e`, the lines on them the quartiles. A test compares the picture with the results.
 """
 
 from __future__ import annotations

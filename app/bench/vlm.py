@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -77,14 +77,8 @@ def stock(device: torch.device) -> list[Method]:
     return [Method("stock"), Method("stock-static", arguments=static)]
 
 
-def methods(
-    model: GenerativeModel, args: argparse.Namespace, variants: Callable[[Method], Iterable[Method]] = lambda whole: ()
-) -> list[Method]:
-    """The stock paths, transformers' prompt lookup, ngram, and each drafter, after stock's equivalent if there is one.
-
-    Args:
-        variants: returns variants of a drafter's method, which are added after it.
-    """
+def methods(model: GenerativeModel, args: argparse.Namespace) -> list[Method]:
+    """The stock paths, transformers' prompt lookup, ngram, and each drafter, after stock's equivalent, if any."""
     flags, target = enabling.given(args.enable), families.of(model).describe(model)
     ways = [*stock(model.device), Method("hf-prompt-lookup", arguments={"prompt_lookup_num_tokens": 10})]
     ngram = Method("ngram", registry.drafter_class("ngram")())
@@ -96,8 +90,7 @@ def methods(
         except ValueError as error:
             raise BenchError(f"--drafters: {error}") from error
         if title != "ngram":
-            whole = Method(title, drafter, flags)
-            ways += [*drafters.stocks_own(title, drafter), whole, *variants(whole)]
+            ways += [*drafters.stocks_own(title, drafter), Method(title, drafter, flags)]
     return matching(ways, None, args.without)
 
 
@@ -109,7 +102,6 @@ def single(method: Method) -> bool:
 def measure(
     args: argparse.Namespace,
     outcome: Outcome,
-    methods: Callable[[GenerativeModel, argparse.Namespace], list[Method]] = methods,
     asked: Callable[[argparse.Namespace, bool], Questions] = questions.asked,
     tuned: Callable[[VlmBench, list[Method], VlmCell], list[Method]] = lambda bench, chosen, cell: chosen,
 ) -> Iterator[None]:
@@ -173,7 +165,7 @@ def _records(
         for method in chosen:
             if method.name in calls or category == "all":
                 records.append({
-                    **facts, "method": method.name, "variant_of": "", "category": category, "setting": method.setting,
+                    **facts, "method": method.name, "category": category, "setting": method.setting,
                     **method.facts, "refused": single(method) and cell.batch > 1,
                     **figures(method.name, calls, best, greedy=cell.temperature == 0, assisted=single(method)),
                     "peak_mb": comparison.peaks.get(method.name),

@@ -7,7 +7,7 @@ import yaml
 from mmspec.app.bench import command, report
 
 SUITES = command.SUITES | {
-    "vlm": ("benchmarks.suites.vlm", "as `mmspec bench vlm`, also with pairs, clips, ablations and curves"),
+    "vlm": ("benchmarks.suites.vlm", "as `mmspec bench vlm`, also with pairs, clips, published benchmarks and tuning"),
     "image": ("benchmarks.suites.image", "as `mmspec bench image`, and how good the pictures are"),
     "round": ("benchmarks.suites.round", "where the time of a round goes, and what it is against a plain step"),
     "shapes": ("benchmarks.suites.shapes", "what a round costs at the shapes of published models, with random weights"),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.suites import ablations, drawn, subject
+from benchmarks.suites import drawn, subject
 from mmspec.app.bench import report, vlm
 from mmspec.app.bench.answers import VlmBench
 from mmspec.app.bench.command import Outcome, batches, matching
@@ -45,7 +45,6 @@ class Reads(TorchFunctionMode):
 
 def configure(parser: argparse.ArgumentParser) -> None:
     vlm.conditions(parser, [1], [0.0], 128)
-    ablations.configure(parser)
     drawn.configure(parser)
     add = parser.add_argument
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="also with compile=True (default)")
@@ -84,7 +83,7 @@ def methods(model: GenerativeModel, args: argparse.Namespace) -> Iterator[Method
     ways: dict[str, dict[str, bool]] = {"": {}}
     ways |= {" compiled": {"compile": True}} if args.compile else {}
     ways |= {f"{name} auto": options | {"auto": True} for name, options in ways.items()} if args.auto else {}
-    stock, *drafted = ablations.methods(model, args)
+    stock, *drafted = vlm.methods(model, args)
     yield stock
     drafted += [hostile(method, args.seed) for method in drafted if args.auto and method.drafter is not None]
     for method in (Method("plain", Plain()), *drafted):

@@ -1,13 +1,12 @@
-"""The vlm suite, extended by pairs of pictures, clips, ablations of drafters, tuning, and curves."""
+"""The vlm suite, extended by pairs of pictures, clips, published benchmarks and tuning."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
-from benchmarks.suites import ablations, drawn, plots, published
+from benchmarks.suites import drawn, published
 from benchmarks.suites.subject import refuse
 from mmspec.app.bench import questions, report, vlm
 from mmspec.app.bench.answers import VlmBench
@@ -39,18 +38,13 @@ GRIDS: dict[str, tuple[dict[str, int], ...]] = {  # the settings that --tune tri
 
 def configure(parser: argparse.ArgumentParser) -> None:
     vlm.configure(parser)
-    ablations.configure(parser)
     drawn.configure(parser)
     add = parser.add_argument
     add("--tune", action="store_true", help="choose each method's depth and tree on other images first")
     add("--tune-images", type=count, default=4, help="number of these images (default: %(default)s)")
-    add("--curves", type=Path, metavar="FILE", help="tokens per call by depth, and speed-up by visual "
-        "tokens, as .png, .svg or .pdf (needs matplotlib)")  # fmt: skip
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
-    if args.curves:
-        plots.check_plot(args.curves)
     if not args.tune:
         refuse(args, "nothing is tuned without --tune", tune_images=4)
 
@@ -61,9 +55,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         outcome.tuned[str(cell)] = best = tune(bench, chosen, cell, others)
         return [tuned(m, best[m.name]["chosen"]) if m.name in best else m for m in chosen]
 
-    yield from vlm.measure(args, outcome, ablations.methods, drawn.asked, settle)
-    if args.curves:
-        plots.draw_curves(outcome.records, args.curves, f"{args.model} on {outcome.provenance['device']}")
+    yield from vlm.measure(args, outcome, drawn.asked, settle)
 
 
 def tuned(method: Method, setting: dict[str, int]) -> Method:

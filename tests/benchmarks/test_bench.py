@@ -320,14 +320,6 @@ def test_several_data_sets_make_a_table(model: Path, tmp_path: Path, capsys: pyt
     assert published.data_tables(records)[title][2][2:] == ["-", "-"] and published.data_tables(records[:2]) == {}
 
 
-def test_plots(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    words = ["vlm", "--model", model, *QUICK, "--batch", 1, "--temperature", 0, "--without", "stock-static", "--plot"]
-    for name, code in (("out.docx", 1), ("out.svg", 0)):
-        assert cli.main([*map(str, words), str(tmp_path / name)], workshop) == code
-    assert (tmp_path / "out.svg").stat().st_size > 1000 and ".png, .svg or .pdf" in capsys.readouterr().err
-
-
 def test_refuses_unknown_methods(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--model", model, *QUICK, "--without", "vispc") == 1
     assert "no method matches 'vispc'; choose from stock, stock-static" in capsys.readouterr().err

@@ -1,11 +1,10 @@
-"""`mmspec bench vlm` over several drafters: what is shown, what is read off them, their variants, and its curves."""
+"""`mmspec bench vlm` over several drafters: what is shown, and what is read off them."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import shutil
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from PIL import Image
 
 import mmspec
-from benchmarks.suites import SUITES, ablations, plots
+from benchmarks.suites import SUITES
 from benchmarks.suites import drawn as suite_drawn
 from benchmarks.suites import vlm as suite_vlm
 from benchmarks.zoo import clips
@@ -25,8 +24,6 @@ from mmspec.app.bench import drafters as named
 from mmspec.app.bench import questions, vlm
 from mmspec.app.bench.answers import TimedCall
 from mmspec.app.bench.command import BenchError
-from mmspec.drafters.block_config import BlockConfig
-from mmspec.drafters.dflash import BlockDrafter
 from mmspec.pipelines.drafters.untrained import build
 from mmspec.statistics import Stats
 
@@ -139,44 +136,23 @@ def test_every_suite_names_drafters_alike(suite: str, option: str, drafters: dic
 
 
 def test_methods_are_left_out_by_patterns(drafters: dict[str, Path]) -> None:
-    words = ("--drafters", drafters["vispec"], "--ablate", "--without", "vispec,*", "*-*")
-    assert [m.name for m in ablations.methods(tiny_llava.model(), arguments(*words))] == ["stock", "ngram", "vispec"]
+    words = ("--drafters", drafters["vispec"], "--without", "*-*")
+    assert [m.name for m in vlm.methods(tiny_llava.model(), arguments(*words))] == ["stock", "ngram", "vispec"]
 
 
 def test_a_drafter_of_another_model_is_refused_before_anything_is_measured() -> None:
     with pytest.raises(BenchError, match="--drafters: this drafter was made for scenes-video and does not fit"):
-        ablations.methods(tiny_llava.model(), arguments("--drafters", "scenes-video-eagle"))
-
-
-@pytest.mark.parametrize("method", sorted(ablations.ABLATIONS))
-def test_a_variant_has_the_same_weights_and_one_other_switch(method: str, drafters: dict[str, Path]) -> None:
-    whole = mmspec.load_drafter(drafters[method])
-    weights = whole.state_dict()
-    for variant in ablations.ABLATIONS[method]:
-        made = ablations.altered(whole, variant.config)
-        assert made.state_dict().keys() <= weights.keys() and not made.training
-        assert all(torch.equal(w, weights[name]) for name, w in made.state_dict().items())
-        changed = {f.name for f in fields(made.config) if getattr(made.config, f.name) != getattr(whole.config, f.name)}
-        assert changed <= set(variant.config)
-        assert all(getattr(made.config, name) == value for name, value in variant.config.items())
-
-
-def test_a_variant_that_wants_other_weights_is_refused(drafters: dict[str, Path]) -> None:
-    with pytest.raises(ValueError, match="trained without out_norm"):
-        ablations.altered(
-            ablations.altered(mmspec.load_drafter(drafters["eagle"]), {"out_norm": False}), {"out_norm": True}
-        )
+        vlm.methods(tiny_llava.model(), arguments("--drafters", "scenes-video-eagle"))
 
 
 # -- whole runs ----------------------------------------------------------------------------------------------------
 
 
 def test_all_methods_side_by_side(model: Path, drafters: dict[str, Path], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     words = ["--drafters", *drafters.values(), "--shown", "picture", "clip", "--frames", 2, "--prompt", "short",
              "--images", 1, "--batch", 1, "--temperature", 0, "--max-new-tokens", 8,
              "--without", "stock-static", "hf-prompt-lookup", "ngram"]  # fmt: skip
-    assert run("--model", model, *words, "--json", tmp_path / "o.json", "--curves", tmp_path / "c.svg") == 0
+    assert run("--model", model, *words, "--json", tmp_path / "o.json") == 0
     found = json.loads((tmp_path / "o.json").read_text())
     records = {(r["method"], r["kind"], r["pictures"]): r for r in found["records"]}
     assert len(records) == len(found["records"]) == 6 * 2
@@ -193,53 +169,6 @@ def test_all_methods_side_by_side(model: Path, drafters: dict[str, Path], tmp_pa
         assert held in (None, r["drafter_visual_rows"])
     told = records["specvlm", "clip", 2]["drafter"]
     assert sum(much for name, much in told.items() if name.startswith("branch")) == 1.0
-    assert (tmp_path / "c.svg").stat().st_size > 1000
-
-
-@pytest.mark.full
-def test_stocks_own_path_stands_beside_a_drafter(model: Path, tmp_path: Path) -> None:
-    """The model's first layers draft, in stock's own loop and in ours; where stock refuses, the cell says so."""
-    words = ["--model", model, "--drafters", "model", "recycle", "--prompt", "short", "--images", 1, "--batch", 1, 2]
-    words += ["--temperature", 0, "--max-new-tokens", 8, "--without", "stock-static", "hf-prompt-lookup", "ngram"]
-    assert run(*words, "--json", tmp_path / "o.json", "--markdown", tmp_path / "o.md") == 0
-    found = {(r["method"], r["batch"]): r for r in json.loads((tmp_path / "o.json").read_text())["records"]}
-    assert [name for name, batch in found if batch == 1] == ["stock", "hf-model", "model", "recycle"]
-    assert all(r["identical_rate"] == 1 for (name, batch), r in found.items() if not r["refused"])
-    assert found["hf-model", 1]["n"] == found["model", 2]["n"] == 1
-    assert [key for key, r in found.items() if r["refused"]] == [("hf-model", 2)]
-    assert "refuses" in found["hf-model", 2]["note"] and "| hf-model | refused |" in (tmp_path / "o.md").read_text()
-
-
-def test_stock_drafts_with_the_weights_of_a_block_drafter() -> None:
-    """In its own class, the same tokens; a network that is none of its kind has no row."""
-    target, named_so = tiny_llava.model(), {"heads": 4, "kv_heads": 2, "features": (1, 2), "block": 4, "mask_token": 5}
-    made = BlockDrafter(BlockConfig(vocab=128, hidden=64, intermediate=48, layers=1, **named_so)).eval()
-    (method,) = named.stocks_own("block", made)
-    assert vlm.single(method) and method.arguments["speculation_type"] == "dflash"
-    other = BlockDrafter(BlockConfig(vocab=128, hidden=64, intermediate=48, layers=1, taps=2, **named_so)).eval()
-    assert not [*named.stocks_own("block", other)]
-    words = torch.randint(6, 100, (1, 9))
-    how = {"attention_mask": torch.ones_like(words), "max_new_tokens": 9, "do_sample": False}
-    full = target.generate(words, **how)
-    assert torch.equal(target.generate(words, **how, **method.arguments), full)
-
-
-def test_ablations_in_one_table(
-    model: Path, drafters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for method in ("eagle", "vispec"):
-        monkeypatch.setitem(ablations.ABLATIONS, method, ablations.ABLATIONS[method][:2])
-    words = ["--drafters", drafters["eagle"], drafters["vispec"], "--ablate", "--shown", "clip", "--frames", 2,
-             "--images", 1, "--batch", 1, "--temperature", 0, "--max-new-tokens", 6,
-             "--without", "stock-static", "hf-prompt-lookup", "ngram"]  # fmt: skip
-    assert run("--model", model, *words, "--json", tmp_path / "o.json") == 0
-    records = {r["method"]: r for r in json.loads((tmp_path / "o.json").read_text())["records"]}
-    assert list(records)[:3] == ["stock", "eagle", "eagle, pruned 50%"] and len(records) == 1 + 3 + 3
-    assert all(r["identical_rate"] == 1.0 for r in records.values())
-    assert records["eagle, pruned 50%"]["drafter_visual_rows"] == 3  # half of seven
-    assert records["vispec, no summaries"]["drafter_visual_rows"] == 0
-    assert records["vispec, no summaries"]["variant_of"] == "vispec" and not records["vispec"]["variant_of"]
-    assert records["vispec, no summaries"]["setting"] == "summaries=False"
 
 
 def test_tuning_leaves_out_what_a_drafter_cannot_do(
@@ -254,7 +183,7 @@ def test_tuning_leaves_out_what_a_drafter_cannot_do(
     assert [one["setting"]["depth"] for one in tuned["tried"]] == [2]
 
 
-# -- arithmetic and curves -----------------------------------------------------------------------------------------
+# -- arithmetic -----------------------------------------------------------------------------------------
 
 
 def test_tau_by_depth_ends_at_tau() -> None:
@@ -265,26 +194,6 @@ def test_tau_by_depth_ends_at_tau() -> None:
     found = vlm.figures("eagle", made, "stock", greedy=True, assisted=False)
     assert found["tau_by_depth"] == [1.75, 2.25, 2.5] and found["tokens_per_target_call"] == 2.5
     assert found["drafter_kv_bytes"] == 300 and found["drafter_visual_rows"] == 4
-
-
-def test_curves_have_a_line_for_each_method(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    figure = pytest.importorskip("matplotlib.figure")
-    drawn: list[Any] = []
-    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, **_: drawn.append(self))
-    base = {"n": 3, "category": "all", "variant_of": "", "batch": 1, "temperature": 0.0, "kind": "clip",
-            "tau_by_depth": [1.5, 2.0], "stock_path": False}  # fmt: skip
-    records = [
-        {**base, "method": method, "visual_tokens": seen, "speedup_e2e": speed, "speedup_e2e_p25": speed - 0.1,
-         "speedup_e2e_p75": speed + 0.1}
-        for method, speed in (("eagle", 1.5), ("msd", 1.2)) for seen in (512, 128)
-    ]  # fmt: skip
-    records.append({**records[0], "method": "eagle, pruned", "variant_of": "eagle"})
-    records.append({**records[0], "kind": "picture", "visual_tokens": 64})
-    plots.draw_curves(records, tmp_path / "c.png", "title")
-    depths, speeds = drawn[0].axes
-    assert [list(line.get_ydata()) for line in depths.lines] == [[1.0, 1.5, 2.0]] * 2
-    assert [list(c.lines[0].get_xdata()) for c in speeds.containers] == [[128, 512]] * 2
-    assert [list(c.lines[0].get_ydata()) for c in speeds.containers] == [[1.5, 1.5], [1.2, 1.2]]
 
 
 # -- the MMSpec benchmark ------------------------------------------------------------------------------------------

@@ -15,13 +15,11 @@ from hostile_drafters import Scripted, _random, eagle
 from torch import Tensor, nn
 
 import mmspec
-from benchmarks.suites.image import Hostile
 from mmspec.modes import each_in
 from mmspec.pipelines.host.call import calling
 from mmspec.pipelines.host.devices import mode_of
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.target import vlm
-from mmspec.protocols import TargetInfo
 from mmspec.tree import chain
 
 
@@ -148,12 +146,6 @@ def test_an_enabled_model_may_be_trained_afterwards() -> None:
     loss = model(**inputs, labels=inputs["input_ids"]).loss
     loss.backward()
     assert all(p.grad is not None for p in model.get_decoder().layers.parameters())
-
-
-def test_hostile_windows_are_fitted_like_others() -> None:
-    info = TargetInfo("toy", 50, 1, 1, 1, torch.device("cpu"), torch.float32)
-    fitted = Hostile().fit(info, {"window": 4})
-    assert type(fitted) is Hostile and fitted.vocab == 50
 
 
 def test_shapes_that_are_kept_may_be_used_by_autograd() -> None:
