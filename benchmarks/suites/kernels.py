@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,20 +23,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COPIED = 2**30  # bytes of the copy that measures the bandwidth
 NO_GPU = "unmeasured: needs a GPU"
 Call = Callable[[], cases.Result]
+Prepare = Callable[[], Call]  # does what a caller would do once, and returns the call to time
 Judged = tuple[list[float], report.Record]  # seconds of each timed call; `checks`: is the result right; a `note`
-
-
-@dataclass(frozen=True)
-class KernelMethod:
-    """One way to compute an operation.
-
-    Attributes:
-        prepare: does the work that a caller would do once, and returns the call to time.
-        shown: converts the call's result to that of the definition.
-    """
-
-    prepare: Callable[[], Call]
-    shown: Callable[[cases.Result], cases.Result] = lambda result: result
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -84,47 +70,28 @@ def competed(
         unknown = {"checks": "not run", "note": "not run: the definition gave nothing to check it by"}
         return {"triton": ([], unknown), "definition": ([], {"checks": "failed", "note": failure(error)})}, None
     judgements = {}
-    for contender, ways in contenders(name, given, compiled):
+    for contender, prepare in contenders(name, given, compiled):
         say(f"{name}: {contender}")
-        judgements[contender] = best(
-            {n: judged(name, dtype, contender, w, wanted, device, repeats) for n, w in ways.items()}
-        )
+        judgements[contender] = judged(name, dtype, contender, prepare, wanted, device, repeats)
     return judgements, cases.CASES[name].moved(given, wanted)
-
-
-def best(judgements: dict[str, Judged]) -> Judged:
-    """The fastest variant of a contender, with notes about the others; any variant if none could be timed."""
-
-    def middle(way: str) -> float:
-        times, _ = judgements[way]
-        return statistics.median(times) if times else math.inf
-
-    first, *others = sorted(judgements, key=middle)
-    times, said = judgements[first]
-    if others:
-        rest = {n: f"{1e3 * middle(n):.4f} ms" if judgements[n][0] else judgements[n][1]["note"] for n in others}
-        told = "; ".join(f"{n}: {what}" for n, what in rest.items())
-        fastest = f"{first} is the fastest; " if times else f"{first}: {said['note']}; "
-        said = said | {"way": first, "note": fastest + told}
-    return times, said
 
 
 def judged(
     name: str,
     dtype: torch.dtype,
     contender: str,
-    way: KernelMethod,
+    prepare: Prepare,
     wanted: cases.Result,
     device: torch.device,
     repeats: int,
 ) -> Judged:
-    """Check and time one variant: a wrong result is not timed, and an error does not end the run."""
+    """Check and time one contender: a wrong result is not timed, and an error does not end the run."""
     acceptance = "failed"
     try:
         if contender == "triton" and not _runnable(device):
             return [], {"checks": "not run", "note": f"{NO_GPU}; TRITON_INTERPRET=1 checks its arithmetic here"}
-        run = way.prepare()
-        wrong = cases.distance(name, dtype, way.shown(run()), wanted)
+        run = prepare()
+        wrong = cases.distance(name, dtype, run(), wanted)
         if wrong is not None:
             return [], {"checks": "refused", "note": f"refused: {wrong}"}
         if contender == "triton" and device.type != "cuda":
@@ -190,31 +157,27 @@ def _records(judgements: dict[str, Judged], moved: int | None, bandwidth: float 
 # -- the contenders ---------------------------------------------------------------------------------------------------
 
 
-def contenders(name: str, given: cases.Arguments, compiled: bool) -> Iterator[tuple[str, dict[str, KernelMethod]]]:
-    """The contenders for an operation and their variants, by name; each has its own copy of the arguments."""
+def contenders(name: str, given: cases.Arguments, compiled: bool) -> Iterator[tuple[str, Prepare]]:
+    """The contenders for an operation, by name; each has its own copy of the arguments."""
     definition = getattr(reference, name)
-    yield "triton", {"": KernelMethod(lambda: cases.bound(name, dispatch.chosen(name, "cuda", "triton"), given))}
-    yield "definition", {"": KernelMethod(lambda: cases.bound(name, definition, given))}
+    yield "triton", lambda: cases.bound(name, dispatch.chosen(name, "cuda", "triton"), given)
+    yield "definition", lambda: cases.bound(name, definition, given)
     if compiled:
-        yield "compiled", {"": KernelMethod(lambda: cases.bound(name, torch.compile(definition, dynamic=False), given))}
+        yield "compiled", lambda: cases.bound(name, torch.compile(definition, dynamic=False), given)
     if name == "tree_attention":
-        yield "sdpa", _sdpa(given)
+        yield "sdpa", lambda: _sdpa(given)
         if given["q"].is_cuda:
-            yield "flex", _flex(given)
-
-
-def _visible(given: cases.Arguments, b: Tensor, i: Tensor, slot: Tensor) -> Tensor:
-    """Whether query i of row b sees a slot."""
-    node, words = slot - given["lengths"][b], given["bits"].shape[2]
-    word = given["bits"][b, i, (node.clamp(min=0) // 64).clamp(max=words - 1)]
-    return (node < 0) | ((node < 64 * words) & (((word >> (node & 63)) & 1) == 1))
+            yield "flex", lambda: _flex(given)
 
 
 def _mask(given: cases.Arguments) -> Tensor:
-    """Bool [B, n, T], which slots each query sees."""
+    """Bool [B, n, T], which slots each query sees: the cache, and its ancestors by the tree's bits."""
     sizes = (len(given["q"]), given["q"].shape[2], given["keys"].shape[2])
     index = (torch.arange(size, device=given["q"].device) for size in sizes)
-    return _visible(given, *torch.meshgrid(*index, indexing="ij"))
+    b, i, slot = torch.meshgrid(*index, indexing="ij")
+    node, words = slot - given["lengths"][b], given["bits"].shape[2]
+    word = given["bits"][b, i, (node.clamp(min=0) // 64).clamp(max=words - 1)]
+    return (node < 0) | ((node < 64 * words) & (((word >> (node & 63)) & 1) == 1))
 
 
 def _finite(given: cases.Arguments) -> list[Tensor]:
@@ -229,45 +192,21 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return numbers[..., : mask.shape[-1]].masked_fill_(~mask, -torch.inf)
 
 
-def _sdpa(given: cases.Arguments) -> dict[str, KernelMethod]:
-    """SDPA with repeated keys and values, stacked queries of a group, or torch's grouping; with either kind of mask."""
-    groups, n = given["keys"].shape[1], given["q"].shape[2]
-    share = given["q"].shape[1] // groups
-
-    def prepare(grouping: str, added: bool) -> Call:
-        (q, k, v), mask = _finite(given), _mask(given)[:, None]
-        if grouping == "K and V repeated":
-            k, v = (t.repeat_interleave(share, 1) for t in (k, v))
-        elif grouping == "queries packed":
-            q, mask = q.unflatten(1, (groups, share)).flatten(2, 3), mask.repeat(1, 1, share, 1)
-        mask = _added(mask, q.dtype) if added else mask
-        attend = torch.nn.functional.scaled_dot_product_attention
-        return lambda: attend(q, k, v, attn_mask=mask, enable_gqa=grouping == "enable_gqa")
-
-    def unpacked(out: cases.Result) -> Tensor:
-        assert isinstance(out, Tensor)
-        return out.unflatten(2, (-1, n)).flatten(1, 2)
-
-    return {
-        f"{grouping}, {kind} mask": KernelMethod(lambda g=grouping, a=kind == "added": prepare(g, a), unpacked)  # type: ignore[misc]
-        for grouping in ("K and V repeated", "queries packed", "enable_gqa")
-        for kind in ("bool", "added")
-    }
+def _sdpa(given: cases.Arguments) -> Call:
+    """SDPA with torch's own grouping and an added mask, its fastest way on an H100."""
+    (q, k, v), mask = _finite(given), _added(_mask(given)[:, None], given["q"].dtype)
+    return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
 
-def _flex(given: cases.Arguments) -> dict[str, KernelMethod]:
-    """Flex attention with a prepared block mask; inside a block, from the tree's bits or from a mask in memory."""
+def _flex(given: cases.Arguments) -> Call:
+    """Flex attention with a prepared block mask, and inside a block a mask in memory, its fastest way on an H100."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    def prepare(dense: bool) -> Call:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    (q, k, v), seen = _finite(given), _mask(given)
 
-        (q, k, v), seen = _finite(given), _mask(given)
+    def sees(b: Tensor, h: Tensor, i: Tensor, slot: Tensor) -> Tensor:
+        return seen[b, i, slot]
 
-        def sees(b: Tensor, h: Tensor, i: Tensor, slot: Tensor) -> Tensor:
-            return seen[b, i, slot] if dense else _visible(given, b, i, slot)
-
-        mask = create_block_mask(sees, q.shape[0], None, q.shape[2], k.shape[2], device=str(q.device))
-        attend = torch.compile(flex_attention, dynamic=False)
-        return lambda: attend(q, k, v, block_mask=mask, enable_gqa=True)
-
-    return {"tree bits": KernelMethod(lambda: prepare(False)), "mask in memory": KernelMethod(lambda: prepare(True))}
+    mask = create_block_mask(sees, q.shape[0], None, q.shape[2], k.shape[2], device=str(q.device))
+    attend = torch.compile(flex_attention, dynamic=False)
+    return lambda: attend(q, k, v, block_mask=mask, enable_gqa=True)
