@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import statistics
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 
-from mmspec.app.bench.command import BenchError, say
+from mmspec.app.bench.command import BenchError
 from mmspec.app.bench.questions import QuestionSource, Row, split_of
 from mmspec.app.bench.report import Record
 from mmspec.media import dataset_folders
@@ -21,26 +20,6 @@ SHORT = "\nAnswer the question using a single word or phrase."
 NO_DATA = ("data", "picture", "pair", "clip")  # kinds of questions that are not dataset names
 LETTER = "\nAnswer with the option's letter from the given choices directly."
 FOUR = "{question}\nA. {choice_a}\nB. {choice_b}\nC. {choice_c}\nD. {choice_d}" + LETTER  # of SEED-Bench
-MVBENCH, BRANCH = "OpenGVLab/MVBench", "video"  # the main branch has uncut videos in archives
-COMMAND = f"hf download {MVBENCH} --repo-type dataset --revision {BRANCH}"
-ADVICE = (
-    f"download it: {COMMAND}; or name a folder with its json/ and its "
-    f"videos, unpacked and cut as in the branch {BRANCH!r} (--local-dir FOLDER of the same command)"
-)
-VIDEOS = {  # folder of videos of MVBench → the tasks about them; the questions of a task are in json/TASK.json
-    "Moments_in_Time_Raw/videos": "fine_grained_action",
-    "clevrer/video_validation": "counterfactual_inference moving_attribute moving_count moving_direction "
-    "object_existence object_interaction",
-    "FunQA_test/test": "unexpected_action",
-    "nturgbd_convert": "fine_grained_pose",
-    "perception/videos": "action_count character_order object_shuffle state_change",
-    "scene_qa/video": "scene_transition",
-    "ssv2_video_mp4": "action_antonym",
-    "sta/sta_video_segment": "action_localization",
-    "star/Charades_segment": "action_prediction action_sequence",
-    "tvqa/video_fps3_hq_segment": "episodic_reasoning",
-    "vlnqa": "egocentric_navigation",
-}
 
 
 def _lettered(choices: Sequence[str]) -> str:
@@ -120,57 +99,9 @@ PROTOCOLS: dict[str, Protocol] = {
 }
 
 
-NAMES = (*PROTOCOLS, "mvbench")
-
-
 def find(path: Path) -> QuestionSource | None:
-    """The questions of a benchmark by its name, or of a folder with a copy of MVBench; None for others."""
-    if path.is_dir():
-        tasks = [task for tasks in VIDEOS.values() for task in tasks.split()]
-        return _mvbench(path) if any((path / "json" / f"{task}.json").is_file() for task in tasks) else None
-    if str(path) == "mvbench":
-        return _mvbench(_cached())
+    """The questions of a benchmark by its name; None for others."""
     return PROTOCOLS[str(path)].source() if str(path) in PROTOCOLS else None
-
-
-def _cached() -> Path:
-    """MVBench in the Hub's cache. BenchError if it is not there, since a download is large."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(MVBENCH, repo_type="dataset", revision=BRANCH, local_files_only=True))
-    except LocalEntryNotFoundError as error:
-        raise BenchError(f"mvbench is not on this machine; {ADVICE}") from error
-
-
-def _mvbench(folder: Path) -> QuestionSource:
-    """MVBench, in the layout of its branch `video`: the questions of all tasks whose videos are in the folder.
-
-    Raises BenchError: there are none, or a single video is missing.
-    """
-    places = {task: place for place, tasks in VIDEOS.items() for task in tasks.split()}
-    tasks = [task for task in sorted(places) if (folder / "json" / f"{task}.json").is_file()]
-    there = [task for task in tasks if (folder / places[task]).is_dir()]
-    if not there:
-        raise BenchError(f"{folder} has questions of MVBench, but no videos in {places[tasks[0]]}; {ADVICE}")
-    if left := [task for task in tasks if task not in there]:
-        say(f"left out, since their videos are not in {folder}: {', '.join(left)}")
-    rows = [
-        {**row, "task": task, "video": f"{places[task]}/{row['video']}"}
-        for task in there for row in json.loads((folder / "json" / f"{task}.json").read_text(encoding="utf-8"))
-    ]  # fmt: skip
-    missing = next((row["video"] for row in rows if not (folder / row["video"]).is_file()), None)
-    if missing is not None:
-        raise BenchError(f"{folder} has no {missing}; {ADVICE}")
-    return QuestionSource(rows, [folder], _watch)
-
-
-def _watch(row: Row) -> Row:
-    """MVBench: the question, and the candidates by letter."""
-    options = "".join(f"({chr(ord('A') + i)}) {one}\n" for i, one in enumerate(row["candidates"]))
-    prompt = f"Question:{row['question']}\nOption:\n{options}Only give the best option.\n"
-    return {"video": row["video"], "prompt": prompt, "category": row["task"]}
 
 
 def data_tables(records: Sequence[Record]) -> dict[str, list[list[str]]]:

@@ -19,7 +19,7 @@ from mmspec.app.options import count
 from mmspec.pipelines.prompts import text_alone
 
 questions.FINDERS.append(published.find)
-questions.NAMES.extend(published.NAMES)
+questions.NAMES.extend(published.PROTOCOLS)
 report.SUMMARIES.append(published.data_tables)
 
 GRIDS: dict[str, tuple[dict[str, int], ...]] = {  # the settings that --tune tries

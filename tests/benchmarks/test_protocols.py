@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
-import clips
 import datasets
-import huggingface_hub
 import pytest
 from PIL import Image
 
 from benchmarks.suites import vlm as _  # noqa: F401
-from benchmarks.suites.published import COMMAND, LETTER, PROTOCOLS, SHORT
+from benchmarks.suites.published import LETTER, PROTOCOLS, SHORT
 from mmspec.app.bench.command import BenchError
 from mmspec.app.bench.questions import read_questions
-from mmspec.app.media.decoder import VideoReader
-from mmspec.app.media.video import FramePolicy
 
 PICTURE = Image.new("RGB", (8, 6), "red")
 FIELDS: dict[str, dict[str, Any]] = {  # a row of each data set, and nothing of what it holds besides
@@ -98,37 +92,3 @@ def test_an_open_question_of_mmmu_has_no_options() -> None:
     row = {"question": "how many?", "options": "[]", "question_type": "open", "image_1": PICTURE}
     how = PROTOCOLS["mmmu"]
     assert how.prompt(row) == f"how many?\n{SHORT}"
-
-
-def test_mvbench_is_read_from_a_copy_with_its_videos(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    (tmp_path / "json").mkdir()
-    for task in ("action_count", "episodic_reasoning", "object_shuffle"):
-        row = {"video": f"{task}.mp4", "question": "what?", "candidates": ["a ball", "none"], "answer": "none"}
-        (tmp_path / "json" / f"{task}.json").write_text(json.dumps([row] * 2))
-    with pytest.raises(BenchError, match=f"no videos in perception/videos; download it: {COMMAND}"):
-        read_questions(tmp_path, 2)
-    (tmp_path / "perception" / "videos").mkdir(parents=True)
-    film = clips.write_clip(tmp_path / "perception" / "videos" / "action_count.mp4", 6)
-    with pytest.raises(BenchError, match=r"has no perception/videos/object_shuffle\.mp4; download it"):
-        read_questions(tmp_path, 2)
-    shutil.copy(film, film.with_name("object_shuffle.mp4"))
-    cached = list[dict[str, Any]]()
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **how: cached.append(how) or str(tmp_path))
-    for path in (tmp_path, Path("mvbench")):
-        with VideoReader(FramePolicy("uniform", 3)) as reader:
-            measured = read_questions(path, 2, clips=reader)
-        assert [q.category for q in measured] == ["action_count", "object_shuffle"]
-        assert {q.prompt for q in measured} == {
-            "Question:what?\nOption:\n(A) a ball\n(B) none\nOnly give the best option.\n"
-        }
-        assert all(q.clip and len(q.images) == 3 for q in measured)
-        assert "left out, since their videos are not in" in capsys.readouterr().err
-    assert cached == [{"repo_type": "dataset", "revision": "video", "local_files_only": True}]
-
-
-def test_mvbench_is_not_fetched_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(BenchError, match="mvbench is not on this machine; download it: hf download OpenGVLab/MVBench"):
-        read_questions(Path("mvbench"), 1)
