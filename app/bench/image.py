@@ -117,10 +117,10 @@ def fills_windows(name: str) -> bool:
     return name.partition(":")[0] == "heads"
 
 
-def with_rule(name: str, base: Method, spec: str, budget: float | None, **about: object) -> Method:
-    """The method with a rule; `about` are further fields of its records."""
+def with_rule(name: str, base: Method, spec: str, budget: float | None) -> Method:
+    """The method with a rule."""
     limit = {} if budget is None else {"budget": budget}
-    return replace(base, name=name, options={**base.options, "rule": spec, **limit}, facts=about)
+    return replace(base, name=name, options={**base.options, "rule": spec, **limit})
 
 
 def facts(method: Method) -> Record:
@@ -128,8 +128,7 @@ def facts(method: Method) -> Record:
     plain = method.drafter is None
     return {
         "method": method.name, "lossless": str(method.options.get("rule", "exact")) == "exact",
-        "exact_seed": plain or bool(method.options.get("reproducible")), "family": None, "parameter": None,
-        "setting": method.setting, **method.facts,
+        "exact_seed": plain or bool(method.options.get("reproducible")), "setting": method.setting,
     }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from benchmarks.suites.subject import refuse
 from mmspec.app import enabling
 from mmspec.app.bench import drafters, image
 from mmspec.app.bench.command import BenchError, Outcome, matching, say
-from mmspec.app.bench.image import BASE, ImageBench, charges, facts, with_rule
+from mmspec.app.bench.image import ImageBench, charges, facts
 from mmspec.app.bench.report import Record
 from mmspec.app.compare import Method
 from mmspec.app.devices import EngineError
@@ -32,7 +32,7 @@ UNKNOWN = ("fd_ar", "fd_over_noise", "fd_real", "precision", "recall", "faithful
 DEFAULT_QUALITY = ("ar", "jacobi-*-16", "jacobi-pac", "eagle*", "*+*")
 OF_TOKENS: dict[str, object] = {  # flags for models that draw token ids, and their defaults
     "enable": [], "prompts": None, "rule": [], "budget": None, "top_k": None,
-    "noise_runs": 2, "sweep": None, "pictures": None,
+    "noise_runs": 2, "pictures": None,
 }  # fmt: skip
 
 
@@ -46,9 +46,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     good.add_argument("--quality-batch", type=count, default=8, metavar="N", help="pictures per call (%(default)s)")
     good.add_argument("--pictures", type=Path, metavar="FOLDER", help="keep the pictures here; a second run resumes")
     good.add_argument("--noise-runs", type=int, default=2, metavar="N", help="further runs of ar (%(default)s)")
-    good.add_argument(
-        "--sweep", nargs="*", metavar="FAMILY", help="also rules at several settings (default: all families)"
-    )
 
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
@@ -59,7 +56,7 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         return
     if not args.quality_images:
         why = "no quality is measured without --quality-images N"
-        refuse(args, why, sweep=None, pictures=None)
+        refuse(args, why, pictures=None)
     if args.images == 0 and not args.quality_images:
         raise BenchError("nothing to do; give --images or --quality-images")
     bench = StaticBench(**vars(image.begin(args, outcome)))
@@ -85,31 +82,11 @@ def methods(painter: ImageSubject, args: argparse.Namespace) -> list[Method]:
 
 
 def to_judge(painter: ImageSubject, args: argparse.Namespace) -> list[Method]:
-    """The methods whose quality is measured, those that are swept included."""
+    """The methods whose quality is measured."""
     known = methods(painter, args)
     eagles = any(m.name.startswith("eagle") for m in known)
     wanted = args.methods or [p for p in DEFAULT_QUALITY if eagles or p != "eagle*"]
-    chosen = [m for m in matching(known, wanted, args.without) if not m.arguments]
-    return chosen + ([] if args.sweep is None else swept(painter.codes, args.budget, args.sweep))
-
-
-def swept(codes: int, budget: float | None, families: Sequence[str] = ()) -> list[Method]:
-    """The settings of these families of rules (default: all), with the Jacobi drafter.
-
-    Raises:
-        BenchError: an unknown family.
-    """
-    curves = image_methods.sweeps(codes)
-    unknown = [family for family in families if family not in curves]
-    if unknown:
-        raise BenchError(f"there is no family of rules {unknown[0]!r} to sweep; choose from {', '.join(curves)}")
-    base = Method("jacobi", "jacobi", BASE)
-    return [
-        with_rule(f"{family} {value:g}", base, spec, budget, family=family, parameter=value)
-        for family, points in curves.items()
-        if not families or family in families
-        for value, spec in points
-    ]
+    return [m for m in matching(known, wanted, args.without) if not m.arguments]
 
 
 def ask(painter: ImageSubject, args: argparse.Namespace) -> ImagePrompts:

@@ -87,22 +87,6 @@ def relaxed(codes: int, drafters: Named, own: Sequence[str], budget: float | Non
         yield with_rule(f"jacobi-none+{name}", redrawn, rules[name], budget)
 
 
-def sweeps(codes: int) -> dict[str, list[tuple[float, str]]]:
-    """For each family of rules, values of its parameter from mild to aggressive, each with the rule."""
-    k = min(10, codes - 1)
-    shares = [cells for share in (0.75, 0.5, 0.25, 0.125, 0.0625) if (cells := int(codes * share)) > 0]
-    groups = [g for g in (3, 5, 10, 25, 50) if g <= codes]
-    return {
-        "typical": [(d, f"typical(epsilon=0.3, delta={d})") for d in (0.5, 0.2, 0.05, 0.01, 0.002)],
-        "scaled": [(w, f"scaled(omega={w})") for w in (1.25, 1.5, 2.0, 3.0, 6.0)],
-        "lantern": [(d, f"lantern(k={published_k(codes)}, delta={d})") for d in (0.02, 0.05, 0.1, 0.2, 0.4)],
-        "lantern++": [(lam, f"lantern(k={k}, lam={lam})") for lam in (1.5, 2.0, 5.0, 10.0, 20.0)],
-        "gsd": [(float(g), f"gsd(group={g})") for g in groups],
-        "grouped": [(float(c), f"grouped(cells={c})") for c in shares],
-        "pooled": [(float(c), f"pooled(cells={c})") for c in shares],
-    }
-
-
 def published_k(codes: int) -> int:
     """LANTERN's k, 1000 of 16384 codes, scaled to another codebook."""
     return max(1, min(codes - 1, round(1000 * codes / PUBLISHED_CODES)))

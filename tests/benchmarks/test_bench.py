@@ -182,8 +182,8 @@ def test_says_what_is_wrong_with_a_list(tmp_path: Path, content: str, count: int
         (["vlm", "--data", "{}", "--prompt", "short"], "--prompt: the questions of "),
         (["caption", "--data", "{}", "--prompt", "short"], "--prompt: the questions of "),
         (
-            ["image", "--sweep", "--pictures", "{}"],
-            "--sweep and --pictures: no quality is measured without --quality-images N",
+            ["image", "--pictures", "{}"],
+            "--pictures: no quality is measured without --quality-images N",
         ),
         (["image", "--model", "mar", "--rule", "x", "--prompts", "{}"], "--prompts and --rule: a MAR draws classes by"),
     ],

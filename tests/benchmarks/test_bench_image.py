@@ -94,7 +94,6 @@ def test_a_gallery_sums_up_its_calls() -> None:
 @pytest.mark.parametrize("codes", [64, 1024, 16384])
 def test_every_rule_of_the_table_is_one(codes: int) -> None:
     specs = [*image_methods.published(codes).values(), *image_methods.ours(codes).values()]
-    specs += [spec for points in image_methods.sweeps(codes).values() for _, spec in points]
     if codes < 1000:
         codebook = torch.randn(codes, 4)
         assert not any(resolve_rule(spec, codebook).lossless for spec in specs)
@@ -248,14 +247,13 @@ def test_judges_pictures(text: Path, tmp_path: Path) -> None:
     assert len(list((tmp_path / "pictures").glob("ar.*/00003.png"))) == 2
 
 
-def test_a_sweep_measures_each_setting(classes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    points = {"scaled": [(w, f"scaled(omega={w})") for w in (1.1, 3.0)]}
-    monkeypatch.setattr(image_methods, "sweeps", lambda codes: points)
-    words = ["--model", classes, "--device", "cpu", "--images", 0, "--quality-images", 6, "--methods", "ar"]
-    assert run(*words, "--sweep", "--noise-runs", 1, "--json", tmp_path / "out.json") == 0
+def test_pictures_of_classes_are_judged_without_real_ones(classes: Path, tmp_path: Path) -> None:
+    words = ["--model", classes, "--device", "cpu", "--images", 0, "--quality-images", 6, "--methods", "jacobi+scaled*"]
+    words += ["--rule", "scaled(omega=1.1)", "--noise-runs", 1, "--json", tmp_path / "out.json"]
+    assert run(*words) == 0
     records = json.loads((tmp_path / "out.json").read_text())["records"]
-    assert [(r["family"], r["parameter"]) for r in records] == [(None, None), ("scaled", 1.1), ("scaled", 3.0)]
-    assert all(r["fd_real"] is None and r["faithfulness"] is None for r in records)  # classes have no real pictures
+    assert [r["method"] for r in records] == ["ar", "jacobi+scaled", "jacobi+scaled(omega=1.1)"]
+    assert all(r["fd_ar"] > 0 and r["fd_real"] is None and r["faithfulness"] is None for r in records)
 
 
 def test_records_outlive_a_stop(
