@@ -20,8 +20,7 @@ sys.path[:0] = [str(ROOT)]
 from transformers import AutoModelForImageTextToText  # noqa: E402
 
 import mmspec  # noqa: E402
-from benchmarks.suites.shapes_models import REAL  # noqa: E402
-from benchmarks.suites.shapes_published import MODELS  # noqa: E402
+from benchmarks.suites.shapes_models import MODELS, REAL  # noqa: E402
 from mmspec import zoo  # noqa: E402
 from mmspec.app.provenance import provenance  # noqa: E402
 

@@ -9,7 +9,6 @@ one layer with a mask, after 1,000 tokens. Times are the minimum of the repetiti
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from real import loaded  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
+from benchmarks.page import heading, page, save  # noqa: E402
 from mmspec.app.provenance import load_average, provenance  # noqa: E402
 from mmspec.functional import Linear  # noqa: E402
 from mmspec.kernels import few_rows  # noqa: E402
@@ -88,19 +88,15 @@ def main() -> None:
                         least[name][rows] = min(took, least[name].get(rows, took))
         attended = {name: {rows: attention(heads, rows, args.repeat) for rows in ROWS} for name, heads in HEADS.items()}
     facts["load_average_at_end"] = load_average()
-    columns = [f"| rows | {' | '.join(map(str, ROWS))} |", "|---|" + "--:|" * len(ROWS)]
-    lines = ["# A forward of SmolLM2-135M-Instruct over a few rows", ""]
-    lines += [f"- {name}: {value}" for name, value in facts.items()]
-    lines += ["", *columns]
+    columns = heading(["rows", *ROWS])
+    lines = [*columns]
     lines += [f"| {name}, ms | {' | '.join(f'{ms:.0f}' for ms in of.values())} |" for name, of in least.items()]
     lines += ["", f"The least of {args.repeat} forwards, behind {args.context} tokens."]
     for model_name, by_rows in attended.items():
         lines += ["", f"Attention of one layer of {model_name}, behind {PAST} tokens:", "", *columns]
         lines += [f"| {way}, ms | {' | '.join(f'{by_rows[r][way]:.3f}' for r in ROWS)} |" for way in WAYS]
-    found = {"provenance": facts, "milliseconds": least, "attention": attended}
-    args.out.with_suffix(".json").write_text(json.dumps(found, separators=(",", ":")) + "\n")
-    args.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    text = page("A forward of SmolLM2-135M-Instruct over a few rows", facts, lines)
+    save(args.out, facts, {"milliseconds": least, "attention": attended}, text)
 
 
 if __name__ == "__main__":

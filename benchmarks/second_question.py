@@ -22,8 +22,7 @@ sys.path[:0] = [str(ROOT)]
 
 import mmspec  # noqa: E402
 from benchmarks.page import heading, page, save  # noqa: E402
-from benchmarks.suites.shapes_models import REAL, TOY, Chat  # noqa: E402
-from benchmarks.suites.shapes_published import MODELS  # noqa: E402
+from benchmarks.suites.shapes_models import MODELS, REAL, TOY, Chat  # noqa: E402
 from mmspec.app.provenance import provenance  # noqa: E402
 
 NAME = "smolvlm-500m"
@@ -54,7 +53,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="writes PATH.json and PATH.md")
     args = parser.parse_args()
     size, shape = TOY if args.toy else REAL, MODELS[NAME]
-    assert isinstance(shape, Chat)
     torch.manual_seed(0)
     parts: dict[str, Any] = {**shape.parts(size, torch.float32)}
     model = parts["target"].eval()

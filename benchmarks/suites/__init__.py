@@ -12,6 +12,7 @@ SUITES = command.SUITES | {
     "round": ("benchmarks.suites.round", "where the time of a round goes, and what it is against a plain step"),
     "shapes": ("benchmarks.suites.shapes", "what a round costs at the shapes of published models, with random weights"),
     "turns": ("benchmarks.suites.turns", "the first token of a second question and a second turn, with prefix_cache"),
+    "prompts": ("benchmarks.suites.prompts", "several prompts about each picture in one run, beside a run for each"),
     "json": ("benchmarks.suites.json_captions", "captions that a JSON schema rules: valid, identical, and how fast"),
     "kernels": ("benchmarks.suites.kernels", "kernels beside their definitions, as a share of the copy bandwidth"),
     "gpu": ("benchmarks.suites.gpu", "all that a GPU has to show, in stages; toys where there is none"),
