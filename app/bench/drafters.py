@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import mmspec
 from mmspec import zoo
@@ -22,7 +21,7 @@ WEIGHTLESS = [name for name, entry in DRAFTERS.items() if not entry.trained and 
 # By a drafter's name: a function that builds it from the measured model, for drafters that need no separate file.
 OF_MODEL: dict[str, Callable[[GenerativeModel], Drafter]] = {"mtp": MtpDrafter.of_model}
 # By a drafter's method: the arguments that make stock `generate` draft the same way, except for prompt lookup.
-ASSISTED: dict[str, Callable[[Any], dict[str, object]]] = {"mtp": lambda drafter: {"use_mtp": True}}
+ASSISTED = {"mtp": {"use_mtp": True}}
 
 
 def configure(parser: argparse.ArgumentParser, beside: str = "") -> None:
@@ -78,12 +77,7 @@ def _loaded(name: str, model: GenerativeModel | None) -> Drafter:
     return drafter
 
 
-def stocks_own(title: str, drafter: object) -> Iterator[Method]:
+def stocks_own(title: str, drafter: object) -> list[Method]:
     """Stock's own assisted decoding with the same drafter, if stock supports it."""
-    how = ASSISTED.get(getattr(drafter, "method", ""))
-    if how is None:
-        return
-    try:
-        yield Method(f"hf-{title}", arguments=how(drafter))
-    except ValueError as error:
-        say(f"without hf-{title}: {error}")
+    arguments = ASSISTED.get(getattr(drafter, "method", ""))
+    return [] if arguments is None else [Method(f"hf-{title}", arguments=arguments)]

@@ -49,7 +49,7 @@ class Service:
     def model(self) -> dict[str, object]:
         return {"id": self.name, "object": "model", "created": 0, "owned_by": "mmspec"}
 
-    def check_key(self, request: Request) -> None:
+    async def check_key(self, request: Request) -> None:  # async: the threads are for slower work
         given = request.headers.get("authorization", "")
         if self.key is not None and not secrets.compare_digest(given.encode(), f"Bearer {self.key}".encode()):
             raise ChatError(401, "an API key is required: Authorization: Bearer KEY", None, "invalid_api_key")

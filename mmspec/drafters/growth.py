@@ -217,18 +217,18 @@ def _growth(drafter: Grower, session: SessionView, target: Target, f: Tensor) ->
 
 # -- chains of adaptive length -----------------------------------------------------------------------------------------
 
-LENGTHS = 3  # number of chain lengths: the longest, half of it and a quarter of it
+CHAIN_LENGTHS = 3  # number of chain lengths: the longest, half of it and a quarter of it
 
 
-def lengths(depth: int) -> list[int]:
+def chain_lengths(depth: int) -> list[int]:
     """The chain lengths for a maximum of `depth` tokens, ascending."""
-    return sorted({max(1, depth >> i) for i in range(LENGTHS)})
+    return sorted({max(1, depth >> i) for i in range(CHAIN_LENGTHS)})
 
 
-def variants(drafter: Any) -> dict[int, Any]:
+def by_chain_length(drafter: Any) -> dict[int, Any]:
     """Copies of the drafter for each length, with the same weights."""
     by_depth = {}
-    for depth in lengths(drafter.options.depth):
+    for depth in chain_lengths(drafter.options.depth):
         by_depth[depth] = copy(drafter)
         by_depth[depth].options = replace(drafter.options, depth=depth, size=depth + 1)
     return by_depth

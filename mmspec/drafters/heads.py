@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,12 @@ from mmspec.kernels import reference as ops
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.types import FINAL, NO_TOKEN, Draft, Prompt, Round
 
-if TYPE_CHECKING:
-    from mmspec.compile.capture_cache import CaptureCache
+
+class Captures(Protocol):
+    """The captured forwards of the heads, such as `mmspec.compile.capture_cache.CaptureCache`."""
+
+    def check(self, module: nn.Module) -> None: ...
+    def forward(self, module: nn.Module, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]] | None: ...
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ class HeadsDrafter(nn.Module):
         super().__init__()
         self.config, c = config, config
         self.jacobi = JacobiDrafter(features=c.features)
-        self.captures: CaptureCache | None = None  # None: not captured
+        self.captures: Captures | None = None  # None: not captured
         wide = c.streams * c.hidden
         self.norms = nn.ModuleList(nn.RMSNorm(wide, 1e-6) for _ in range(4))
         self.embed_norm = nn.RMSNorm(c.hidden, 1e-6)
@@ -144,7 +148,7 @@ class HeadsDrafter(nn.Module):
         fitted.jacobi = replace(self.jacobi, vocab=target.vocab, options=options)
         return fitted
 
-    def captured(self, captures: CaptureCache) -> HeadsDrafter:
+    def captured(self, captures: Captures) -> HeadsDrafter:
         """The same drafter, with its forward captured and compiled for each shape."""
         twin = copy.copy(self)
         twin.captures = captures

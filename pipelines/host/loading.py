@@ -1,4 +1,4 @@
-"""Loads models of transformers by name, with their processors, and drafters with what they need of their targets."""
+"""Loads models of transformers, processors and text encoders by name, and drafters with what they need of targets."""
 
 from __future__ import annotations
 

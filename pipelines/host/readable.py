@@ -11,7 +11,7 @@ from mmspec.pipelines.host.decoder import decoder, head, wrapped
 from mmspec.pipelines.host.exotic import path_readers
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.kinds import GenerativeModel
-from mmspec.pipelines.target.state import KINDS
+from mmspec.pipelines.target.state import MASKS_BY_KIND
 
 _BLOCKS = ("index_kpool", "indexer_compress_ratio", "index_block_size")  # settings of an indexer that selects blocks
 # class → why it cannot be accelerated, for reasons that only its forward shows
@@ -61,7 +61,7 @@ def unsupported(model: GenerativeModel) -> str | None:
     if indexers and any(getattr(text.config, name, None) for name in _BLOCKS):
         return "its indexer selects blocks of the cache, which the nodes of a tree would shift"
     layers = set(getattr(text.config, "layer_types", None) or ["full_attention"])
-    layers -= KINDS.keys() | (recurrent.KINDS if kept else set())
+    layers -= MASKS_BY_KIND.keys() | (recurrent.KINDS if kept else set())
     if layers:
         return f"it has {', '.join(sorted(layers))} layers, whose state cannot be rolled back to a tree node"
     return tree_attention.unfit(text)

@@ -16,7 +16,7 @@ from mmspec.config import SpecConfig
 from mmspec.drafters import lookup
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.feature import FeatureDrafter
-from mmspec.drafters.growth import Adaptive, variants
+from mmspec.drafters.growth import Adaptive, by_chain_length
 from mmspec.drafters.heads import HeadsDrafter
 from mmspec.drafters.shape import Shape, Sizes
 from mmspec.pipelines.host import devices
@@ -58,7 +58,7 @@ def proposer(model: object, drafter: Drafter, config: SpecConfig, target: Target
     depths = {getattr(options, "depth", 0), *([lookup.LENGTH] if config.lookup else [])}  # the possible draft lengths
     adaptive = getattr(options, "adaptive", False)
     if adaptive:
-        each = {n: _captured(model, one, compile, target, depths) for n, one in variants(drafter).items()}
+        each = {n: _captured(model, one, compile, target, depths) for n, one in by_chain_length(drafter).items()}
         ready: Proposer = Adaptive(each)
     else:
         ready = _captured(model, drafter, compile, target, depths)

@@ -24,7 +24,7 @@ from mmspec.pipelines.host.forward import now
 from mmspec.pipelines.host.kinds import Mask
 from mmspec.pipelines.host.recurrent_state import RecurrentLayers
 from mmspec.pipelines.target.model import ModelTarget
-from mmspec.pipelines.target.state import KINDS, State
+from mmspec.pipelines.target.state import MASKS_BY_KIND, State
 from mmspec.steady import Steady, addressed
 
 
@@ -105,7 +105,7 @@ def _capture(target: ModelTarget, state: State, tokens: Tensor, places: Tensor) 
 
 def same_mask(target: ModelTarget, seen: Tensor) -> Mask:
     """One mask in the form in which a target's decoder takes its masks: by kind of layer, where they are mixed."""
-    return {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(KINDS, seen)} if target.mixed else seen
+    return {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(MASKS_BY_KIND, seen)} if target.mixed else seen
 
 
 class _ByMask:

@@ -203,7 +203,7 @@ class Visibility:
 
 
 # layer type → the slots that it sees. Layers with an indexer choose among these.
-KINDS: dict[str, Callable[[Visibility, HostModel], Tensor]] = {
+MASKS_BY_KIND: dict[str, Callable[[Visibility, HostModel], Tensor]] = {
     "full_attention": lambda visible, host: visible.all,
     "sliding_attention": lambda visible, host: visible.near(host.window),
     "chunked_attention": lambda visible, host: visible.chunk(host.chunk or 0),
@@ -258,12 +258,12 @@ class Masks:
         """
 
         def of(kind: str) -> Tensor:
-            return self._converted(visible, KINDS[kind](visible, self.host)[:, None], kind, dtype, chain)
+            return self._converted(visible, MASKS_BY_KIND[kind](visible, self.host)[:, None], kind, dtype, chain)
 
         if not self.mixed:
             return of("sliding_attention" if self.kinds == {"sliding_attention"} else "full_attention")
         masks = {kind: of(kind) for kind in self.kinds | {"full_attention"}}
-        return {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(KINDS, masks["full_attention"]), **masks}
+        return {**dict.fromkeys(recurrent.KINDS), **dict.fromkeys(MASKS_BY_KIND, masks["full_attention"]), **masks}
 
     def _converted(self, visible: Visibility, seen: Tensor, kind: str, dtype: torch.dtype, chain: bool) -> Tensor:
         """The bool mask of a layer type in the format of the attention implementation."""

@@ -24,6 +24,8 @@ from mmspec.app.bench import drafters as named
 from mmspec.app.bench import questions, vlm
 from mmspec.app.bench.answers import TimedCall
 from mmspec.app.bench.command import BenchError
+from mmspec.drafters.plain import Plain
+from mmspec.pipelines.drafters.mtp import MtpDrafter
 from mmspec.pipelines.drafters.untrained import build
 from mmspec.statistics import Stats
 
@@ -183,7 +185,13 @@ def test_tuning_leaves_out_what_a_drafter_cannot_do(
     assert [one["setting"]["depth"] for one in tuned["tried"]] == [2]
 
 
-# -- arithmetic -----------------------------------------------------------------------------------------
+# -- arithmetic ----------------------------------------------------------------------------------------------------
+
+
+def test_stocks_own_drafting_comes_with_the_same_heads() -> None:
+    [own] = named.stocks_own("mtp", MtpDrafter)
+    assert own.name == "hf-mtp" and own.arguments == {"use_mtp": True} and vlm.single(own)
+    assert not named.stocks_own("plain", Plain())
 
 
 def test_tau_by_depth_ends_at_tau() -> None:

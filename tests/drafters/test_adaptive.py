@@ -11,7 +11,7 @@ import tiny_vlms
 import torch
 from hostile_drafters import Scripted
 
-from mmspec.drafters.growth import Adaptive, lengths
+from mmspec.drafters.growth import Adaptive, chain_lengths
 from mmspec.tree import chain
 from mmspec.types import NO_TOKEN, Draft
 from tests.host import test_recurrent_law
@@ -58,7 +58,7 @@ class Rounds:
 
 
 def test_lengths():
-    assert [lengths(depth) for depth in (1, 2, 5, 16)] == [[1], [1, 2], [1, 2, 5], [4, 8, 16]]
+    assert [chain_lengths(depth) for depth in (1, 2, 5, 16)] == [[1], [1, 2], [1, 2, 5], [4, 8, 16]]
 
 
 def test_a_row_gets_longer_drafts_while_they_are_accepted_and_shorter_ones_while_they_are_not():

@@ -1,4 +1,4 @@
-"""Training: the unrolled drafter is the one that decodes, the loss is of the right tokens, a stopped run goes on."""
+"""Training: the loss is of the right tokens, a stopped run goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixins for modules that count cache slots, or store inputs in their own way, so that they can read a draft."""
+"""Mixins that let modules read a draft which count cache slots or store inputs; padding that changes an indexer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The image tokens of models that generate images token by token: their codes, and the tokens around an image."""
+"""Tokens of images: their codes, those around an image, and the positions that GLM-Image computes in advance."""
 
 from __future__ import annotations
 
