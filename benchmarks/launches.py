@@ -191,7 +191,7 @@ def main() -> None:
         "a hybrid of 9B": grown(hybrids, 4, 8, T.Qwen3_5TextConfig().num_hidden_layers),
     }
     if args.out:
-        facts = provenance(torch.device("cpu"), torch.bfloat16)
+        facts = provenance(torch.device("cpu"), torch.bfloat16) | {"argv": sys.argv}
         args.out.write_text(json.dumps({"provenance": facts, "launches": launched}, separators=(",", ":")) + "\n")
     print(table(launched))
 
