@@ -122,7 +122,9 @@ def option_names(options: object) -> list[str]:
 
 def size_in_bytes(value: object) -> int:
     """The number of bytes in an int, or in a string such as 512MB, 2G or 1.5 GiB, whose units are powers of 1024.
-    Raises ValueError: any other value."""
+
+    Raises ValueError: any other value.
+    """
     if is_whole(value, 0):
         return value
     size = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)(?:I?B)?", value.upper() if isinstance(value, str) else "")

@@ -157,7 +157,9 @@ def below(folder: Path, name: object, where: Path | str) -> Path:
 
 def cell(value: object, folders: Sequence[Path], where: str, max_bytes: int = MAX_BYTES) -> bytes:
     """The bytes of an image or video in a table's cell: bytes, {bytes, path}, or a path below one of these folders.
-    Raises MediaError: anything else, or a file that cannot be read."""
+
+    Raises MediaError: anything else, or a file that cannot be read.
+    """
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str):

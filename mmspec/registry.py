@@ -62,9 +62,17 @@ USUAL = "suffix"  # the default for text if the model ships with no drafter
 # Name of a model in lower case without its owner → a drafter published for it on the hub. It is suggested if the model
 # ships with no drafter; it is never downloaded without the user's request.
 PUBLISHED: dict[str, str] = {
-    **{f"qwen2.5-vl-{size.lower()}-instruct": f"JLKang/ViSpec-Qwen2.5-VL-{size}-Instruct" for size in ("3B", "7B")},
-    **{f"llava-v1.6-vicuna-{size}-hf": f"JLKang/ViSpec-llava-v1.6-vicuna-{size}-hf" for size in ("7b", "13b")},
-    **{f"llava-1.5-{size.lower()}-hf": f"lucylyn/MSD-LLaVA1.5-{size}" for size in ("7B", "13B")},
+    **{
+        name.lower(): f"JLKang/ViSpec-{name}"
+        for name in (
+            "Qwen2.5-VL-3B-Instruct",
+            "Qwen2.5-VL-7B-Instruct",
+            "llava-v1.6-vicuna-7b-hf",
+            "llava-v1.6-vicuna-13b-hf",
+        )
+    },
+    "llava-1.5-7b-hf": "lucylyn/MSD-LLaVA1.5-7B",
+    "llava-1.5-13b-hf": "lucylyn/MSD-LLaVA1.5-13B",
     "qwen2-vl-7b-instruct": "lucylyn/MSD-Qwen2VL-7B-Instruct",
     **{
         f"qwen3-vl-{size.lower()}-instruct": f"AngelSlim/Qwen3-VL-{size}-Instruct_eagle3"
@@ -72,11 +80,19 @@ PUBLISHED: dict[str, str] = {
     },
     "qwen3-vl-235b-a22b-instruct": "RedHatAI/Qwen3-VL-235B-A22B-Instruct-speculator.eagle3",
     **{
-        f"qwen3.5-{size.lower()}": f"z-lab/Qwen3.5-{size}-DFlash"
-        for size in ("4B", "9B", "27B", "35B-A3B", "122B-A10B")
+        name.lower(): f"z-lab/{name}-DFlash"
+        for name in (
+            "Qwen3.5-4B",
+            "Qwen3.5-9B",
+            "Qwen3.5-27B",
+            "Qwen3.5-35B-A3B",
+            "Qwen3.5-122B-A10B",
+            "Qwen3.6-27B",
+            "Qwen3.6-35B-A3B",
+            "gemma-4-26B-A4B-it",
+            "gemma-4-31B-it",
+        )
     },
-    **{f"qwen3.6-{size.lower()}": f"z-lab/Qwen3.6-{size}-DFlash" for size in ("27B", "35B-A3B")},
-    **{f"gemma-4-{size.lower()}-it": f"z-lab/gemma-4-{size}-it-DFlash" for size in ("26B-A4B", "31B")},
 }
 
 
@@ -126,8 +142,10 @@ def resolve_rule(
 
 
 def check_rule(spec: str) -> None:
-    """Check the form and the name of a rule, before there is a model with a codebook. Raises ValueError: an unknown
-    rule, or text that has another form."""
+    """Check the form and the name of a rule, before there is a model with a codebook.
+
+    Raises ValueError: an unknown rule, or text that has another form.
+    """
     name, _ = _parsed(spec)
     if name not in RULES:
         raise ValueError(f"unknown rule {name!r}; choose from {', '.join(RULES)}")

@@ -41,8 +41,10 @@ class Row:
     spent: float = 0.0  # total-variation cost of a relaxed rule; set when the row retires
 
     def take(self, tokens: Sequence[int]) -> list[int]:
-        """Append decided tokens, up to the one that ends the row; returns those that were appended. Raises
-        RuntimeError: the target's distribution cannot be sampled; stock `generate` raises in this case, too."""
+        """Append decided tokens, up to the one that ends the row; returns those that were appended.
+
+        Raises RuntimeError: the target's distribution cannot be sampled; stock `generate` raises in this case, too.
+        """
         valid, begin = list(takewhile(lambda token: token >= 0, tokens)), len(self.tokens)
         ends = (i for i, x in enumerate(valid, 1) if x in self.eos or begin + i >= self.limit)
         end = next(ends, None)

@@ -22,8 +22,10 @@ _SAFE = [CONFIG, WEIGHTS, INDEX, "model-*-of-*.safetensors"]
 
 
 def locate(name_or_path: str | Path, revision: str | None = None) -> Path:
-    """The local folder or file of that name, or the downloaded snapshot of a hub repository owner/name. Raises
-    FileNotFoundError: found neither locally nor on the hub; HF_HUB_OFFLINE is honoured."""
+    """The local folder or file of that name, or the downloaded snapshot of a hub repository owner/name.
+
+    Raises FileNotFoundError: found neither locally nor on the hub; HF_HUB_OFFLINE is honoured.
+    """
     path = Path(name_or_path).expanduser()
     if path.exists():
         trained = path / TRAINED
@@ -103,8 +105,10 @@ def _safe(path: Path) -> dict[str, Tensor]:
 
 
 def index_of(folder: Path) -> dict[str, str]:
-    """The file of each tensor, by the index file of a folder. Raises ValueError: the index is damaged, or names files
-    in other folders."""
+    """The file of each tensor, by the index file of a folder.
+
+    Raises ValueError: the index is damaged, or names files in other folders.
+    """
     listed = _json(folder / INDEX).get("weight_map")
     named = list(listed.values()) if isinstance(listed, dict) else []
     strange = [file for file in named if not isinstance(file, str) or Path(file).name != file or "\0" in file]

@@ -132,8 +132,10 @@ def read(name: str, files: Published, kind: type[Made]) -> Made:
 
 
 def describe(name: str, method: str, config: FileConfig) -> Settings:
-    """config.json of a drafter in a layout. Raises ValueError: the layout cannot represent this drafter; the message
-    says why."""
+    """config.json of a drafter in a layout.
+
+    Raises ValueError: the layout cannot represent this drafter; the message says why.
+    """
     layout, flat = layout_named(name), config.to_dict()
     marker = {"layout": name, "method": method, "version": __version__}
     wrong = [f"its method is {method!r}, not {layout.method!r}"] if layout.method not in ("", method) else []

@@ -64,8 +64,10 @@ def needs(files: Published, kinds: tuple[str, ...]) -> list[str]:
 
 
 def read(layout: Layout, files: Published) -> Settings:
-    """The settings from a Llama-like config.json and the decoder layer's tensors, without rotary scaling. Raises
-    ValueError: shapes that do not fit such a layer."""
+    """The settings from a Llama-like config.json and the decoder layer's tensors, without rotary scaling.
+
+    Raises ValueError: shapes that do not fit such a layer.
+    """
     flat, shapes, layer, fc = files.flat, files.shapes, layout.layer, layout.fc
     matrices = [fc, *(f"{layer}.{x}_proj.weight" for x in ("self_attn.q", "self_attn.k", "mlp.gate"))]
     wrong = [f"{key} has the shape {list(shapes[key])}" for key in matrices if len(shapes[key]) != 2]
@@ -122,8 +124,10 @@ def write(c: TrainedConfig, kind: str = "llama") -> Settings:
 
 
 def scaling(flat: Json) -> Json:
-    """The object with the scaling of positions, empty if there is none. Raises ValueError: it is not an object, or
-    differs between the layers."""
+    """The object with the scaling of positions, empty if there is none.
+
+    Raises ValueError: it is not an object, or differs between the layers.
+    """
     for key in ("rope_scaling", "rope_parameters"):
         part = flat.get(key)
         if part is not None and not isinstance(part, Mapping):
@@ -200,8 +204,10 @@ def _gain(rope: Json) -> float:
 
 
 def write_rope(c: Rope) -> Settings:
-    """`rope_theta`, `rope_scaling` and `partial_rotary_factor` of a drafter's config. Raises ValueError: positions on a
-    grid, which only mmspec's own layout supports."""
+    """`rope_theta`, `rope_scaling` and `partial_rotary_factor` of a drafter's config.
+
+    Raises ValueError: positions on a grid, which only mmspec's own layout supports.
+    """
     if c.rope != "1d":
         raise ValueError("this layout cannot store positions on a grid. Use layout 'mmspec'")
     rope: Settings = {}

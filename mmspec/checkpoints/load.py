@@ -40,8 +40,10 @@ def load_drafter(
 def drafter_of(
     config: Settings, tensors: dict[str, Tensor], *, target: Sizes | None = None, layout: str | None = None
 ) -> FeatureDrafter:
-    """The same from the content of files, or from a third-party module: its config, and its tensors by name. Raises
-    ValueError: as `load_drafter`."""
+    """The same from the content of files, or from a third-party module: its config, and its tensors by name.
+
+    Raises ValueError: as `load_drafter`.
+    """
     try:
         name = layouts.detect(config, tensors) if layout is None else layout
         table = layouts.layout_named(name)

@@ -135,8 +135,10 @@ def card(name: str, method: str, c: TrainedConfig | HeadsConfig) -> str:
 
 
 def _check(name: str, written: Settings, shapes: dict[str, tuple[int, ...]], config: TrainedConfig) -> None:
-    """Check that the layout loses no setting: reading the written config must give the same config. Raises ValueError:
-    lists the settings that would be lost."""
+    """Check that the layout loses no setting: reading the written config must give the same config.
+
+    Raises ValueError: lists the settings that would be lost.
+    """
     sizes = {"vocab": config.vocab}
     try:
         config_read = layouts.read(name, Published(written, layouts.opened(written), shapes, sizes.get), type(config))

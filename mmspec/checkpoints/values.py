@@ -21,8 +21,10 @@ Made = TypeVar("Made", bound=FileConfig)
 
 
 def made(kind: type[Made], values: Json) -> Made:
-    """A config of class `kind` with these values. Raises ValueError: values that are missing, of the wrong type, or out
-    of bounds."""
+    """A config of class `kind` with these values.
+
+    Raises ValueError: values that are missing, of the wrong type, or out of bounds.
+    """
     needed = [name for name, usual in kind.usual().items() if usual is MISSING]
     wrong = [f"{name} = {briefly(values.get(name))}" for name in needed if not is_count(values.get(name))]
     if wrong:
@@ -35,8 +37,10 @@ def made(kind: type[Made], values: Json) -> Made:
 
 
 def checked(kind: type[FileConfig], values: Json) -> Settings:
-    """The values, after a check of their types and bounds; those of a Shape are checked by that class. Raises
-    ValueError: lists the wrong values and what is expected."""
+    """The values, after a check of their types and bounds; those of a Shape are checked by that class.
+
+    Raises ValueError: lists the wrong values and what is expected.
+    """
     shaped = option_names(USUAL)
     usual = {name: 0 if one is MISSING else one for name, one in kind.usual().items() if name not in shaped}
     wrong = [

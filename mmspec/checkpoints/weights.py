@@ -44,8 +44,10 @@ def check_keys(layout: Layout, found: Collection[str], ours: Collection[str] | N
 
 
 def build(layout: Layout, tensors: dict[str, Tensor], cls: type[FeatureDrafter], config: EagleConfig) -> FeatureDrafter:
-    """A drafter of this class with these tensors, in their dtypes; only tensors that are fused are copied. Raises
-    ValueError: a missing or extra tensor, a wrong shape, its own embedding, or token ids outside the vocabulary."""
+    """A drafter of this class with these tensors, in their dtypes; only tensors that are fused are copied.
+
+    Raises ValueError: a missing or extra tensor, a wrong shape, its own embedding, or token ids outside the vocabulary.
+    """
     with torch.device("meta"):
         drafter: FeatureDrafter = cls(config)
     expected = drafter.state_dict()
@@ -80,7 +82,9 @@ def _one_bias_switch(layout: Layout, config: FileConfig) -> bool:
 
 def split(layout: Layout, drafter: TrainedDrafter) -> dict[str, Tensor]:
     """The drafter's tensors in a layout, contiguous and on the CPU; token ids as offsets if the layout has `d2t`.
-    Raises ValueError: the layout cannot represent one of them."""
+
+    Raises ValueError: the layout cannot represent one of them.
+    """
     tensors: dict[str, Tensor] = {}
     config = drafter.config
     for ours, tensor in drafter.state_dict().items():

@@ -38,8 +38,10 @@ class Uncapturable(Exception):
 
 
 def compare(mine: Sequence[Tensor], stock: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """Check a capture's outputs against the module's own, to the precision of this dtype. Raises Uncapturable: they
-    deviate more."""
+    """Check a capture's outputs against the module's own, to the precision of this dtype.
+
+    Raises Uncapturable: they deviate more.
+    """
     errors = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(stock, mine, strict=True)]
     if not all(error <= _NEAR.get(dtype, 1e-4) for error in errors):  # also if one is NaN
         raise Uncapturable(f"its outputs would be {max(errors):.1e} away from the uncompiled ones")

@@ -44,8 +44,11 @@ class CaptureCache:
 
     @classmethod
     def of(cls, module: nn.Module, compile: bool = True, inside: nn.Module | None = None) -> Self | None:
-        """The cache of a module, shared by all calls and checked for this one, by the version of a module that it is
-        `inside`, if any; None without `compile`."""
+        """The cache of a module, shared by all calls and checked for this one; None without `compile`.
+
+        Args:
+            inside: a module that contains it, whose version is compared in its place.
+        """
         if not compile:
             return None
         captures = _OF.setdefault(module, cls(type(module).__name__))
@@ -87,8 +90,11 @@ class CaptureCache:
     def get(
         self, key: Hashable, make: Callable[[], PiecewiseFunction], quiet: bool = False
     ) -> PiecewiseFunction | None:
-        """The capture for a key, built by `make` at the first call; `make` raises if the capture cannot be trusted,
-        with a warning unless `quiet`."""
+        """The capture for a key, built by `make` at the first call; `make` raises if the capture cannot be trusted.
+
+        Args:
+            quiet: no warning if it raises.
+        """
         if self._why is not None:
             if self._why != self._warned:  # once, until it changes
                 self._warned = self._why

@@ -19,8 +19,11 @@ _VIEWS = {getattr(torch.ops.aten, name) for name in ("t", "transpose", "permute"
 
 
 def replace(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> None:
-    """Replace products of up to `few_rows.ROWS` rows with large enough weights, given by their placeholders, by
-    `few_rows`."""
+    """Replace products of up to `few_rows.ROWS` rows with large enough weights by `few_rows`.
+
+    Args:
+        weights: by their placeholders.
+    """
     matrices = _matrices(graph, weights)
     groups: list[list[fx.Node]] = []
     open_groups: dict[Hashable, list[fx.Node]] = {}  # by the rows; closed at each write, which may change the rows

@@ -42,7 +42,9 @@ class Recorder:
 
     def __call__(self, function: Function, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
         """The static outputs of `function`, and a function that computes them from the current contents of the inputs.
-        Raises RuntimeError: it cannot be recorded."""
+
+        Raises RuntimeError: it cannot be recorded.
+        """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self.device):
             here, warm = torch.cuda.current_stream(), torch.cuda.Stream()

@@ -66,8 +66,11 @@ def unchanging() -> Iterator[None]:
 
 
 def version(root: nn.Module, kept: bool = False) -> Version:
-    """The version of a module and all its submodules. With `kept` tensors that are neither parameters nor buffers are
-    compared, too, by identity; such a version is not cached."""
+    """The version of a module and all its submodules.
+
+    Args:
+        kept: also compare tensors that are neither parameters nor buffers, by identity; such a version is not cached.
+    """
     if kept:
         return _version(root, kept)
     versions = _READ.get()

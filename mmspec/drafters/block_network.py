@@ -200,8 +200,11 @@ class BlockNetwork(nn.Module):
     def after(
         self, logits: Tensor, hidden: Tensor, before: Tensor, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [B, k, V_d] of a row, with `logits` and `hidden` [B, 1 or k, …], after each of the target's tokens
-        `before` [B, k], and the next row's state."""
+        """Logits [B, k, V_d] of a row after each of the target's tokens `before` [B, k], and the next row's state.
+
+        Args:
+            logits, hidden: [B, 1 or k, …] of the row.
+        """
         hidden = hidden.expand(-1, before.shape[1], -1)
         logits = logits.expand(-1, before.shape[1], -1)
         if self.markov is not None:
@@ -210,8 +213,10 @@ class BlockNetwork(nn.Module):
         return logits if self.selector is None else self.selector(logits, before, hidden), state
 
     def trust(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """The probability that the token at rows [..., H] is accepted after tokens [...]. Raises ValueError: it has no
-        confidence head."""
+        """The probability that the token at rows [..., H] is accepted after tokens [...].
+
+        Raises ValueError: it has no confidence head.
+        """
         if self.confidence is None:
             raise ValueError("this drafter has no confidence head")
         embedding = self.markov.w1(before) if self.config.confidence_markov and self.markov is not None else None

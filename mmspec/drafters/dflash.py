@@ -64,8 +64,10 @@ class BlockDrafter(BlockNetwork):
         return self.layers[0]  # type: ignore[no-any-return]
 
     def chosen(self, given: Options) -> BlockOptions:
-        """The options: the user's values, and the config's defaults for the others. Raises ValueError: an option that
-        it does not have, or values that contradict each other or its heads."""
+        """The options: the user's values, and the config's defaults for the others.
+
+        Raises ValueError: an option that it does not have, or values that contradict each other or its heads.
+        """
         c = self.config
         if "prune" in given:
             raise ValueError("a block drafter has no use for prune: it reads no embeddings of images")
@@ -83,8 +85,10 @@ class BlockDrafter(BlockNetwork):
         return options
 
     def fit(self, target: TargetInfo, given: Options) -> BlockDrafter:
-        """The same weights with the user's options, on the target's device. Raises ValueError: the drafter was made for
-        another target, or does not have an option; the message says why."""
+        """The same weights with the user's options, on the target's device.
+
+        Raises ValueError: the drafter was made for another target, or does not have an option; the message says why.
+        """
         options = self.chosen(given)
         check_fit(self.config, target)
         if self.config.mask_token >= target.vocab:
@@ -95,8 +99,10 @@ class BlockDrafter(BlockNetwork):
 
     @torch.no_grad()
     def start(self, session: SessionView[FeatureMemory], target: Target, prompt: Prompt) -> FeatureMemory:
-        """Read the prompt's features except the last token's, back as far as the layers' windows reach. Raises
-        ValueError: the call is guided."""
+        """Read the prompt's features except the last token's, back as far as the layers' windows reach.
+
+        Raises ValueError: the call is guided.
+        """
         assert prompt.hidden is not None
         if getattr(target, "streams", 1) > 1:
             raise ValueError("a block drafter supports no guidance; use an EAGLE drafter without a head, or 'jacobi'")

@@ -66,8 +66,10 @@ class EagleConfig(TrainedConfig):
             )
 
     def only_final(self, method: str) -> None:
-        """Check the config of a method that is built on EAGLE-1/2's layer. Raises ValueError: EAGLE-3's layer, other
-        features than the target's final one, or rope "2d"."""
+        """Check the config of a method that is built on EAGLE-1/2's layer.
+
+        Raises ValueError: EAGLE-3's layer, other features than the target's final one, or rope "2d".
+        """
         wide = self.target_hidden in (0, self.hidden)
         if self.parallel_norm or self.features != (FINAL,) or not wide or self.rope != "1d" or self.mrope:
             raise ValueError(
@@ -105,8 +107,10 @@ class EagleDrafter(FeatureDrafter):
         self.head = head_of(c.hidden, c.draft_vocab)
 
     def fit(self, target: TargetInfo, given: Options) -> EagleDrafter:
-        """The same weights with the user's options, on the target's device. Raises ValueError: the drafter was made for
-        another target, or does not have an option; the message says why."""
+        """The same weights with the user's options, on the target's device.
+
+        Raises ValueError: the drafter was made for another target, or does not have an option; the message says why.
+        """
         options = self.chosen(given)
         check_fit(self.config, target)
         if options.prune and target.ends is None:
@@ -114,8 +118,10 @@ class EagleDrafter(FeatureDrafter):
         return placed(self, target, options)
 
     def chosen(self, given: Options) -> TreeOptions:
-        """The options: the user's values, and the config's defaults for the others. Raises ValueError: an option that
-        it does not have, or values that contradict each other or its head."""
+        """The options: the user's values, and the config's defaults for the others.
+
+        Raises ValueError: an option that it does not have, or values that contradict each other or its head.
+        """
         c, defaults = self.config, {"draft_vocab": self.config.proposes} if self.config.proposes else {}
         options = TreeOptions.like(c.shape).with_({**defaults, **given}, self.method)
         if options.draft_vocab != ALL and c.draft_vocab:

@@ -45,7 +45,9 @@ class FeatureDrafter(FeatureLayer):
     @torch.no_grad()
     def start(self, session: SessionView[FeatureMemory], target: Target, prompt: Prompt) -> FeatureMemory:
         """Read the prompt: row j pairs the features at j with the embedding at j + 1; the last row follows later.
-        Raises ValueError: the call is guided, which this drafter does not support."""
+
+        Raises ValueError: the call is guided, which this drafter does not support.
+        """
         assert prompt.embeds is not None and prompt.hidden is not None
         (B, L), S = prompt.ids.shape, target.streams
         if S > 1 and (self.head.own or self.sees):
@@ -138,8 +140,12 @@ class FeatureDrafter(FeatureLayer):
         return grown(self, session, target, f, drawn)
 
     def attending(self, before: FeatureMemory, after: FeatureMemory, rows: int) -> LayerAttention:
-        """The attentions of a captured `draft`, numbered by the offset at which they append: of the accepted `rows` on
-        the memory before the round, then of the levels on the memory after it."""
+        """The attentions of a captured `draft`: of the accepted rows on the memory before the round, then of the levels
+        on the memory after it.
+
+        Args:
+            rows: number of accepted rows; an attention is numbered by the offset at which it appends.
+        """
 
         def attend(at: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
             memory, n = (before, at) if at < rows else (after, at - rows)

@@ -190,7 +190,9 @@ class FlashDrafter(EagleDrafter):
         rows: Tensor | None = None,
     ) -> list[Tensor]:  # fmt: skip
         """The predictions of the first `steps` ≤ K heads, from many positions at once; see `FeatureLayer.forward`.
-        Raises ValueError: more steps than heads."""
+
+        Raises ValueError: more steps than heads.
+        """
         if self.config.tokens == 1:
             return super().forward(embeds, features, visual, valid, steps, start, rows)
         if steps > self.config.tokens:

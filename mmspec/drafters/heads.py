@@ -129,8 +129,10 @@ class HeadsDrafter(nn.Module):
         return self.jacobi.nodes
 
     def fit(self, target: TargetInfo, given: Options) -> HeadsDrafter:
-        """The same heads with the user's options, on the target's device. Raises ValueError: heads for another target,
-        an option that they do not have, or a window that is too wide."""
+        """The same heads with the user's options, on the target's device.
+
+        Raises ValueError: heads for another target, an option that they do not have, or a window that is too wide.
+        """
         c = self.config
         if (c.hidden, c.vocab) != (target.hidden, target.vocab):
             raise ValueError(

@@ -52,8 +52,10 @@ class JacobiDrafter:
         return replace(self, vocab=target.vocab, options=chosen(USUAL, given, "the jacobi drafter"))
 
     def start(self, session: SessionView[Window], target: Target, prompt: Prompt) -> WindowMemory:
-        """The memory of these rows. Raises ValueError: an init that copies the token above, with a target without a
-        grid."""
+        """The memory of these rows.
+
+        Raises ValueError: an init that copies the token above, with a target without a grid.
+        """
         grid, init = prompt.grid, self.options.init
         init = ("mixture" if grid else "horizontal") if init == NEAR else init
         if grid is None and SHARES[init][1]:

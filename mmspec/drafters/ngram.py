@@ -107,8 +107,10 @@ class NgramDrafter:
         return self.options.size
 
     def fit(self, target: TargetInfo, given: Options) -> NgramDrafter:
-        """Fits any target; with width > 1 it still drafts a chain of that depth. Raises ValueError: an option of
-        another drafter."""
+        """Fits any target; with width > 1 it still drafts a chain of that depth.
+
+        Raises ValueError: an option of another drafter.
+        """
         depth = _USUAL.with_(given, "the ngram drafter").depth
         return replace(self, options=Sizes(depth, 1, depth + 1), hits=_hits())
 

@@ -210,8 +210,10 @@ class RecycleDrafter:
         return self.options.size
 
     def fit(self, target: TargetInfo, given: Options) -> RecycleDrafter:
-        """Fits any target. Raises ValueError: an option of another drafter, or a width above the number of stored
-        successors."""
+        """Fits any target.
+
+        Raises ValueError: an option of another drafter, or a width above the number of stored successors.
+        """
         options = _USUAL.with_(given, "the recycle drafter")
         return replace(self, options=options, successors=Successors(target.vocab, target.device))
 

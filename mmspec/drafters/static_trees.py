@@ -68,7 +68,9 @@ class TreePlan:
 
 def own_paths(given: Paths) -> Paths:
     """The nodes below the root of a tree that the user gave as a list of paths, in order; prefixes may be left out.
-    Raises ValueError: not a list of paths, or ranks with gaps."""
+
+    Raises ValueError: not a list of paths, or ranks with gaps.
+    """
     lists = isinstance(given, Sequence) and all(isinstance(path, Sequence) and path for path in given)
     if not (lists and given and all(is_whole(rank, 0) for path in given for rank in path)):
         raise ValueError(
@@ -89,8 +91,10 @@ def nodes(shape: Children) -> list[tuple[int, ...]]:
 
 
 def paths_of(tree: str | Paths) -> Sequence[tuple[int, ...]]:
-    """The paths of a named or user-defined shape. Raises ValueError: an unknown name; the message lists the known
-    ones."""
+    """The paths of a named or user-defined shape.
+
+    Raises ValueError: an unknown name; the message lists the known ones.
+    """
     if isinstance(tree, str) and tree not in SHAPES:
         raise ValueError(
             f"unknown tree {tree!r}; choose from {', '.join([DYNAMIC, *SHAPES])}, or give a list of paths: {EXAMPLE}"

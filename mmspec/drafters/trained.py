@@ -28,8 +28,10 @@ class FileConfig:
 
     @classmethod
     def of(cls, values: Values) -> Self:
-        """The config from the result of `to_dict`, which may have gone through JSON. Raises ValueError: unknown fields,
-        or invalid values."""
+        """The config from the result of `to_dict`, which may have gone through JSON.
+
+        Raises ValueError: unknown fields, or invalid values.
+        """
         allowed = cls.usual()
         unknown = sorted(set(values) - set(allowed))
         if unknown:

@@ -31,8 +31,10 @@ class MARScheduler(SchedulerMixin, ConfigMixin):
         self.alphas_cumprod = alpha_bar(num_train_timesteps)
 
     def chain(self, steps: int, device: torch.device | str | None = None) -> Chain:
-        """The sampler's steps, evenly spaced over the training timesteps, both ends included. Raises ValueError: fewer
-        than two steps (three with `skip_terminal`), or more than training timesteps."""
+        """The sampler's steps, evenly spaced over the training timesteps, both ends included.
+
+        Raises ValueError: fewer than two steps (three with `skip_terminal`), or more than training timesteps.
+        """
         T = self.config["num_train_timesteps"]
         least = 2 + self.config["skip_terminal"]
         if not least <= steps <= T:

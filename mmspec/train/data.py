@@ -171,8 +171,10 @@ def _lines(path: Path, clips: Clips | None) -> Iterator[TrainingSample]:
 
 
 def video_of(row: Mapping[str, object], allowed: bool) -> object:
-    """The video of a row: a path or the value of a video column; None: it has none. Raises VideoError: it has one, and
-    none is `allowed`; it has several, or pictures as well."""
+    """The video of a row: a path or the value of a video column; None: it has none.
+
+    Raises VideoError: it has one, and none is `allowed`; it has several, or pictures as well.
+    """
     videos = {name: row[name] for name in VIDEOS if row.get(name)}
     if not videos:
         return None

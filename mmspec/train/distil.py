@@ -219,8 +219,10 @@ class Distillation:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def run(self, save_every: float = 300.0, measure_every: int = 250) -> float:
-        """Train to the recipe's end, from the last checkpoint if there is one; returns the held-out τ. Raises
-        KeyboardInterrupt: it was asked to stop; after a step the checkpoint is that of this step."""
+        """Train to the recipe's end, from the last checkpoint if there is one; returns the held-out τ.
+
+        Raises KeyboardInterrupt: it was asked to stop; after a step the checkpoint is that of this step.
+        """
         held_out, shown = self.lesson(self.held_out, "held-out"), self.lesson(self.samples, "train")
         text = self.lesson(self.texts, "text") if self.recipe.texts else None
         if self.drafter.head.own:

@@ -123,8 +123,10 @@ class HeadsTraining(Distillation):
     teacher: Draws
 
     def run(self, save_every: float = 0.0, measure_every: int = 0) -> float:
-        """Train to the recipe's end; returns the number of tokens per forward on held-out pictures. Raises ValueError:
-        fewer pictures to learn from than parts."""
+        """Train to the recipe's end; returns the number of tokens per forward on held-out pictures.
+
+        Raises ValueError: fewer pictures to learn from than parts.
+        """
         if len(self.samples) < PARTS:
             raise ValueError(
                 f"heads learn in {PARTS} parts, each from other pictures; {len(self.samples)} are left beside those "

@@ -26,7 +26,7 @@ from benchmarks.suites import kernels as bench_kernels
 from mmspec import accept, rules
 from mmspec.app.bench import report
 from mmspec.app.bench.command import Outcome
-from mmspec.kernels import dispatch, smoke
+from mmspec.kernels import dispatch, reference_noise, reference_rules, reference_trees, smoke
 from mmspec.kernels import reference as ops
 from mmspec.pipelines.host import tree_attention
 from mmspec.pipelines.host.names import CACHE
@@ -516,6 +516,12 @@ def test_arguments_that_do_not_fit_are_named(name: str, change: dict[str, Any], 
     moved = tree_map_only(Tensor, lambda t: t.to(DEVICE), change)
     with pytest.raises((TypeError, ValueError), match=message):
         triton(name)(**(made(name) | moved))
+
+
+def test_a_name_of_the_definitions_means_one_thing():
+    for file in (reference_noise, reference_rules, reference_trees):
+        names = [name for name in vars(file) if not name.startswith("_")]
+        assert names and all(getattr(ops, name) is getattr(file, name) for name in names)
 
 
 def test_dispatch_takes_triton_on_cuda_and_the_definition_elsewhere():

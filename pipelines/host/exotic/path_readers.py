@@ -1,4 +1,4 @@
-"""Mixins that let modules read a draft which count cache slots or store inputs; padding that changes an indexer."""
+"""Mixins by which modules that count cache slots, or store inputs, read a draft; padding that an indexer heeds."""
 
 from __future__ import annotations
 
