@@ -131,7 +131,7 @@ def _reduce(
     """Merge the parts of some queries' softmax."""
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     part, e = tl.arange(0, PARTS).to(tl.int64)[None, :], tl.arange(0, BLOCK_E)
-    if ADDRESSED:  # what the other parts have left is that they saw nothing
+    if ADDRESSED:  # the other parts left the mark for "saw no key"
         length = tl.load(LENGTHS + line // (heads * n), mask=line < lines, other=0).to(tl.int32)
         splits = tl.minimum(splits, tl.max(_filled(length, BLOCK_N), 0))
     there = (line < lines)[:, None] & (part < splits)

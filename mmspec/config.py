@@ -39,8 +39,8 @@ class SpecConfig:
             copy what followed, wherever that promises more than the drafts did. The distribution does not change.
         compile: capture and compile the target's forward and a feature drafter's pass (for LlamaGen and Janus images
             the forward only), once for each shape; also the decoder's prefill of prompts without padding, for the first
-            four prompt shapes that occur twice. The first calls take up to a minute. What cannot be compiled runs
-            uncompiled, with a warning.
+            four prompt shapes that occur twice in a row, or four times. The first calls take up to a minute. What
+            cannot be compiled runs uncompiled, with a warning.
         prefix_cache: memory for the keys and values of prompts and answers, such as "512MB" (or a number of bytes). A
             prompt that begins like an earlier text with the same pictures is then read only from where it differs.
             None: no prefix cache.

@@ -9,11 +9,12 @@ from mmspec.accept import along_path
 from mmspec.protocols import Proposer, Target, reported
 from mmspec.session import Row, Session
 from mmspec.tree import lone
-from mmspec.types import Round
+from mmspec.types import Prompt, Round
 
 
-def start(target: Target, drafter: Proposer, rows: list[Row], inputs: Any) -> tuple[Session, Round]:
-    """Prefill the prompts of these rows; returns their session and the prefill's round, which has an empty draft.
+def prefill(target: Target, drafter: Proposer, rows: list[Row], inputs: Any) -> tuple[Session, Round, Prompt]:
+    """Prefill the prompts of these rows; returns their session, the prefill's round, which has an empty draft, and what
+    the drafter reads of the prompts.
 
     Args:
         inputs: the argument of the target's `prefill`, for all of the rows.
@@ -23,10 +24,27 @@ def start(target: Target, drafter: Proposer, rows: list[Row], inputs: Any) -> tu
         prompt, scores = target.prefill(session, inputs, drafter.nodes)
     root = lone(prompt.ids[:, -1:])
     round_ = session.commit(root, scores, along_path(root, scores.p, session.rule, session.noise(root, scores.p)))
+    return session, round_, prompt
+
+
+def start(target: Target, drafter: Proposer, rows: list[Row], inputs: Any) -> tuple[Session, Round]:
+    """`prefill`, after which the drafter reads the prompts, too."""
+    session, round_, prompt = prefill(target, drafter, rows, inputs)
+    _begin(session, target, drafter, prompt)
+    return session, round_
+
+
+def drafted(session: Session, target: Target, drafter: Proposer, prompt: Prompt) -> Iterator[Round]:
+    """`decode` after `prefill`: the drafter reads the prompts only now, so the first token does not wait for it."""
+    if not all(row.done for row in session.rows):
+        _begin(session, target, drafter, prompt)
+    yield from decode(session, target, drafter)
+
+
+def _begin(session: Session, target: Target, drafter: Proposer, prompt: Prompt) -> None:
     with session.timed("draft"):
         session.memory = drafter.start(session, target, prompt)
     session.stats.drafter = reported(session.memory)
-    return session, round_
 
 
 def decode(session: Session, target: Target, drafter: Proposer) -> Iterator[Round]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
@@ -64,6 +64,23 @@ def computed_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     kind = device.type
     casts = dtype.is_floating_point and dtype != torch.float64 and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if casts else dtype
+
+
+def for_thread() -> Callable[[], AbstractContextManager[None]]:
+    """What makes a context for another thread that has this thread's autocast and current device there."""
+    casts = [cast for cast in ambient() if isinstance(cast, tuple)]
+    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+    @contextmanager
+    def there() -> Iterator[None]:
+        with ExitStack() as stack:
+            for kind, dtype in casts:
+                stack.enter_context(torch.autocast(kind, dtype))
+            if device is not None:
+                stack.enter_context(torch.accelerator.device_index(device))
+            yield
+
+    return there
 
 
 @contextmanager

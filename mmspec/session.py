@@ -43,7 +43,7 @@ class Row:
     def take(self, tokens: Sequence[int]) -> list[int]:
         """Append decided tokens, up to the one that ends the row; returns those that were appended.
 
-        Raises RuntimeError: the target's distribution cannot be sampled; stock `generate` raises in this case, too.
+        Raises RuntimeError: the target's distribution cannot be sampled; stock `generate` raises, too, when it samples.
         """
         valid, begin = list(takewhile(lambda token: token >= 0, tokens)), len(self.tokens)
         ends = (i for i, x in enumerate(valid, 1) if x in self.eos or begin + i >= self.limit)
@@ -168,7 +168,7 @@ class Session:
         self.memory = self.memory.select(index) if self.memory is not None else None
 
     def admit(self, other: Session) -> None:
-        """Add the rows of another session of the same target and drafter; `other` must not be used any more."""
+        """Add the rows of another session of the same target, drafter and rule; `other` must not be used any more."""
         if not self.rows:
             self.rows, self.cache, self.memory, self.last = other.rows, other.cache, other.memory, other.last
             for name in _PER_ROW:

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import median
 from typing import Any
 
@@ -62,15 +63,21 @@ class Prices:
     def cost(self, batch: int, nodes: int, device: str = "cpu") -> float:
         """Time of a round with this many nodes, relative to a round without a draft. A size that was not measured is
         interpolated, or extrapolated from the nearest size in proportion to `_usual`."""
+        return self._cost(self._measured(batch), nodes, device)
+
+    def _measured(self, batch: int) -> dict[int, float]:
+        """The cost of each size that was timed often enough."""
         plain = list(self._seconds[batch, 1])
-        if nodes == 1 or len(plain) < SURE:
-            return _usual(nodes, device)
-        measured = {
-            size: median(list(times)) / median(plain)
+        usual = median(plain) if len(plain) >= SURE else 0.0
+        return {
+            size: median(list(times)) / usual
             for (rows, size), times in list(self._seconds.items())
-            if rows == batch and size > 1 and len(times) >= SURE
+            if usual and rows == batch and size > 1 and len(times) >= SURE
         }
-        if nodes in measured or not measured:
+
+    @staticmethod
+    def _cost(measured: dict[int, float], nodes: int, device: str) -> float:
+        if nodes in measured or not measured or nodes == 1:
             return measured.get(nodes, _usual(nodes, device))
         sizes = sorted(measured)
         place = bisect_left(sizes, nodes)
@@ -82,12 +89,11 @@ class Prices:
 
     def of(self, batch: int, device: str) -> Price:
         """The price of drafts at this batch size: their cost plus the margin."""
-        costs: dict[int, float] = {}
+        measured = self._measured(batch)
 
+        @cache
         def price(nodes: int) -> float:
-            if nodes not in costs:
-                costs[nodes] = self.cost(batch, nodes, device) * (1 + self.margin * (nodes > 1))
-            return costs[nodes]
+            return self._cost(measured, nodes, device) * (1 + self.margin * (nodes > 1))
 
         return price
 
@@ -190,9 +196,10 @@ class Switch:
     def propose(self, session: Session, target: Target) -> Draft:
         memory, costs, batch = session.memory, self.costs, _size(session)
         self._book(memory)
-        if memory.on and costs.pays(batch) is False and not self.weighs:
+        loses = memory.on and costs.pays(batch) is False
+        if loses and not self.weighs:
             memory.on, memory.inner = False, None
-        costs.prices.margin = DOUBT if self.weighs and costs.pays(batch) is False else MARGIN
+        costs.prices.margin = DOUBT if loses and self.weighs else MARGIN
         draft = None
         if memory.on:
             with holding(session, memory.inner):

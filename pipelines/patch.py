@@ -42,7 +42,7 @@ def enable(model_or_pipe: object, drafter: Any = None, **options: Any) -> Handle
         options: fields of SpecConfig (rule, budget, reproducible, auto, lookup, compile, prefix_cache, on_unsupported),
             and the drafter's own options, where None means its recommendation: TreeOptions (a trained drafter: depth,
             width, size, tree, draws, adaptive, draft_vocab, prune), BlockOptions ("block": also confidence),
-            ChainOptions ("ngram", "recycle": depth, width, size), SuffixOptions ("suffix": also memory) or
+            Sizes ("ngram", "recycle": depth, width, size), SuffixOptions ("suffix": also memory) or
             WindowOptions ("jacobi", "heads": window, init, coupling, proactive). A `rule` other than "exact" changes
             the distribution, within `budget`; for models that generate both text and images, only that of images.
 
@@ -69,6 +69,8 @@ def enable(model_or_pipe: object, drafter: Any = None, **options: Any) -> Handle
             raise UnsupportedError(f"mmspec cannot accelerate {type(model).__name__}: {why}")
         warnings.warn(f"mmspec leaves {type(model).__name__} as it is: {why}", stacklevel=2)
         return Handle(model, Patch(family, None, config), Patch.of(model))
+    if config.kept_bytes and not family.keeps_prefixes:
+        raise ValueError(f"prefix_cache keeps prompts of text; {type(model).__name__} draws pictures, so leave it out")
     target = family.describe(model)
     if target.device.type == "mps" and torch.__version__ < MPS:
         warnings.warn(f"torch {torch.__version__} may attend wrongly on MPS; use torch {MPS} or newer", stacklevel=2)

@@ -65,7 +65,11 @@ def refusal(model: Any, drafter: object, enable: Callable[..., Any]) -> str | No
     with _lock:
         if name not in _results:
             _results[name] = None  # lets the self-test itself enable the embedded model
-            _results[name] = _self_test(name, enable)
+            try:
+                _results[name] = _self_test(name, enable)
+            except BaseException:  # such as Ctrl-C
+                del _results[name]
+                raise
             if _results[name] is None:
                 what = f"mmspec is untested with transformers {release.installed()}, where all that it assumes holds"
                 warnings.warn(what, stacklevel=4)

@@ -69,7 +69,7 @@ class Service:
         self.open += 1
         try:
             async with asyncio.timeout(UPLOAD):
-                body = ChatRequest.parse(await request.body())
+                body = await asyncio.to_thread(ChatRequest.parse, await request.body())
         except (TimeoutError, ClientDisconnect) as error:
             raise ChatError(408, f"the request has not arrived after {UPLOAD:g} s; send smaller pictures") from error
         finally:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from heapq import nlargest
 
-_LINKS = 64  # limit on the states whose count one token raises, the longest contexts first: a run of n equal tokens
-# has a chain of n links
+# a token raises the counts of at most this many states, those of the longest contexts; in a run of n equal tokens there
+# would be n of them
+_LINKS = 64
 
 
 class SuffixAutomaton:

@@ -105,6 +105,8 @@ def extended(draft: Draft, lines: Sequence[Line]) -> Draft:
         begins, more = [N] * len(lines), -(-max(len(line) for _, line in lines) // STEP) * STEP
         below = torch.tensor([[node, *range(N, N + more - 1)] for node, _ in lines], device=device)
         tree = from_parents(torch.cat([draft.tree.parents, below], 1), N + more)
+        if (old := draft.tree.families) is not None:  # a node has one child more, and those of the line have one each
+            tree = replace(tree, families=(sum(old[:1]) + more, *(count + 1 for count in old[1:]), 1))
     size = tree.size
     rows = [
         [*[NO_TOKEN] * begin, *line, *[NO_TOKEN] * (size - begin - len(line))]

@@ -98,7 +98,7 @@ class NgramDrafter:
     orders: tuple[int, ...] = ORDERS
     options: Sizes = _USUAL
     features: tuple[int, ...] = ()
-    shares: ClassVar[bool] = True  # whether it drafts may depend on timing, see `SpecConfig.auto`
+    shares: ClassVar[bool] = True  # its drafts depend on other rows and calls
     hits: Rates = field(default_factory=_hits, repr=False, compare=False)  # rates by `_kind`
     prices: Prices | None = field(default=None, repr=False, compare=False)
 

@@ -111,7 +111,8 @@ class Chameleon(DecoderOnly):
     guided = True
 
     def target(self, model: GenerativeModel, features: tuple[int, ...], guidance: Guidance | None) -> VlmTarget:
-        return (VlmTarget if picture(PictureTokens) is None else ChameleonTarget)(model, features, guidance)
+        image = picture(PictureTokens) is not None
+        return ChameleonTarget(model, features, guidance) if image else super().target(model, features, guidance)
 
     def request(self, request: Request) -> Request:
         """Allows only the tokens of an image in image mode."""

@@ -55,6 +55,7 @@ class GlmImage(DecoderOnly):
     """Generates two grids of image tokens, one after the other, at positions that its prefill computes."""
 
     drafter = "jacobi"
+    keeps_prefixes = False
 
     def target(self, model: GenerativeModel, features: tuple[int, ...], guidance: Guidance | None) -> GlmTarget:
         return GlmTarget(model, features, guidance)

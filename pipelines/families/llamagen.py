@@ -43,7 +43,7 @@ class LlamaGen(Family[LlamaGenPipeline]):
 
     mixin = LlamaGenPatch
     drafter = "jacobi"
-    captures_drafts = False
+    captures_drafts = keeps_prefixes = False
 
     def describe(self, model: LlamaGenPipeline) -> TargetInfo:
         transformer = model.transformer

@@ -13,6 +13,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from mmspec.config import UnsupportedError
 from mmspec.pipelines.host.call import PICTURES, Call, current
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.kinds import GenerationConfig, GenerativeModel
@@ -85,5 +86,11 @@ def as_call(
     stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, **arguments: object,
 ) -> Call:  # fmt: skip
     """For use as `custom_generate`: captures the arguments that `generate` passes to its loop, which have no tokenizer
-    (see `at_strings`)."""
+    (see `at_strings`).
+
+    Raises:
+        UnsupportedError: the call generates an image in a mode of the model's own.
+    """
+    if (now := current.get()) is not None and now.picture is not None:
+        raise UnsupportedError("pictures of this mode are not batched continuously; call model.generate for them")
     return Call(input_ids, logits_processor, stopping_criteria, generation_config, arguments=arguments)

@@ -23,6 +23,7 @@ class Family(Generic[M]):
     mixin: type  # the class that `enable` puts in front of the model's class
     drafter: str | None = None  # the default drafter of `enable`; None: what the model ships with
     captures_drafts = True  # whether `compile` captures the forwards of drafters
+    keeps_prefixes = True  # whether its prompts can be cached (`prefix_cache`)
     guided = False  # whether the forward of a negative prompt (`guidance_scale`) may share a batch with the prompt's
 
     def unsupported(self, model: M) -> str | None:

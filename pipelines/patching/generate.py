@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmspec.config import UnsupportedError
-from mmspec.loop import decode, start
+from mmspec.loop import drafted, prefill
 from mmspec.pipelines.drafters import forced
 from mmspec.pipelines.host import devices, reach, release
 from mmspec.pipelines.host.cache import RaggedCache
@@ -30,6 +30,7 @@ from mmspec.pipelines.target.model import Request
 from mmspec.pipelines.target.noise import CounterNoise, Noise, TorchNoise
 from mmspec.pipelines.target.state import State
 from mmspec.protocols import Proposer, Target
+from mmspec.rules import Rule
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats
 from mmspec.types import Round
@@ -124,13 +125,10 @@ def generate(model: GenerativeModel, handle: Patch, call: Call) -> tuple[Tensor 
     config, drafter = call.generation_config, handle.fitted_proposer(model)
     for message in _ignored(model, call):
         handle.warn_once(message)
-    ours = call.for_model(model)
-    noise = fixed_noise(handle, bool(config.do_sample))
+    ours, ends = call.for_model(model), call.endings
     keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
-    request = handle.family.request(Request(Processors(ours.processors), bool(config.do_sample), noise, keep))
-    seeded = config.do_sample and not isinstance(noise, TorchNoise)
-    seeds = row_seeds(model, len(ours.input_ids), seeded)
-    ends, rule = call.endings, handle.rule_of(call, bool(config.do_sample))
+    request, rule = requested(handle, ours, keep)
+    seeds = row_seeds(model, len(ours.input_ids), request.sample and not isinstance(request.noise, TorchNoise))
     rows = [
         Row(tokens, len(tokens), ends.limit, seed, ends.eos, ends.of(b), b, rule, request)
         for b, (tokens, seed) in enumerate(zip(ours.input_ids.tolist(), seeds, strict=True))
@@ -144,8 +142,8 @@ def generate(model: GenerativeModel, handle: Patch, call: Call) -> tuple[Tensor 
             call.begun = call.begun or session.watched
             collected.take(session, round_)
             state = session.cache
-    if isinstance(noise, TorchNoise):
-        noise.close(collected.length())
+    if isinstance(request.noise, TorchNoise):
+        request.noise.close(collected.length())
     return collected.result(state), collected.stats
 
 
@@ -170,20 +168,32 @@ def or_stock(patch: Patch, call: Call) -> Iterator[None]:
             torch.cuda.set_rng_state(state, number)
 
 
-def fixed_noise(patch: Patch, sample: bool) -> Noise | None:
+def requested(patch: Patch, call: Call, keep: bool) -> tuple[Request, Rule]:
+    """What a call's logits go through, and its acceptance rule.
+
+    Args:
+        keep: return processed and raw logits with the scores.
+    """
+    sample = bool(call.generation_config.do_sample)
+    rule = patch.rule_of(call, sample)
+    noise = _fixed_noise(patch, rule) if sample else None
+    return patch.family.request(Request(Processors(call.processors), sample, noise, keep)), rule
+
+
+def _fixed_noise(patch: Patch, rule: Rule) -> Noise | None:
     """The noise that fixes a call's draws before anything is drafted: stock's noise with `reproducible`, else noise
     from the row's own seed if drafts depend on other rows (`shares`), so that the output does not; else None."""
-    if not sample or patch.config.reproducible:
-        return TorchNoise() if sample else None
-    return CounterNoise() if getattr(patch.drafter, "shares", False) and patch.rule.lossless else None
+    if patch.config.reproducible:
+        return TorchNoise()
+    return CounterNoise() if getattr(patch.drafter, "shares", False) and rule.lossless else None
 
 
 def rounds(target: Target, drafter: Proposer, rows: list[Row], inputs: Any) -> Iterator[tuple[Session, Round]]:
     """The prefill's round and all following rounds; each is also passed to the call's `watch` callback, if any."""
     watch = None if (now := current.get()) is None else now.watch
-    session, first = start(target, drafter, rows, inputs)
+    session, first, prompt = prefill(target, drafter, rows, inputs)
     session.watched = watch is not None
-    for round_ in chain([first], decode(session, target, drafter)):
+    for round_ in chain([first], drafted(session, target, drafter, prompt)):
         if watch is not None:
             watch(round_)
         yield session, round_

@@ -23,6 +23,7 @@ from mmspec.rules import Rule, exact
 from mmspec.statistics import Stats
 
 ENOUGH, LITTLE = 256, 1.2  # rounds until drafts are judged, and tokens a round below which hardly any was accepted
+REQUESTED = 8  # the maximum number of drafters that are kept because calls have named them
 _switching = threading.RLock()  # enable and disable may be called from any thread
 
 
@@ -88,6 +89,8 @@ class Patch:
                 return self
             special = Patch(self.family, ready, config, self.rule, proposer, given, target)
             special.stats, special.source = self.stats, request.drafter
+            if len(self.by_request) == REQUESTED:  # it keeps its draft model alive
+                del self.by_request[next(iter(self.by_request))]
             self.by_request[request.key] = special
         return special
 
@@ -159,7 +162,10 @@ def put_on(model: object, patch: Patch | None) -> Patch | None:
         if before is not None and before is not patch and before.prefixes is not None:
             before.prefixes.clear()
         handle = None if before is None else before.handle()
-        if handle is not None and handle is not (patch and patch.handle()):
+        now = None if patch is None else patch.handle()
+        if now is not None:
+            now.hold(model)
+        if handle is not None and handle is not now:
             handle.let_go()
     return before
 
@@ -218,6 +224,10 @@ class Handle:
         if model is not None:
             put_on(model, None)
         self.let_go()
+
+    def hold(self, model: object) -> None:
+        """Keep the model alive."""
+        self._strong = model
 
     def let_go(self) -> None:
         """Drop the reference to the model, unless inside a `with` block."""

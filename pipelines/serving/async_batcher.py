@@ -140,27 +140,37 @@ class AsyncBatcher:
 
     def _fail(self, error: Exception) -> None:
         for send in [*self._open]:
-            self._leave(send)
             send(_Progress([], Stats(), True, error=error))
+            self._leave(send)
 
     def _work(self) -> None:
-        while True:
-            with contextlib.suppress(Empty):
-                while (job := self._jobs.get(block=not self.batches.busy)) is not None:
-                    job()
-                self._fail(RuntimeError("the `with` block of this AsyncBatcher has ended before the answer"))
-                return
-            try:
-                finished = self.batches.step()
-            except Exception as error:  # of the whole batch, since the batcher handles errors of single prompts
-                self._fail(error)
-                continue
-            updates: list[tuple[Any, _Progress]] = [
-                (end.ticket, _Progress(end.tokens, end.stats, True, end.cut, end.error)) for end in finished
-            ]
-            updates += [(send, _Progress(tokens, stats)) for send, tokens, stats in self.batches.written()]
-            for send, progress in updates:
-                send(progress)
+        try:
+            while self._turn():
+                pass
+            self._fail(RuntimeError("the `with` block of this AsyncBatcher has ended before the answer"))
+        except Exception as broken:  # of a device, such that not even a row can be removed
+            error = RuntimeError(f"the model's thread has ended: {type(broken).__name__}: {broken}")
+            for send in self._open:
+                send(_Progress([], Stats(), True, error=error))
+
+    def _turn(self) -> bool:
+        """Do the waiting jobs, then a step; False: it was the last one."""
+        with contextlib.suppress(Empty):
+            while (job := self._jobs.get(block=not self.batches.busy)) is not None:
+                job()
+            return False
+        try:
+            finished = self.batches.step()
+        except Exception as error:  # of the whole batch, since the batcher handles errors of single prompts
+            self._fail(error)
+            return True
+        updates: list[tuple[Any, _Progress]] = [
+            (end.ticket, _Progress(end.tokens, end.stats, True, end.cut, end.error)) for end in finished
+        ]
+        updates += [(send, _Progress(tokens, stats)) for send, tokens, stats in self.batches.written()]
+        for send, progress in updates:
+            send(progress)
+        return True
 
 
 class AnswerText:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 
 from mmspec.compile.capture_cache import settled
+from mmspec.compile.version import unchanging
 from mmspec.config import UnsupportedError
 from mmspec.loop import decode, start
 from mmspec.pipelines.drafters import forced
@@ -18,8 +19,7 @@ from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.kinds import GenerativeModel, Processor
 from mmspec.pipelines.host.loops import as_call
 from mmspec.pipelines.host.processors.stopping import Endings
-from mmspec.pipelines.host.processors.table import Processors
-from mmspec.pipelines.patching.generate import fixed_noise, obstacle
+from mmspec.pipelines.patching.generate import obstacle, requested
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.serving.batcher import Batcher, FinishedPrompt, QueuedPrompt, alike, logprobs, out_of_memory
 from mmspec.pipelines.target.model import Request
@@ -38,15 +38,22 @@ class _PromptRow(Row):
     """A row with the prompt that it answers."""
 
     prompt: QueuedPrompt | None = None  # None once the answer was returned or the prompt cancelled
-    stats: Stats = field(default_factory=Stats)
+    counts: Stats = field(default_factory=Stats)
     logprob: float = 0.0
+
+    @property
+    def stats(self) -> Stats:
+        """The statistics of this row alone."""
+        rounds, lossless = self.counts.row_rounds, self.rule.lossless
+        return replace(self.counts, rounds=rounds, tokens=self.generated, lossless=lossless, spent=self.spent)
 
 
 class ContinuousBatcher(Batcher):
     """Continuous batching: `add` prompts, and call `step` while it is `busy`; each step returns what has finished.
 
     A row does not depend on the others: it gets the tokens that its prompt gets alone, and with sampling those of its
-    seed. After an error in a round, its prompts are repeated one by one, so that only the failing one fails. Prompts
+    seed. Rows that run together have one acceptance rule and one guidance; a prompt with others waits until they have
+    ended. After an error in a round, its prompts are repeated one by one, so that only the failing one fails. Prompts
     that cannot be accelerated run in `model.generate`, one by one.
     """
 
@@ -72,6 +79,8 @@ class ContinuousBatcher(Batcher):
     def _restart(self) -> None:
         self._target: Target | None = None
         self._session = Session([], self.model.device)
+        self._kind: tuple[object, ...] = ()  # what all rows of a session share: their rule, guidance, greedy or not
+        self._draining = False  # whether a prompt of another kind waits until all rows have ended
 
     @property
     def running(self) -> list[QueuedPrompt]:
@@ -97,10 +106,10 @@ class ContinuousBatcher(Batcher):
         shrinks through all smaller sizes, and each of them would wait for the compiler.
         """
         passing = self.free > 0 and self._rounds[len(self._session.rows)] < LASTING
-        with torch.no_grad(), settled(passing), self._handle.running(self.model):
-            if self._waiting:
-                self._session.retire()
-            while (group := self._take(self._together)) and self._admit(group):
+        with unchanging(), torch.no_grad(), settled(passing), self._handle.running(self.model):
+            self._session.retire()  # rows of cancelled prompts
+            self._draining = self._draining and bool(self._session.rows)
+            while not self._draining and (group := self._take(self._together)) and self._admit(group):
                 pass
             self._collect()  # an answer may end with its first token
             if self._session.rows:
@@ -114,7 +123,7 @@ class ContinuousBatcher(Batcher):
             drafter = forced.with_forced(self._handle.proposer, self._session.rows)
             now = next(decode(self._session, self._target, drafter))
             for row, nodes, new, proposed in zip(_rows(self._session), now.counts, now.new, now.proposed, strict=True):
-                row.stats.count(nodes, new, proposed)
+                row.counts.count(nodes, new, proposed)
             self._score(self._session, now)
         except Exception as error:  # the state may be inconsistent
             self._interrupted([], error)
@@ -129,17 +138,16 @@ class ContinuousBatcher(Batcher):
             row.logprob += more
 
     def _collect(self) -> None:
-        """Put the answers of rows that have ended into `_finished`; the rows leave before the next round."""
+        """Remove the rows that have ended, and put their answers into `_finished`."""
         now, session = time.perf_counter(), self._session
-        for row in _rows(session):
-            if row.done and (prompt := row.prompt) is not None:
-                row.prompt = None
-                tokens, stats = row.tokens[row.start :], row.stats
+        ended = [row for row in _rows(session) if row.done]
+        session.retire()
+        for row in ended:
+            if (prompt := row.prompt) is not None:
+                row.prompt, tokens = None, row.tokens[row.start :]
                 logprob = row.logprob if self.scored else None
-                rest = None, stats, logprob, self._cut(prompt, tokens)
+                rest = None, row.stats, logprob, self._cut(prompt, tokens)
                 self._finished.append(FinishedPrompt(prompt.ticket, tokens, now - prompt.begun, *rest))
-        if not self.running:
-            session.retire()
         self.stats.add(session.stats)
         self._handle.add_stats(session.stats)
         session.stats = Stats(lossless=self._handle.rule.lossless)
@@ -163,7 +171,7 @@ class ContinuousBatcher(Batcher):
         except Exception as error:  # the state may be inconsistent
             self._interrupted(group, error)
             return False
-        return True
+        return not self._draining
 
     def _shared(self, prompt: QueuedPrompt) -> Request | None:
         """The request of a running row with the same settings; rows with one request are processed together."""
@@ -181,7 +189,7 @@ class ContinuousBatcher(Batcher):
         self._again(prompts, error)
 
     def _open(self, group: list[QueuedPrompt]) -> Session | None:
-        """A session of these prompts after their prefill; None: the stock path has answered."""
+        """A session of these prompts after their prefill; None: the stock path has answered, or they have to wait."""
         model, patch = self.model, self._handle
         drafter = patch.proposer if self._session.rows else patch.fitted_proposer(model)
         call: Call = self._generate(group, custom_generate=as_call)
@@ -192,16 +200,18 @@ class ContinuousBatcher(Batcher):
             self._answer(group)
             return None
         call = call.for_model(model)
-        processors, config = Processors(call.processors), call.generation_config
-        ends = Endings(call.stopping_criteria, 1, call.input_ids.device)
-        self._together = not (processors.private or call.guidance) and config.max_new_tokens is not None
+        request, rule = requested(patch, call, self.scored)
+        kind = rule, call.guidance, request.sample if rule.greedy is not None else None
+        self._kind = self._kind if self._session.rows else kind
+        if kind != self._kind:
+            self._draining, self._waiting = True, [*group, *self._waiting]
+            return None
+        ends, private = Endings(call.stopping_criteria, 1, call.input_ids.device), request.processors.private
+        self._together = not (private or call.guidance) and call.generation_config.max_new_tokens is not None
         if not self._together and len(group) > 1:
             raise UnsupportedError("these settings work for one prompt at a time")
-        sample = bool(config.do_sample)
-        request = None if processors.private else self._shared(group[0])
-        request = request or patch.family.request(Request(processors, sample, fixed_noise(patch, sample), self.scored))
-        most, rule = ends.limit - call.input_ids.shape[1], patch.rule_of(call, sample)
-        rows: list[Row] = []
+        request = (None if private else self._shared(group[0])) or request
+        most, rows = ends.limit - call.input_ids.shape[1], list[Row]()
         for one in group:  # a row's tokens are its own, without padding
             tokens = one.inputs["input_ids"][0].tolist()
             limit, stop = len(tokens) + most, ends.of(0)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.modes import LOOKS_ON
+from mmspec.modes import LOOKS_ON, for_thread
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host.assisted import setting
 from mmspec.pipelines.host.call import calling
@@ -97,6 +97,7 @@ class _Relay:
         self.steps: SimpleQueue[Step | BaseException | None] = SimpleQueue()
         self.closed = threading.Event()
         self._ends = [self.closed, *([stop] if stop is not None else [])]
+        self._there = for_thread()
         self._in_rounds = self._prompt_seen = False
 
     def run(self, model: GenerativeModel, outer: GenerativeModel, inputs: Any, settings: dict[str, Any]) -> None:
@@ -105,7 +106,7 @@ class _Relay:
         self._hook = model.register_forward_hook(self._read)
         arguments = {**settings, "streamer": self, "stopping_criteria": criteria}
         try:
-            with calling(watch=self._round):
+            with self._there(), calling(watch=self._round):
                 outer.generate(**inputs, **arguments)
             self.steps.put(None)
         except BaseException as error:  # raised again in the iterating thread

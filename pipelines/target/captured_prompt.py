@@ -31,6 +31,7 @@ from mmspec.types import FINAL
 MOST = 4  # the maximum number of shapes that are captured for one module
 UNROLLED = 1024  # the maximum length for which scans of recurrent layers are compiled: their loops are unrolled
 AGAIN, OFTEN = 2, 4  # a shape is captured once seen so often in a row, or in all; chats seldom repeat a shape
+REMEMBERED = 256  # number of shapes after which counting begins anew, so that the counts take little memory
 _MASK = "attention_mask"
 
 
@@ -56,6 +57,8 @@ class Shapes(Generic[T]):
 
     def due(self, key: Hashable) -> bool:
         """Count a shape; whether it comes so often that it should be captured."""
+        if len(self.seen) == REMEMBERED:
+            self.seen.clear()
         self.seen[key] += 1
         self.last, self.row = key, self.row + 1 if key == self.last else 1
         often = self.row >= AGAIN or self.seen[key] >= OFTEN

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -63,7 +64,7 @@ def _read(mine: _Tower, captures: CaptureCache, run: Decode, *args: object, **kw
     fixed = [leaf for leaf in leaves if not _real(leaf)]
     if not tensors or not all(map(_known, fixed)):
         return run(*args, **kwargs)
-    values = tuple(leaf.cpu().numpy().tobytes() if isinstance(leaf, Tensor) else leaf for leaf in fixed)
+    values = tuple(_digest(leaf) if isinstance(leaf, Tensor) else leaf for leaf in fixed)
     key = ("tower", str(spec), values, *((t.shape, t.dtype, t.device) for t in leaves if isinstance(t, Tensor)))
     if (captured := captures.existing(key)) is not None:
         return _replayed(mine.shapes.tried[key], captured, tensors)
@@ -99,6 +100,10 @@ def _read(mine: _Tower, captures: CaptureCache, run: Decode, *args: object, **kw
 
 def _replayed(output: Structure, captured: PiecewiseFunction, tensors: Sequence[Tensor]) -> Any:
     return output.around(captured(_attend, *tensors))
+
+
+def _digest(integers: Tensor) -> bytes:
+    return sha256(integers.cpu().numpy().tobytes()).digest()
 
 
 def _real(leaf: object) -> bool:

@@ -119,8 +119,8 @@ class State:
         return State(self.cache.select(rows), places, open_slots, types, arguments, S, self.padded, prompt)
 
     def join(self, other: State) -> State:
-        """These rows, then the other's. Only arguments that are plain values, the same for both, and those with an
-        entry for each row are kept."""
+        """These rows, then the other's. Of the arguments, only these rows' plain values and those with an entry for
+        each row are kept."""
         longest = max(self.open_slots.shape[1], other.open_slots.shape[1])
         open_slots = [pad(t, (0, longest - t.shape[1]), value=True) for t in (self.open_slots, other.open_slots)]
         types = {name: stacked(*self._both(name, other)) for name in {**self.types, **other.types}}

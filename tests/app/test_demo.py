@@ -27,6 +27,7 @@ from gradio import networking
 from gradio.state_holder import SessionState
 from PIL import Image
 from pydantic import ValidationError
+from transformers import LogitsProcessor
 
 import mmspec
 from benchmarks.suites.faithful import PictureReader
@@ -140,6 +141,20 @@ def test_a_stream_gives_the_tokens_of_generate(inputs: Any, enabled: bool) -> No
         assert sum(step.accepted for step in steps) == handle.stats.accepted > 0
         assert len(steps) - 2 == handle.stats.rounds
     assert not model._forward_hooks
+
+
+def test_a_stream_computes_under_the_callers_autocast(inputs: Any) -> None:
+    casts: list[bool] = []
+
+    class Seen(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            casts.append(torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16)
+            return scores
+
+    with torch.autocast("cpu", torch.bfloat16):
+        steps = stream(tiny_llava.model(), inputs, max_new_tokens=3, do_sample=False, logits_processor=[Seen()])
+        assert len(list(steps)) == 4
+    assert casts == [True] * 3
 
 
 @pytest.mark.parametrize("enabled", [False, True], ids=["stock", "enabled"])

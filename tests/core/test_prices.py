@@ -53,7 +53,7 @@ def test_prompt_lookup_drafts_what_is_worth_it() -> None:
 
     def lengths(text: list[int], cost: float, rounds: int = 40) -> list[int]:
         prices = Prices()
-        prices.cost = lambda batch, nodes, device: 1.0 if nodes == 1 else cost  # type: ignore[method-assign]
+        prices.of = lambda batch, device: lambda nodes: 1.0 if nodes == 1 else cost  # type: ignore[method-assign]
         drafter = NgramDrafter(prices=prices)
         row = SimpleNamespace(tokens=text[:20])
         session = SimpleNamespace(rows=[row], pending=torch.zeros(1).long())

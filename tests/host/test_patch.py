@@ -95,6 +95,8 @@ def test_a_handle_keeps_its_model_while_it_is_in_force() -> None:
         tiny_vlms.generate(handle.model, prompt())
     assert handle.stats.tokens == 24
     handle = mmspec.enable(fresh())
+    with mmspec.enable(handle.model, drafter="ngram"):
+        pass
     gc.collect()
     tiny_vlms.generate(handle.model, prompt())
     assert handle.stats.tokens == 24

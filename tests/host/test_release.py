@@ -15,6 +15,7 @@ import tiny_vlms
 import torch
 
 import mmspec
+from mmspec.pipelines import untested
 from mmspec.pipelines.families.decoder_only import DecoderOnlyPatch
 from mmspec.pipelines.host import release
 from mmspec.pipelines.target.vlm import VlmTarget
@@ -51,6 +52,21 @@ def test_a_made_up_release(outcomes: dict[str, dict[str, Any]], name: str) -> No
             assert releases.VERSION in what and f'pip install "transformers{tested}"' in what, found
 
 
+def test_an_interrupted_self_test_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+
+    def interrupted(*_: object) -> None:
+        tries.append(1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(untested, "_self_test", interrupted)
+    monkeypatch.setattr(untested, "_results", {})
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            untested.refusal(tiny_vlms.model("llava"), "ngram", mmspec.enable)
+    assert len(tries) == 2
+
+
 # -- within one call -------------------------------------------------------------------------------------------------
 
 
@@ -66,7 +82,7 @@ class Streamer:
 
 
 @pytest.fixture
-def untested(monkeypatch: pytest.MonkeyPatch) -> None:
+def later(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the installed release were a later one that keeps the contract."""
     monkeypatch.setattr(release, "tested", lambda: False)
     monkeypatch.setattr("mmspec.pipelines.untested.refusal", lambda *_: None)
@@ -75,7 +91,7 @@ def untested(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("at", ["first", "read"])
 @pytest.mark.parametrize("sample", [False, True])
 def test_what_fails_before_the_first_token_is_out_runs_stock(
-    monkeypatch: pytest.MonkeyPatch, untested: None, at: str, sample: bool
+    monkeypatch: pytest.MonkeyPatch, later: None, at: str, sample: bool
 ) -> None:
     model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "image first")
 
@@ -106,7 +122,7 @@ def test_on_a_tested_release_it_is_raised(monkeypatch: pytest.MonkeyPatch) -> No
             tiny_vlms.generate(model, inputs)
 
 
-def test_a_streamer_gets_every_token_once_on_an_untested_release(untested: None) -> None:
+def test_a_streamer_gets_every_token_once_on_an_untested_release(later: None) -> None:
     model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "image first")
     want, streamer = tiny_vlms.generate(model, inputs), Streamer()
     with mmspec.enable(model, drafter="ngram"):

@@ -105,6 +105,26 @@ def test_outside_of_its_block_nothing_is_waited_for() -> None:
         asyncio.run(asyncio.wait_for(work(AsyncBatcher(ContinuousBatcher(model, Letters(), 2), Letters())), 60))
 
 
+def test_a_thread_that_ends_by_an_error_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_vlms.model("llava")
+
+    def breaks(ticket: object) -> None:
+        raise RuntimeError("device lost")
+
+    async def work(held: AsyncBatcher) -> None:
+        with held:
+            left, other = (held.stream(one, max_new_tokens=100_000) for one in prompts(2))
+            await anext(left)
+            await anext(other)
+            monkeypatch.setattr(held.batches, "cancel", breaks)
+            await left.aclose()
+            with pytest.raises(RuntimeError, match="thread has ended: RuntimeError: device lost"):
+                [part async for part in other]
+
+    with mmspec.enable(model, "ngram"):
+        asyncio.run(asyncio.wait_for(work(AsyncBatcher(ContinuousBatcher(model, Letters(), 2), Letters())), 60))
+
+
 @pytest.mark.parametrize("step", [1, 2, 5])
 @pytest.mark.parametrize(
     ("text", "stops", "want"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import compared
 import pytest
+import tiny_image_models
 import tiny_llava
 import tiny_vlms
 import torch
@@ -592,6 +593,32 @@ def test_each_prompt_has_settings_of_its_own() -> None:
     for number in (0, 3, 4):
         assert found[0][number] == alone(model, asked[number], **own[number])
     assert [len(tokens) for tokens in found[0]] == [12, 10, 7, 10, 10]
+
+
+def test_prompts_of_another_rule_guidance_or_greed_run_apart() -> None:
+    """Pictures by a relaxed rule between text, with two guidances, drawn and greedy: each as if alone."""
+    model, call = tiny_image_models.model("emu3"), tiny_image_models.PAINTERS["emu3"].call(1)
+    inputs = {name: call.pop(name) for name in ("input_ids", "attention_mask")}
+    drawn = {"do_sample": True, "temperature": 2.0}
+    own = [call | drawn, {"max_new_tokens": 12, **drawn}, call | drawn | {"guidance_scale": 3.5}, call, call | drawn]
+    found = []
+    with mmspec.enable(model, drafter="jacobi", window=4, rule="lantern(k=8, lam=4.0)"):
+        for rows in (1, 5):
+            ends = drain(ContinuousBatcher(model, None, rows), [inputs] * 5, list(range(5)), own)
+            assert [end.error for end in ends] == [None] * 5
+            assert [end.stats.lossless for end in ends] == [False, True, False, False, False]
+            assert [end.stats.tokens for end in ends] == [len(end.tokens) for end in ends]
+            assert [end.stats.spent > 0 for end in ends] == [True, False, True, False, True]
+            found.append([end.tokens for end in ends])
+    assert found[0] == found[1]
+
+
+def test_chameleons_own_mode_for_pictures_is_refused_by_prompt() -> None:
+    model, call = tiny_image_models.model("chameleon"), tiny_image_models.PAINTERS["chameleon"].call(1)
+    inputs = {name: call.pop(name) for name in ("input_ids", "attention_mask")}
+    with mmspec.enable(model):
+        ends = drain(ContinuousBatcher(model, None, 2, max_new_tokens=4), [inputs] * 2, own=[call, {}])
+    assert "call model.generate for them" in str(ends[0].error) and ends[1].error is None and len(ends[1].tokens) == 4
 
 
 @pytest.mark.parametrize("kind", [ContinuousBatcher, StaticBatcher])
