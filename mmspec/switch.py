@@ -60,42 +60,34 @@ class Prices:
                 if size > 1 and times:
                     times.popleft()
 
-    def cost(self, batch: int, nodes: int, device: str = "cpu") -> float:
-        """Time of a round with this many nodes, relative to a round without a draft. A size that was not measured is
-        interpolated, or extrapolated from the nearest size in proportion to `_usual`."""
-        return self._cost(self._measured(batch), nodes, device)
-
-    def _measured(self, batch: int) -> dict[int, float]:
-        """The cost of each size that was timed often enough."""
+    def costs(self, batch: int, device: str = "cpu") -> Price:
+        """The time of a round by its number of nodes, relative to a round without a draft. A size that was not measured
+        is interpolated, or extrapolated from the nearest size in proportion to `_usual`."""
         plain = list(self._seconds[batch, 1])
         usual = median(plain) if len(plain) >= SURE else 0.0
-        return {
+        measured = {
             size: median(list(times)) / usual
             for (rows, size), times in list(self._seconds.items())
             if usual and rows == batch and size > 1 and len(times) >= SURE
         }
-
-    @staticmethod
-    def _cost(measured: dict[int, float], nodes: int, device: str) -> float:
-        if nodes in measured or not measured or nodes == 1:
-            return measured.get(nodes, _usual(nodes, device))
         sizes = sorted(measured)
-        place = bisect_left(sizes, nodes)
-        if 0 < place < len(sizes):
-            low, high = sizes[place - 1], sizes[place]
-            return measured[low] + (measured[high] - measured[low]) * (nodes - low) / (high - low)
-        near = sizes[min(place, len(sizes) - 1)]
-        return measured[near] * _usual(nodes, device) / _usual(near, device)
+
+        def cost(nodes: int) -> float:
+            if nodes in measured or not measured or nodes == 1:
+                return measured.get(nodes, _usual(nodes, device))
+            place = bisect_left(sizes, nodes)
+            if 0 < place < len(sizes):
+                low, high = sizes[place - 1], sizes[place]
+                return measured[low] + (measured[high] - measured[low]) * (nodes - low) / (high - low)
+            near = sizes[min(place, len(sizes) - 1)]
+            return measured[near] * _usual(nodes, device) / _usual(near, device)
+
+        return cost
 
     def of(self, batch: int, device: str) -> Price:
         """The price of drafts at this batch size: their cost plus the margin."""
-        measured = self._measured(batch)
-
-        @cache
-        def price(nodes: int) -> float:
-            return self._cost(measured, nodes, device) * (1 + self.margin * (nodes > 1))
-
-        return price
+        cost = self.costs(batch, device)
+        return cache(lambda nodes: cost(nodes) * (1 + self.margin * (nodes > 1)))
 
 
 class RoundCosts:

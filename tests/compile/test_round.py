@@ -645,9 +645,8 @@ def test_drafters_without_weights_are_switched_where_nobody_asks(drafter: str, m
     always, plain, _ = drawn(auto=False)
     assert not isinstance(plain, Switch) and not isinstance(drawn(rule="typical(epsilon=0.3, delta=0.1)")[1], Switch)
     for pays in (True, False):
-        monkeypatch.setattr(
-            Prices, "cost", lambda self, batch, nodes, device, pays=pays: 1.0 if pays else float(nodes + 9)
-        )
+        price = (lambda nodes: 1.0) if pays else (lambda nodes: nodes + 9.0)
+        monkeypatch.setattr(Prices, "of", lambda self, batch, device, price=price: price)
         found, switch, stats = drawn()
         assert found == always and isinstance(switch, Switch)
         assert pays or not stats.drafted

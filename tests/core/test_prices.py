@@ -14,18 +14,18 @@ from mmspec.switch import KEPT, STALE, SURE, Prices
 
 def test_what_was_measured_counts_and_what_was_not_follows_it() -> None:
     prices = Prices()
-    usual = [prices.cost(1, n) for n in (1, 2, 8, 16)]
-    assert usual[0] == 1.0 and usual == sorted(usual) and prices.cost(1, 8, "cuda") < 1.2 < usual[1]
+    usual = [prices.costs(1)(n) for n in (1, 2, 8, 16)]
+    assert usual[0] == 1.0 and usual == sorted(usual) and prices.costs(1, "cuda")(8) < 1.2 < usual[1]
     for _ in range(SURE):
         for nodes, seconds in ((1, 2.0), (4, 4.0), (12, 8.0)):
             prices.book(1, nodes, seconds)
-    assert prices.cost(1, 4) == 2.0 and prices.cost(1, 12) == 4.0 and prices.cost(1, 8) == 3.0
-    assert prices.cost(1, 24) == pytest.approx(4.0 * usual_ratio(24, 12))
-    assert prices.cost(2, 4) == Prices().cost(2, 4)  # of other batches nothing is known
+    assert prices.costs(1)(4) == 2.0 and prices.costs(1)(12) == 4.0 and prices.costs(1)(8) == 3.0
+    assert prices.costs(1)(24) == pytest.approx(4.0 * usual_ratio(24, 12))
+    assert prices.costs(2)(4) == Prices().costs(2)(4)  # of other batches nothing is known
 
 
 def usual_ratio(one: int, other: int) -> float:
-    return Prices().cost(1, one) / Prices().cost(1, other)
+    return Prices().costs(1)(one) / Prices().costs(1)(other)
 
 
 def test_a_size_that_was_measured_badly_is_measured_again() -> None:
@@ -33,10 +33,10 @@ def test_a_size_that_was_measured_badly_is_measured_again() -> None:
     for _ in range(KEPT):
         prices.book(1, 1, 1.0)
         prices.book(1, 4, 50.0)
-    assert prices.cost(1, 4) == 50.0
+    assert prices.costs(1)(4) == 50.0
     for _ in range(KEPT * STALE):
         prices.book(1, 1, 1.0)
-    assert prices.cost(1, 4) == Prices().cost(1, 4)
+    assert prices.costs(1)(4) == Prices().costs(1)(4)
 
 
 def test_the_draft_that_gains_most_for_its_price() -> None:
