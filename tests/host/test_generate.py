@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 import mmspec
+from mmspec.drafters.plain import Plain
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.patch import UnsupportedError
 from mmspec.registry import OF_TEXT
@@ -484,6 +485,21 @@ def test_streamers_get_no_column_after_the_common_end(llava: Any) -> None:
     with mmspec.enable(llava, drafter=DRAFTERS["always right"](llava, Oracle.of(inputs["input_ids"], full))):
         fast = tiny_vlms.generate(llava, inputs, streamer=mine, **options)
     assert torch.equal(stock, fast) and stock.shape[1] < full.shape[1] and mine.put_ == theirs.put_
+
+
+def test_the_first_token_does_not_wait_for_the_drafter(llava: Any) -> None:
+    """And with one token there is nothing to draft, so the drafter does not read the prompt."""
+    seen: list[int] = []
+    columns = Columns()
+
+    class Late(Plain):
+        def start(self, *_: object) -> None:
+            seen.append(len(columns.put_))
+
+    with mmspec.enable(llava, drafter=Late()):
+        tiny_vlms.generate(llava, prompt(), streamer=columns)
+        tiny_vlms.generate(llava, prompt(), max_new_tokens=1)
+    assert seen == [2]  # the prompt, and the first token
 
 
 def test_text_streamer_prints_the_answer(llava: Any, capsys: pytest.CaptureFixture[str]) -> None:
