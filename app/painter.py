@@ -120,7 +120,8 @@ class ImageSubject:
             drafter = self._loaded.get(name) or (embedded.resolve(name) if name else method.drafter)
             handle = mmspec.enable(self.pipe, drafter=drafter, **options)
         except Exception as error:  # such as a wrong option, a missing folder, a drafter for another model
-            raise EngineError(f"cannot draw with {method.drafter} {method.setting}: {first_line(error)}") from error
+            what = f"{name or type(method.drafter).__name__} {method.setting}".strip()
+            raise EngineError(f"cannot draw with {what}: {first_line(error)}") from error
         if name and name not in DRAFTERS:
             self._loaded[name] = handle.drafter
         return handle
