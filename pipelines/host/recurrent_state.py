@@ -90,6 +90,9 @@ class RecurrentLayer:
         self.writes = {index: Writes(next(tensors), next(tensors), next(tensors)) for index in self.state}
 
 
+Group = list[tuple[RecurrentLayer, int]]  # layers whose states are updated together, each with a state's index
+
+
 class RecurrentLayers(dict[int, RecurrentLayer]):
     """The recurrent layers of one cache, by layer index.
 
@@ -99,40 +102,47 @@ class RecurrentLayers(dict[int, RecurrentLayer]):
 
     def __init__(self, given: Iterable[tuple[int, RecurrentLayer]] = ()) -> None:
         super().__init__(given)
-        self._buffers: dict[Kind, tuple[Tensor, tuple[Tensor, ...]]] = {}  # kind → its buffer, and the layers' views
+        self._groups: tuple[list[Group], list[Group]] | None = None  # of convolutions, and of recurrent states
+        self._buffers: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}  # group → its buffer, and the layers' views
 
     def commit(self, path: AcceptedPath) -> None:
         """Apply the writes of the accepted nodes of the last draft to the states, and drop all others."""
-        inputs: defaultdict[Kind, list[tuple[RecurrentLayer, int]]] = defaultdict(list)
-        states: defaultdict[tuple[Kind, Kind], list[tuple[RecurrentLayer, int]]] = defaultdict(list)
+        if self._groups is None:  # every draft is read by the same layers
+            self._groups = self._grouped()
+        convolutions, states = self._groups
+        for group in convolutions:
+            _fold_inputs(group, path)
+        for number, group in enumerate(states):
+            self._fold_states(number, group, path)
+        for layer in self.values():
+            layer.inputs, layer.writes = {}, {}
+
+    def _grouped(self) -> tuple[list[Group], list[Group]]:
+        """The layers' convolutions and recurrent states by the shapes of what is updated together."""
+        inputs, states = defaultdict[Kind, Group](list), defaultdict[Kind, Group](list)
         for layer in self.values():
             for index, x in layer.inputs.items():
                 inputs[_kind(layer.conv[index], x)].append((layer, index))
             for index, written in layer.writes.items():
-                states[_kind(layer.state[index]), _kind(*written)].append((layer, index))
-        for group in inputs.values():
-            _fold_inputs(group, path)
-        for (kind, _), group in states.items():
-            self._fold_states(kind, group, path)
-        for layer in self.values():
-            layer.inputs, layer.writes = {}, {}
+                states[_kind(layer.state[index], *written)].append((layer, index))
+        return [*inputs.values()], [*states.values()]
 
-    def _fold_states(self, kind: Kind, group: list[tuple[RecurrentLayer, int]], path: AcceptedPath) -> None:
+    def _fold_states(self, number: int, group: Group, path: AcceptedPath) -> None:
         """Fold the nodes' writes into the states of layers of one kind."""
         own = tuple(layer.state[index] for layer, index in group)
-        buffer, views = self._buffers.get(kind, (own[0], ()))
+        buffer, views = self._buffers.get(number, (own[0], ()))
         if len(own) != len(views) or any(a is not b for a, b in zip(own, views, strict=True)):  # rows joined or left
             with lasting():
                 buffer = torch.stack(own)
             views = tuple(buffer.unbind())
-            self._buffers[kind] = buffer, views
+            self._buffers[number] = buffer, views
             for (layer, index), view in zip(group, views, strict=True):
                 layer.state[index] = view
         k, u, G = (torch.cat(each) for each in zip(*(layer.writes[index] for layer, index in group), strict=True))
         taken, last = path.taken(k.shape[2], k.device)
         flat = buffer.flatten(0, 1)
         wide = flat.float()
-        ops.recurrent_fold(wide, k, u, G, taken.repeat(len(own), 1), last.repeat(len(own)))
+        ops.recurrent_fold(wide, k, u, G, _for_each(taken, group), _for_each(last, group))
         if wide is not flat:
             flat.copy_(wide)
 
@@ -162,10 +172,16 @@ def _kind(*tensors: Tensor) -> Kind:
     return tuple((t.shape, t.dtype, t.device) for t in tensors)
 
 
-def _fold_inputs(group: list[tuple[RecurrentLayer, int]], path: AcceptedPath) -> None:
+def _for_each(rows: Tensor, group: Group) -> Tensor:
+    """The same rows for every layer of a group."""
+    several = len(rows) > 1  # a single row need not be copied
+    return rows.repeat(len(group), *[1] * (rows.dim() - 1)) if several else rows.expand(len(group), *rows.shape[1:])
+
+
+def _fold_inputs(group: Group, path: AcceptedPath) -> None:
     """Update the last inputs of convolutions of one shape with those of the accepted path."""
     stored = torch.cat([layer.conv[index] for layer, index in group])
     x = torch.cat([layer.inputs[index] for layer, index in group])
-    kept = path.inputs(stored.shape[-1], x.device).repeat(len(group), 1)
+    kept = _for_each(path.inputs(stored.shape[-1], x.device), group)
     for (layer, index), inputs in zip(group, ops.conv_fold(x, stored, kept).chunk(len(group)), strict=True):
         layer.conv[index] = inputs
