@@ -21,6 +21,7 @@ from mmspec.kernels import reference as ops
 from mmspec.rules import Masses, Rule, Trial, exact
 from mmspec.tree import bounds, chain, children, from_parents, from_paths, grow
 from mmspec.types import NO_TOKEN, Acceptance, Categorical, Draft, Tree, join, select
+from tests.core.test_core import random_parents
 from tests.core.test_rules import ALL, V, rule_of
 
 
@@ -67,11 +68,6 @@ def _row(
             rest = rule.residual(trial)
             p, noise = rest / rest.sum(-1, keepdim=True), ops.remaining(noise, f)
     return path, ops.categorical(p, noise), charged
-
-
-def random_parents(batch: int, size: int, g: torch.Generator) -> Tensor:
-    limit = torch.arange(size).clamp(min=1)
-    return (torch.rand(batch, size, generator=g) * limit).long()
 
 
 def trees(seed: int, batch: int, g: torch.Generator) -> Tree:
@@ -178,19 +174,13 @@ def test_rows_of_two_shapes_claim_no_families() -> None:
     assert join(two, two, {}).families == (3,) and select(two, torch.tensor([1])).families == (3,)
 
 
-def meta(
-    draft: Draft, distribution: Categorical, u: Tensor, spent: Tensor
-) -> tuple[Draft, Categorical, Tensor, Tensor]:
+def on_meta(value: Any) -> Any:
     """The same shapes on a device that has no numbers: whoever reads one there is refused."""
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to("meta")
-        if hasattr(value, "__dataclass_fields__"):
-            return type(value)(**{name: moved(getattr(value, name)) for name in value.__dataclass_fields__})
-        return value
-
-    return moved(draft), moved(distribution), moved(u), moved(spent)
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    if hasattr(value, "__dataclass_fields__"):
+        return type(value)(**{name: on_meta(getattr(value, name)) for name in value.__dataclass_fields__})
+    return value
 
 
 @pytest.mark.parametrize("budget", [None, 0.15])
@@ -200,13 +190,9 @@ def test_no_walk_reads_the_device(spec: str, budget: float | None) -> None:
     if spec == "exact" or "grouped" in spec or "published" in spec:
         budget = None
     for seed, drawn in itertools.product(range(6), (True, False)):
-        acceptance = verify_tree(*meta_of(seed, drawn, rule_of(spec, budget)))
+        draft, distribution, u, spent = map(on_meta, random_draft(seed, drawn))
+        acceptance = verify_tree(draft, distribution, rule_of(spec, budget), u, spent)
         assert acceptance.next_token.device.type == "meta"
-
-
-def meta_of(seed: int, drawn: bool, rule: Rule) -> tuple[Draft, Categorical, Rule, Tensor, Tensor]:
-    draft, distribution, u, spent = meta(*random_draft(seed, drawn))
-    return draft, distribution, rule, u, spent
 
 
 class Calls(TorchDispatchMode):

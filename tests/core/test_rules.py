@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from table_targets import CPU, Drawn, Holes, TableModel, distance, excess, run
+from table_targets import CPU, Drawn, Holes, Nothing, TableModel, distance, excess, run
 from torch import Tensor
 
+from mmspec import loop
 from mmspec.accept import along_path, chances, verify_chain, verify_point_mass, verify_tree
 from mmspec.kernels import reference as ops
 from mmspec.registry import RULES, resolve_rule
@@ -20,6 +21,7 @@ from mmspec.session import Row, Session
 from mmspec.statistics import Stats
 from mmspec.tree import chain, from_parents
 from mmspec.types import NO_TOKEN, Categorical, Draft
+from tests.core.test_core import BIASED, distributions, hostile_tree, output_of, tv
 
 V = 7
 CODES = torch.randn(V, 3, generator=torch.Generator().manual_seed(3))
@@ -43,20 +45,7 @@ def rule_of(spec: str, budget: float | None = None, vocab: int = V) -> Rule:
     return resolve_rule(spec, codes, budget)
 
 
-def distributions(seed: int, vocab: int = V) -> tuple[Tensor, Tensor]:
-    """p and q; every third p has tokens that it excludes, as top-k leaves it."""
-    g = torch.Generator().manual_seed(seed)
-    p, q = (1.5 * torch.randn(2, vocab, generator=g, dtype=torch.float64)).unbind()
-    if seed % 3 == 0:
-        p = p.masked_fill(p < p.topk(vocab // 2).values[-1], -math.inf)
-    return p.softmax(-1), q.softmax(-1)
-
-
-PAIRS = [distributions(seed) for seed in range(30)]
-
-
-def tv(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().sum() / 2)
+PAIRS = [distributions(seed, V) for seed in range(30)]
 
 
 def weighed(rule: Rule, p: Tensor, q: Tensor, depth: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,17 +128,26 @@ def test_gsd_as_published_refuses_more_than_it_must(spec: str) -> None:
 
 
 def test_gsd_is_its_formula() -> None:
-    """min(1, Σp/Σq) over a window of the order of p, token by token."""
-    unit = torch.nn.functional.normalize(CODES, dim=-1)
-    for p, q in PAIRS:
-        order = sorted(range(V), key=lambda x: (float(p[x]), x))
-        f = weighed(rule_of(GSD[1]), p, q)[1]
-        for x in range(V):
-            at = order.index(x)
-            near = order[max(0, at - 2) : at + 3]
-            C = [y for y in near if p[y] > 0 and (unit[x] - unit[y]).norm() <= 1.2 and abs(p[x] - p[y]) < 0.2]
-            want = min(1.0, float(p[C].sum() / q[C].sum())) if p[x] > 0 else 0.0
-            assert abs(float(f[x]) - want) < 1e-12
+    """min(1, Σp/Σq) over a window of the order of p, token by token; codes are normalised, input embeddings are not."""
+    table = 3 * torch.randn(V, 5, generator=torch.Generator().manual_seed(8))
+    embedded = "gsd(group=7, distance=5.0, space='embeddings')"
+    for rule, points, far, half, gap in (
+        (rule_of(GSD[1]), torch.nn.functional.normalize(CODES, dim=-1), 1.2, 2, 0.2),
+        (resolve_rule(embedded, CODES, None, table), table, 5.0, 3, 2.0),
+    ):
+        near = (points[:, None] - points).norm(dim=-1) <= far
+        assert 0.2 < near.float().mean() < 0.8
+        for p, q in PAIRS:
+            order = sorted(range(V), key=lambda x: (float(p[x]), x))
+            f = weighed(rule, p, q)[1]
+            for x in range(V):
+                at = order.index(x)
+                window = [y for y in order[max(0, at - half) : at + half + 1] if p[y] > 0 and near[x, y]]
+                C = [y for y in window if abs(p[x] - p[y]) < gap]
+                want = min(1.0, float(p[C].sum() / q[C].sum())) if p[x] > 0 else 0.0
+                assert abs(float(f[x]) - want) < 1e-12
+    with pytest.raises(ValueError, match=r"input embeddings \[V, H\] are needed"):
+        resolve_rule(embedded, CODES)
 
 
 def test_typical_is_its_formula() -> None:
@@ -184,7 +182,7 @@ def test_lam_bounds_every_draft(lam: float) -> None:
 
 
 def test_scaled_relaxes_early_drafts_more_and_never_refuses_more_than_exact() -> None:
-    p, q = distributions(1)
+    p, q = distributions(1, V)
     gains = [tv(outcome(rule_of("scaled(omega=2.0, nu=0.3)"), p, q, depth), p) for depth in (1, 2, 3, 4, 9)]
     assert gains == sorted(gains, reverse=True) and gains[0] > gains[1] > 0
     assert gains[-1] < 1e-15, "ω would be below 1"
@@ -279,45 +277,19 @@ def test_a_rule_for_some_tokens_is_exact_for_the_others() -> None:
     assert greedy(trial).tolist() == [True, False, True, True, False, False, False]
 
 
-def test_gsd_measures_between_input_embeddings() -> None:
-    """As they are, not normalised: the same as between codes of these lengths."""
-    table = 3 * torch.randn(V, 5, generator=torch.Generator().manual_seed(8))
-    rule = resolve_rule("gsd(group=7, distance=5.0, space='embeddings')", CODES, None, table)
-    near = (table[:, None] - table).norm(dim=-1) <= 5.0
-    assert 0.2 < near.float().mean() < 0.8
-    for p, q in PAIRS[1:3]:
-        order = sorted(range(V), key=lambda x: (float(p[x]), x))
-        f = weighed(rule, p, q)[1]
-        for x in range(V):
-            at = order.index(x)
-            C = [y for y in order[max(0, at - 3) : at + 4] if near[x, y]]
-            assert abs(float(f[x]) - min(1.0, float(p[C].sum() / q[C].sum()))) < 1e-12
-    with pytest.raises(ValueError, match=r"input embeddings \[V, H\] are needed"):
-        resolve_rule("gsd(group=3, distance=1.0, space='embeddings')", CODES)
-
-
 # -- through the geometries ------------------------------------------------------------------------------------------
+
 
 GRID = 4000
 
 
 def siblings_of(p: Tensor, q: Tensor | None, tokens: tuple[int, ...], rule: Rule) -> tuple[Tensor, Tensor]:
-    """Law [V] of the token after the root and mean charge, for fixed siblings drawn without replacement from q."""
-    n = len(tokens)
-    tree = chain(2, CPU) if n == 1 else from_parents(torch.zeros(1, n + 1, dtype=torch.long), 1)
-    draft = Draft(torch.tensor([[0, *tokens]]).expand(GRID, -1), tree.expand(GRID))
+    """`output_of` siblings that are drawn without replacement from q."""
     if q is not None:
-        stated = q.log().expand(n + 1, -1).clone()
-        for rank in range(1, n):
-            stated[rank + 1, list(tokens[:rank])] = -math.inf
-        draft = replace(draft, q=Categorical(stated.expand(GRID, -1, -1)))
-    u = ((torch.arange(GRID, dtype=torch.float64) + 0.5) / GRID)[:, None].expand(-1, n + 1)
-    acceptance = along_path(draft, Categorical(p.log().expand(GRID, n + 1, -1)), rule, u)
-    first = torch.where(
-        acceptance.count > 1, draft.tokens.gather(1, acceptance.last[:, None])[:, 0], acceptance.next_token
-    )
-    charge = torch.zeros(()) if acceptance.tv_cost is None else acceptance.tv_cost.mean()
-    return torch.bincount(first, minlength=len(p)) / GRID, charge
+        q = q.repeat(len(tokens) + 1, 1)
+        for rank in range(1, len(tokens)):
+            q[rank + 1, list(tokens[:rank])] = 0
+    return output_of(p, q, tokens, rule, GRID)
 
 
 @pytest.mark.parametrize("spec", ALL)
@@ -375,12 +347,11 @@ def test_advance_is_walk_on_the_same_noise(spec: str, budget: float | None) -> N
         draft, distribution, u, spent = random_chains(seed, dense)
         spent = torch.zeros_like(spent) if budget is None else spent
         fast, slow = verify_chain(draft, distribution, rule, u, spent), verify_tree(draft, distribution, rule, u, spent)
-        for name in ("accepted", "count", "last", "next_token"):
-            assert torch.equal(getattr(fast, name), getattr(slow, name)), name
+        point = [verify_point_mass(draft, distribution, u)] if rule is exact and not dense else []
+        for other, name in itertools.product([slow, *point], ("accepted", "count", "last", "next_token")):
+            assert torch.equal(getattr(fast, name), getattr(other, name)), name
         assert (fast.tv_cost is None) == (slow.tv_cost is None) == rule.lossless
         assert fast.tv_cost is None or torch.allclose(fast.tv_cost, slow.tv_cost, rtol=0, atol=1e-14)
-        if rule is exact and not dense:
-            assert torch.equal(fast.next_token, verify_point_mass(draft, distribution, u).next_token)
         length = max(length, int(fast.count.max()))
     assert length > 3
 
@@ -441,8 +412,16 @@ SIBLINGS = [(0, 0), (0, 1), (1, 0), (2,)]
 ROWS = 12000
 
 
-@pytest.mark.parametrize("drafts", [3, SIBLINGS], ids=["chain", "siblings"])
-@pytest.mark.parametrize("kind", [Drawn, Holes])
+class Certain(Drawn):
+    """The tree of `hostile_tree`, whose tokens are not drawn."""
+
+    def propose(self, session: Session, target: TableModel) -> Draft:
+        return hostile_tree(session.pending, session.emitted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafts"), [(Drawn, 3), (Drawn, SIBLINGS), (Holes, 3), (Holes, SIBLINGS), (Certain, 7)]
+)
 def test_exact_has_the_law_of_whole_texts(kind: type[Drawn], drafts: list[tuple[int, ...]] | int) -> None:
     model = TableModel()
     samples, rows, session = run(model, kind(model, drafts), exact, ROWS)
@@ -451,10 +430,22 @@ def test_exact_has_the_law_of_whole_texts(kind: type[Drawn], drafts: list[tuple[
     assert session.stats.lossless and session.stats.spent == 0 and all(row.spent == 0 for row in rows)
 
 
-@pytest.mark.parametrize("drafts", [3, SIBLINGS], ids=["chain", "siblings"])
-def test_a_drafter_that_misstates_q_is_seen(drafts: list[tuple[int, ...]] | int) -> None:
+@pytest.mark.parametrize(
+    ("error", "drafts"),
+    [("q is misstated", 3), ("q is misstated", SIBLINGS), ("residual is p", 3), ("ratio too large", 3)],
+)
+def test_a_planted_error_is_seen(error: str, drafts: list[tuple[int, ...]] | int) -> None:
+    model, rule = TableModel(), BIASED.get(error, exact)
+    samples, _, _ = run(model, Drawn(model, drafts, honest=rule is not exact), rule, 3 * ROWS)
+    assert excess(samples, model.joint(), 4) > 50
+
+
+def test_one_number_for_all_nodes_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model = TableModel()
-    samples, _, _ = run(model, Drawn(model, drafts, honest=False), exact, ROWS)
+    monkeypatch.setattr(
+        loop, "along_path", lambda draft, p, rule, u, *spent: along_path(draft, p, rule, u[:, :1].expand_as(u), *spent)
+    )
+    samples, _, _ = run(model, Certain(model, 7), exact, ROWS)
     assert excess(samples, model.joint(), 4) > 50
 
 
@@ -480,7 +471,7 @@ def test_a_rows_charge_goes_where_the_row_goes() -> None:
         rule = rule_of("scaled(omega=2.0)")
         made = Session([Row([0], 1, 9, seed=first + b, rule=rule) for b in range(n)], CPU)
         made.spent = torch.arange(first, first + n, dtype=torch.float64)
-        made.cache = made.memory = Holder()
+        made.cache = made.memory = Nothing()
         return made
 
     one, two = session(0, 4), session(4, 2)
@@ -495,16 +486,6 @@ def test_a_rows_charge_goes_where_the_row_goes() -> None:
     total = Stats()
     total.add(one.stats)
     assert total.spent == 5 and not total.lossless and Stats().lossless
-
-
-class Holder:
-    """State of rows that nothing is asked of."""
-
-    def select(self, rows: Tensor) -> Holder:
-        return self
-
-    def join(self, other: Holder) -> Holder:
-        return self
 
 
 # -- names -----------------------------------------------------------------------------------------------------------
@@ -581,7 +562,7 @@ def test_budgets() -> None:
 
 
 def test_gumbel_noise_draws_from_the_law_and_depends_on_seed_and_position_alone() -> None:
-    p, _ = distributions(1)
+    p, _ = distributions(1, V)
     seeds, position = torch.arange(300), torch.arange(100).expand(300, -1)
     noise = ops.gumbel(seeds, position, V)
     drawn = (p.log() + noise).argmax(-1).flatten()

@@ -42,7 +42,6 @@ from mmspec.train import data
 from mmspec.train.distil import Distillation, losses
 from mmspec.train.recipes import Recipe
 from mmspec.types import FINAL, Categorical, Prompt, Scores
-from tests.core.test_core import chi_square
 
 CPU = torch.device("cpu")
 GRID = tiny_llamagen.SIZES["grid"]
@@ -394,7 +393,7 @@ def test_the_joint_law_of_three_tokens(options: dict[str, Any], kind: type[Eagle
     target = Toy(4, 8, seed=1)
     samples, stats = decoded(target, toy_drafter(kind, **options), 6000, 3)
     assert stats.accepted > 1000
-    excess = chi_square(samples, target.joint(0, 3), 4)
+    excess = table_targets.excess(samples, target.joint(0, 3), 4)
     assert (excess < 5) if sound else (excess > 20), excess
 
 

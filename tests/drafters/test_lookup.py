@@ -18,7 +18,6 @@ from mmspec.drafters.lookup import Lookup, extended
 from mmspec.rules import exact
 from mmspec.tree import chain, from_parents
 from mmspec.types import NO_TOKEN, Categorical, Draft
-from tests.core.test_core import chi_square
 from tests.drafters.test_adaptive import Chain
 
 CPU = torch.device("cpu")
@@ -119,7 +118,7 @@ def test_the_joint_law_of_what_is_drawn(paths: Any, sound: bool, monkeypatch: py
     model = table_targets.TableModel(vocab=3, length=4, seed=3)
     drafter = Lookup(table_targets.Drawn(model, paths), table_targets.Drawn(model, 1))
     texts, _, session = table_targets.run(model, drafter, exact, 20000)
-    excess = chi_square(texts, model.joint(), 3)
+    excess = table_targets.excess(texts, model.joint(), 3)
     assert session.stats.accepted > 5000
     if sound:
         assert excess < 5
