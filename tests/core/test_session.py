@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import tiny_vlms
 import torch
-from hostile_drafters import DRAFTERS, Oracle, Scripted, _right, eagle
+from compared import as_stock
+from hostile_drafters import DRAFTERS, Oracle, eagle
 
 import mmspec
 from mmspec.loop import decode, start
@@ -39,19 +40,15 @@ GUESTS = {
 }
 
 
-class Caught(Exception):
-    """Carries the arguments that stock `generate` hands to its decoding method."""
-
-
-def call_of(model: Any, monkeypatch: pytest.MonkeyPatch, inputs: dict[str, Any], **options: Any) -> Call:
-    def catch(model: Any, handle: Any, call: Call) -> None:
-        raise Caught(call)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(decoder_only, "generate", catch)
-        with pytest.raises(Caught) as caught:
-            tiny_vlms.generate(model, inputs, **options)
-    return caught.value.args[0]
+def call_of(model: Any, inputs: dict[str, Any], **options: Any) -> Call:
+    """What stock `generate` hands to its decoding method."""
+    calls: list[Call] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            decoder_only, "generate", lambda model, handle, call: calls.append(call) or (call.input_ids, Stats())
+        )
+        tiny_vlms.generate(model, inputs, **options)
+    return calls[0]
 
 
 def opened(handle: Any, call: Call, seed: int = 0) -> tuple[Session, Target]:
@@ -95,30 +92,24 @@ def together(handle: Any, calls: list[Call], gap: int) -> list[Row]:
 @pytest.mark.parametrize("drafter", GUESTS)
 @pytest.mark.parametrize("gap", [1, 3])
 @pytest.mark.every(2)
-def test_rows_admitted_one_by_one_are_as_if_alone(drafter: str, gap: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_admitted_one_by_one_are_as_if_alone(drafter: str, gap: int) -> None:
     model = tiny_vlms.model(NAME)
     lengths = [21, 5, 17, 9, 1, 12]
-    alone = [
-        tiny_vlms.generate(model, tiny_vlms.prompt(NAME, *row), max_new_tokens=n)
-        for row, n in zip(ROWS, lengths, strict=True)
-    ]
+    asked = [(tiny_vlms.prompt(NAME, *row), {"max_new_tokens": n}) for row, n in zip(ROWS, lengths, strict=True)]
+    alone = [tiny_vlms.generate(model, inputs, **told) for inputs, told in asked]
     with torch.no_grad(), mmspec.enable(model, drafter=GUESTS[drafter](model)) as handle:
-        calls = [
-            call_of(model, monkeypatch, tiny_vlms.prompt(NAME, *row), max_new_tokens=n)
-            for row, n in zip(ROWS, lengths, strict=True)
-        ]
-        rows = together(handle, calls, gap)
+        rows = together(handle, [call_of(model, inputs, **told) for inputs, told in asked], gap)
     assert [row.tokens for row in rows] == [one[0].tolist() for one in alone]
     assert all(row.done for row in rows)
 
 
 @pytest.mark.parametrize("drafter", GUESTS)
-def test_rows_can_be_dropped_and_reordered_in_the_middle(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_can_be_dropped_and_reordered_in_the_middle(drafter: str) -> None:
     """`select` on a ragged batch: the rows that stay do not notice, in whatever order."""
     model, inputs = tiny_vlms.model(NAME), tiny_vlms.prompt(NAME, "ragged")
     alone = tiny_vlms.generate(model, inputs)
     with torch.no_grad(), mmspec.enable(model, drafter=GUESTS[drafter](model)) as handle:
-        session, target = opened(handle, call_of(model, monkeypatch, inputs))
+        session, target = opened(handle, call_of(model, inputs))
         rows = list(session.rows)
         for count, _round in enumerate(decode(session, target, handle.drafter), 1):
             if count == 2:
@@ -129,13 +120,13 @@ def test_rows_can_be_dropped_and_reordered_in_the_middle(drafter: str, monkeypat
     assert not rows[0].done and rows[0].tokens == alone[0, : len(rows[0].tokens)].tolist()
 
 
-def test_sampled_rows_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_rows_do_not_depend_on_the_batch() -> None:
     """Same seed, same text: alone, or admitted into a running batch."""
     model, options = tiny_vlms.model(NAME), {"do_sample": True, "temperature": 1.3, "max_new_tokens": 16}
     with torch.no_grad(), mmspec.enable(model, "ngram") as handle:
 
         def calls() -> list[Call]:
-            return [call_of(model, monkeypatch, tiny_vlms.prompt(NAME, *row), **options) for row in ROWS]
+            return [call_of(model, tiny_vlms.prompt(NAME, *row), **options) for row in ROWS]
 
         joined = texts(together(handle, calls(), 2))
         alone = []
@@ -162,26 +153,15 @@ def test_sampled_rows_do_not_depend_on_padding_or_neighbours(name: str) -> None:
             assert torch.equal(alone[0], batch[b])
 
 
-@pytest.mark.parametrize("where", range(1, 9))
-def test_end_of_sequence_inside_a_draft(where: int) -> None:
-    """The drafter is right and drafts past the end; the text stops there, wherever in the draft the end lies."""
+@pytest.mark.parametrize("length", range(1, 10))
+def test_an_end_inside_a_draft(length: int) -> None:
+    """The drafter is right and drafts past the end, by token or by length; the text stops there, wherever it lies."""
     model, inputs = tiny_vlms.model(NAME), tiny_vlms.prompt(NAME, "image first")
     full = tiny_vlms.generate(model, inputs)
-    start = inputs["input_ids"].shape[1]
-    eos = int(full[0, start + where])
-    want = tiny_vlms.generate(model, inputs, eos_token_id=eos)
-    with mmspec.enable(model, drafter=Scripted(_right(Oracle.of(inputs["input_ids"], full), 6), chained=True)):
-        got = tiny_vlms.generate(model, inputs, eos_token_id=eos)
-    assert torch.equal(got, want) and got[0, -1] == eos
-
-
-@pytest.mark.parametrize("limit", [1, 2, 6, 7, 8, 9])
-def test_a_limit_inside_a_draft(limit: int) -> None:
-    model, inputs = tiny_vlms.model(NAME), tiny_vlms.prompt(NAME, "image first")
-    full = tiny_vlms.generate(model, inputs)
-    with mmspec.enable(model, drafter=Scripted(_right(Oracle.of(inputs["input_ids"], full), 6), chained=True)):
-        got = tiny_vlms.generate(model, inputs, max_new_tokens=limit)
-    assert torch.equal(got, full[:, : got.shape[1]]) and got.shape[1] == inputs["input_ids"].shape[1] + limit
+    drafter = DRAFTERS["always right"](model, Oracle.of(inputs["input_ids"], full))
+    last = full[0, inputs["input_ids"].shape[1] + length - 1]
+    for call in ({"eos_token_id": int(last)}, {"max_new_tokens": length}):
+        as_stock(model, inputs, drafter, call=call)
 
 
 def test_row_ends_by_token_by_length_or_by_condition() -> None:
