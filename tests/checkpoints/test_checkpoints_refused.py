@@ -9,6 +9,7 @@ import torch
 from published_drafters import KV, LLAMA, PUBLISHED, TARGET, V_D, D, H, V, eagle, eagle3, load, ours, put, speculators
 from safetensors.torch import load_file, save_file
 
+from mmspec.app.devices import EngineError, find_model
 from mmspec.checkpoints import files, save
 from mmspec.drafters.eagle import EagleConfig
 from mmspec.pipelines.drafters import mtp_files
@@ -78,6 +79,11 @@ ROWS = torch.zeros(V_D, dtype=torch.long)
         (speculators, {}, {"layers.0.self_attn.q_norm.weight": torch.ones(D)}, "norms of the queries and keys"),
         *((eagle, {name: True}, {}, "mmspec's network does not support that") for name in (
             "norm_before_fc", "fc_norm", "norm_output")),
+        *((PUBLISHED["vispec"], {}, {name: torch.zeros(shape)}, reason) for name, shape, reason in (
+            ("imadpt.q", (3, 4, 9), r"imadpt.q is \[3, 4, 9\], expected \[3, 4, 8\]"),
+            ("imadpt.q", (), "num_q"),
+            ("imadpt.k_proj.weight", (16, H), r"imadpt.k_proj.weight is \[16, 32\], expected \[32, 32\]"),
+            ("img_fc.weight", (H, H), r"img_fc.weight is \[32, 32\], expected \[32, 64\]"))),
         (eagle, {"caption_dim": 2048, "input_type": "t2i"}, {},
          r"LANTERN's drafters for LlamaGen .*by row and column in interleaved pairs"),
     ],
@@ -101,6 +107,9 @@ def test_unknown_layouts(tmp_path):
         load(folder)
     with pytest.raises(ValueError, match="unknown layout 'medusa'; choose from mmspec"):
         load(folder, layout="medusa")
+    with pytest.raises(ValueError, match=r"unknown layout 'medusa'; choose from mmspec, .*, eagle"):
+        save.save_drafter(ours(), tmp_path / "new", "medusa")
+    assert not (tmp_path / "new").exists()
 
 
 class Evil:
@@ -114,8 +123,7 @@ class Evil:
 def test_a_pickle_that_runs_code(tmp_path):
     config, t = eagle()
     proof = tmp_path / "ran"
-    put(tmp_path, config, {})
-    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
     torch.save({**t, "evil": Evil(proof)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="allow_pickle=True"):
         load(tmp_path)
@@ -160,6 +168,9 @@ def test_nothing_there(tmp_path):
             load(name)
     with pytest.raises(FileNotFoundError, match="'no/where' is not a local folder, and could not be downloaded"):
         load("no/where", revision="v1")
+    for name in ("misspelt", "./owner", "../name", "/owner", "owner/", "a/b/c"):  # of a model
+        with pytest.raises(EngineError, match="no folder"):
+            find_model(name)
 
 
 DEEP = "[" * 100_000
@@ -206,17 +217,15 @@ def test_broken_config_of_our_own(tmp_path, change, reason):
     "junk", [b"junk", b"\x80\x02junk.", b"PK\x03\x04junk", b"\x80\x02}q\x00.", b"cos\nsystem\n.", bytes(999)]
 )
 def test_junk_in_place_of_weights(tmp_path, junk):
-    put(tmp_path, *eagle())
-    (tmp_path / "model.safetensors").unlink()
-    (tmp_path / "pytorch_model.bin").write_bytes(junk)
+    folder = put(tmp_path, *eagle(), "pytorch_model.bin")
+    (folder / "pytorch_model.bin").write_bytes(junk)
     with pytest.raises(ValueError, match=r"pytorch_model.bin (is damaged|holds more than tensors)"):
         load(tmp_path)
 
 
 def test_a_file_that_declares_more_than_it_holds(tmp_path):
     config, t = eagle()
-    put(tmp_path, config, t)
-    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
     torch.save({**t, "fc.weight": torch.zeros(1).expand(H, 2**40)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"larger than the file: \['fc.weight'\]"):
         load(tmp_path)
@@ -283,11 +292,8 @@ def test_text_in_numeric_fields_of_others(tmp_path, name, odd):
 
 @pytest.mark.parametrize("odd", ["2", 5, {"a": 1}, [[1]], ["2", "4", "7"], list(range(99))])
 def test_odd_lists_of_layers(tmp_path, odd):
-    config, t = eagle3()
-    for change in (
-        {"eagle_aux_hidden_state_layer_ids": odd},
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": odd}},
-    ):
+    (config, t), listed = eagle3(), {"eagle_aux_hidden_state_layer_ids": odd}
+    for change in (listed, {"eagle_config": listed}):
         with pytest.raises(ValueError, match=r"eagle_aux_hidden_state_layer_ids in config.json must list"):
             load(put(tmp_path, {**config, **change}, t))
 

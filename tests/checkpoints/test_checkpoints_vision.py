@@ -1,7 +1,6 @@
 """Drafters that know of images, in their authors' layouts and in those of later trainers: read, computed, written."""
 
 import math
-from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
@@ -130,12 +129,6 @@ def test_the_layout_that_is_named_decides(tmp_path, made, layout):
     assert load(put(tmp_path, {**config, "rope_scaling": None}, t), layout=layout).method == layout
 
 
-def test_an_mrope_that_counts_is_warned_of(tmp_path):
-    config, t = msd("qwen")
-    with pytest.warns(UserWarning, match="M-RoPE"):
-        load(put(tmp_path, config, t), layout="eagle")
-
-
 def test_published_shapes_of_drafts(tmp_path):
     shapes = [load(put(tmp_path / name, *PUBLISHED[name]())).options for name in ("vispec", "msd")]
     assert [(o.depth, o.width, o.size) for o in shapes] == [(4, 8, 30), (6, 10, 59)]
@@ -171,21 +164,6 @@ def test_one_switch_of_the_authors_for_two_biases(tmp_path):
         load(put(tmp_path, config, {**t, "fc.bias": bias}))
 
 
-@pytest.mark.parametrize(
-    ("key", "tensor", "reason"),
-    [
-        ("imadpt.q", torch.zeros(NUM_Q, HEADS, D + 1), r"imadpt.q is \[3, 4, 9\], expected \[3, 4, 8\]"),
-        ("imadpt.k_proj.weight", torch.zeros(H // 2, H), r"imadpt.k_proj.weight is \[16, 32\], expected \[32, 32\]"),
-        ("img_fc.weight", torch.zeros(H, H), r"img_fc.weight is \[32, 32\], expected \[32, 64\]"),
-        ("imadpt.q", torch.zeros(()), "num_q"),
-    ],
-)
-def test_wrong_shapes(tmp_path, key, tensor, reason):
-    config, t = vispec()
-    with pytest.raises(ValueError, match=reason):
-        load(put(tmp_path, config, {**t, key: tensor}))
-
-
 def test_a_table_that_was_padded_fits(tmp_path):
     """MSD's LLaVA has 32000 embeddings, that of transformers 32064; the target's own are read in any case."""
     config, t = msd()
@@ -199,17 +177,6 @@ def test_a_table_that_was_padded_fits(tmp_path):
 
 
 # -- the files ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("made", [vispec, msd], ids=["vispec", "msd"])
-def test_a_deepspeed_file(tmp_path, made):
-    config, t = made()
-    put(tmp_path, config, {})
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(OrderedDict((key, tensor.bfloat16()) for key, tensor in t.items()), tmp_path / "pytorch_model.bin")
-    drafter = load(tmp_path)
-    assert all(p.dtype == torch.bfloat16 for p in drafter.parameters())
-    assert torch.equal(drafter.fc.weight, t["fc.weight"].bfloat16())
 
 
 def test_zeros_that_a_file_lacks_have_its_type(tmp_path):
