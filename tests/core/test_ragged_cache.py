@@ -35,14 +35,12 @@ def filled(rows: int, slots: int, reserve: int) -> tuple[RaggedBuffer, Lengths, 
 def test_the_last_rows_take_the_places_of_those_that_go(keep: list[int]) -> None:
     buffer, lengths, kept = filled(4, 5, 9)
     order = closed_ranks(keep)
-    assert sorted(order) == keep and sum(i != row for i, row in enumerate(order)) == len(
-        [k for k in keep if k >= len(keep)]
-    )
+    moved = sum(row >= len(keep) for row in keep)
+    assert sorted(order) == keep and sum(i != row for i, row in enumerate(order)) == moved
     assert buffer.keys is not None and buffer.values is not None
     address = buffer.keys.data_ptr()
     with Written() as seen:
         buffer.select(torch.tensor(order), order, lengths.longest)
-    moved = sum(row >= len(keep) for row in keep)
     assert seen.numbers == 2 * moved * 2 * 5 * 4, "keys and values of the moved rows, as far as they are filled"
     assert torch.equal(buffer.keys[:, :, :5], kept[order]) and torch.equal(buffer.values[:, :, :5], -kept[order])
     assert buffer.keys.data_ptr() == address, "what knows the addresses need not be told"

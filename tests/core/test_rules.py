@@ -20,8 +20,8 @@ from mmspec.rules import Masses, Rule, Trial, exact, only
 from mmspec.session import Row, Session
 from mmspec.statistics import Stats
 from mmspec.tree import chain, from_parents
-from mmspec.types import NO_TOKEN, Categorical, Draft
-from tests.core.test_core import BIASED, distributions, hostile_tree, output_of, tv
+from mmspec.types import NO_TOKEN, Categorical, Draft, Tree
+from tests.core.test_core import BIASED, distributions, hostile_tree, output_of, random_parents, tv
 
 V = 7
 CODES = torch.randn(V, 3, generator=torch.Generator().manual_seed(3))
@@ -322,18 +322,23 @@ def test_charges_bound_the_distance_among_siblings(spec: str, drawn: bool) -> No
     assert (away < 4 / GRID and charge == 0) if rule.lossless else charge > 0
 
 
-def random_chains(seed: int, dense: bool) -> tuple[Draft, Categorical, Tensor, Tensor]:
+def random_draft(seed: int, drawn: bool, tree: Tree) -> tuple[Draft, Categorical, Tensor, Tensor]:
+    """A draft with holes, drawn from its q or certain, p, of which every other is as top-k leaves it, noise, and what
+    was spent before."""
     g = torch.Generator().manual_seed(seed)
-    B, N = 200, 1 + seed % 7
+    B, N = tree.parents.shape
     tokens = torch.randint(0, V, (B, N), generator=g)
     tokens[:, 1:][torch.rand(B, N - 1, generator=g) < 0.1] = NO_TOKEN
     p = 2 * torch.randn(B, N, V, generator=g, dtype=torch.float64)
-    q = (p.roll(1, 1) + torch.randn(B, N, V, generator=g, dtype=torch.float64)) if dense else None
+    q = (p.roll(1, 1) + torch.randn(B, N, V, generator=g, dtype=torch.float64)) if drawn else None
     if seed % 2:
         p = p.masked_fill(p < p.topk(4).values[..., -1:], -math.inf)
     u, spent = torch.rand(2, B, N, generator=g, dtype=torch.float64)
-    tree = chain(N, CPU).expand(B)
     return Draft(tokens, tree, None if q is None else Categorical(q)), Categorical(p), u, 0.2 * spent[:, 0]
+
+
+def random_chains(seed: int, drawn: bool) -> tuple[Draft, Categorical, Tensor, Tensor]:
+    return random_draft(seed, drawn, chain(1 + seed % 7, CPU).expand(200))
 
 
 @pytest.mark.parametrize("budget", [None, 0.0, 0.15])
@@ -343,11 +348,11 @@ def test_advance_is_walk_on_the_same_noise(spec: str, budget: float | None) -> N
     if ("grouped" in spec or "published" in spec) and budget is not None:
         pytest.skip("its cost is not only the acceptance that it gains")
     rule, length = rule_of(spec, budget), 0
-    for seed, dense in itertools.product(range(1, 21), (True, False)):
-        draft, distribution, u, spent = random_chains(seed, dense)
+    for seed, drawn in itertools.product(range(1, 21), (True, False)):
+        draft, distribution, u, spent = random_chains(seed, drawn)
         spent = torch.zeros_like(spent) if budget is None else spent
         fast, slow = verify_chain(draft, distribution, rule, u, spent), verify_tree(draft, distribution, rule, u, spent)
-        point = [verify_point_mass(draft, distribution, u)] if rule is exact and not dense else []
+        point = [verify_point_mass(draft, distribution, u)] if rule is exact and not drawn else []
         for other, name in itertools.product([slow, *point], ("accepted", "count", "last", "next_token")):
             assert torch.equal(getattr(fast, name), getattr(other, name)), name
         assert (fast.tv_cost is None) == (slow.tv_cost is None) == rule.lossless
@@ -364,7 +369,7 @@ def test_a_row_is_never_charged_more_than_its_budget(spec: str, tree: bool) -> N
     rule, none = rule_of(spec, 0.15), rule_of(spec, 0.0)
     spent = torch.zeros(200, dtype=torch.float64)
     for seed in range(20):
-        draft, distribution, u, _ = random_chains(6 + 7 * seed, dense=True)
+        draft, distribution, u, _ = random_chains(6 + 7 * seed, drawn=True)
         if tree:
             shape = from_parents(torch.tensor([[0, 0, 0, 0, 1, 1, 2]]), 3).expand(200)
             draft = replace(draft, tree=shape)
@@ -375,27 +380,25 @@ def test_a_row_is_never_charged_more_than_its_budget(spec: str, tree: bool) -> N
         broke = before >= 0.15
         frugal = along_path(draft, distribution, none, u)
         assert (frugal.tv_cost == 0).all() and torch.equal(frugal.accepted, strict.accepted)
-        assert torch.equal(frugal.next_token, strict.next_token) and torch.equal(
-            acceptance.next_token[broke], strict.next_token[broke]
-        )
+        assert torch.equal(frugal.next_token, strict.next_token)
+        assert torch.equal(acceptance.next_token[broke], strict.next_token[broke])
     assert (spent >= 0.15 - 1e-12).any() and broke.any()
 
 
 def test_a_point_mass_leaves_nothing_to_relax() -> None:
     """Greedy targets and seed-exact ones: every rule keeps exactly what p is, on chains and trees, by every path."""
-    for spec in ALL:
-        for seed in (3, 4):
-            draft, distribution, u, _ = random_chains(seed, dense=True)
-            draft = replace(
-                draft, tokens=draft.tokens.where(torch.rand(draft.tokens.shape) < 0.3, distribution.logits.argmax(-1))
-            )
-            point = Categorical(ids=distribution.logits.argmax(-1))
-            fast, slow = along_path(draft, point, rule_of(spec), u), verify_tree(draft, point, rule_of(spec), u)
-            assert torch.equal(fast.accepted, slow.accepted) and torch.equal(fast.next_token, slow.next_token)
+    for spec, seed, branches in itertools.product(ALL, (3, 4), (False, True)):
+        draft, distribution, u, _ = random_chains(seed, drawn=True)
+        best = distribution.logits[..., :-1].argmax(-1)  # that there is one token more is q's to tell
+        tokens = draft.tokens.clamp(max=V - 2).where(torch.rand(best.shape) < 0.3, best)
+        tree = from_parents(random_parents(*best.shape), best.shape[1]) if branches else draft.tree
+        draft, point = replace(draft, tokens=tokens, tree=tree), Categorical(ids=best)
+        fast, slow = along_path(draft, point, rule_of(spec), u), verify_tree(draft, point, rule_of(spec), u)
+        assert torch.equal(fast.accepted, slow.accepted) and torch.equal(fast.next_token, slow.next_token)
 
 
 def test_broken_laws_beyond_the_path_change_nothing() -> None:
-    draft, distribution, u, _ = random_chains(6, dense=True)
+    draft, distribution, u, _ = random_chains(6, drawn=True)
     for spec in ALL:
         sound = along_path(draft, distribution, rule_of(spec), u)
         beyond = torch.arange(7) > sound.count[:, None]  # the first refused node still needs its q, and its parent's p

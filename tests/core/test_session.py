@@ -198,16 +198,12 @@ def counted(drafter: str, kind: str, **options: Any) -> Stats:
 
 
 def test_stats_of_a_drafter_that_is_always_right() -> None:
-    stats = counted(
-        "always right", "image first", max_new_tokens=1 + 3 * 7
-    )  # the prefill's token, then three full rounds
+    stats = counted("always right", "image first", max_new_tokens=1 + 3 * 7)  # the prefill's token, three full rounds
     assert (stats.rounds, stats.target_calls, stats.row_rounds, stats.tokens) == (3, 3, 3, 22)
     assert (stats.drafted, stats.accepted) == (18, 18)
     assert stats.tokens_per_target_call == 7.0 and stats.accepted_draft_tokens_per_call == 6.0
     assert [stats.acceptance(d) for d in range(1, 8)] == [1.0] * 6 + [0.0]
-    assert set(stats.seconds) == {"prefill", "draft", "verify", "accept", "commit"} and all(
-        s > 0 for s in stats.seconds.values()
-    )
+    assert set(stats.seconds) == {"prefill", "draft", "verify", "accept", "commit"} and min(stats.seconds.values()) > 0
     assert "22 tokens in 3 target calls" in str(stats)
 
 
