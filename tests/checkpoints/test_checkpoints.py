@@ -238,14 +238,8 @@ def test_speculators_can_build_its_layer_from_our_config(tmp_path):
 def test_card(tmp_path):
     save.save_drafter(ours(), tmp_path)
     text = (tmp_path / "README.md").read_text()
-    for part in (
-        'base_model: "somebody/target"',
-        "- speculative-decoding",
-        "- eagle",
-        "library_name: mmspec",
-        "| 4 | 3 | 17 |",
-    ):
-        assert part in text
+    parts = ['base_model: "somebody/target"', "- speculative-decoding", "- eagle", "library_name: mmspec"]
+    assert all(part in text for part in [*parts, "| 4 | 3 | 17 |"])
     (tmp_path / "README.md").write_text("mine")
     save.save_drafter(ours(), tmp_path)
     assert (tmp_path / "README.md").read_text() == "mine"
@@ -290,9 +284,8 @@ def test_push(monkeypatch, has_card):
             return has_card
 
         def upload_folder(self, folder_path, ignore_patterns, **_):
-            calls["files"] = sorted(
-                p.name for p in Path(folder_path).iterdir() if p.name not in (ignore_patterns or ())
-            )
+            names = {p.name for p in Path(folder_path).iterdir()}
+            calls["files"] = sorted(names - {*(ignore_patterns or ())})
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     assert mmspec.push_drafter(ours(), "me/drafter", token="t") == "https://huggingface.co/me/drafter"

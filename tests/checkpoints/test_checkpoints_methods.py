@@ -89,10 +89,8 @@ def test_a_setting_is_kept_or_the_layout_refuses(tmp_path, method, name):
     ("method", "layout", "changes", "reason"),
     [
         ("vispec", "speculators", {}, "its method is 'vispec', not 'eagle'"),
-        ("msd", "speculators", {}, "its method is 'msd', not 'eagle'"),
         ("msd", "eagle", {}, "its method is 'msd', not 'eagle'"),
         ("flash", "eagle", {}, "its method is 'flash', not 'eagle'"),
-        ("specvlm", "vispec", {}, "its method is 'specvlm', not 'vispec'"),
         ("eagle", "msd", {}, "its method is 'eagle', not 'msd'"),
         ("vispec", "vispec", {"input_norm": True}, "input_norm is True"),
         ("vispec", "nemo-vispec", {"global_vector": False}, "global_vector is False"),
@@ -104,7 +102,6 @@ def test_a_setting_is_kept_or_the_layout_refuses(tmp_path, method, name):
         ("eagle", "eagle3", {}, "it has no output head of its own"),
         ("eagle", "eagle3", {**THREE, "norm_residual": True}, "norm_residual is True"),
         ("eagle", "speculators", {**THREE, "qkv_bias": True}, "qkv_bias is True"),
-        ("eagle", "vispec", {}, "its method is 'eagle', not 'vispec'"),
     ],
 )
 def test_layouts_that_cannot_hold_it(tmp_path, method, layout, changes, reason):

@@ -105,11 +105,8 @@ def test_unknown_layouts(tmp_path):
     folder = put(tmp_path, {}, {"weight": torch.zeros(2)})
     with pytest.raises(ValueError, match=r"no known drafter layout fits these tensors \(weight\)"):
         load(folder)
-    with pytest.raises(ValueError, match="unknown layout 'medusa'; choose from mmspec"):
-        load(folder, layout="medusa")
     with pytest.raises(ValueError, match=r"unknown layout 'medusa'; choose from mmspec, .*, eagle"):
-        save.save_drafter(ours(), tmp_path / "new", "medusa")
-    assert not (tmp_path / "new").exists()
+        load(folder, layout="medusa")
 
 
 class Evil:

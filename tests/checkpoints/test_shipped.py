@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,26 +164,23 @@ def test_dflash(name: str, kind: str) -> None:
     model, inputs, assistant = tiny_vlms.model(name), tiny_vlms.prompt(name, kind), block()
     how: dict[str, Any] = {"assistant_model": assistant, "speculation_type": "dflash"}
     told = T.GenerationConfig(speculation_type="dflash", pad_token_id=0)
-    full = tiny_vlms.generate(model, inputs)
+    answer = partial(tiny_vlms.generate, model, inputs)
+    full = answer()
     torch.manual_seed(3)
-    drawn = tiny_vlms.generate(model, inputs, do_sample=True)
+    drawn = answer(do_sample=True)
     with mmspec.enable(model, "plain", reproducible=True) as handle:
-        assert torch.equal(tiny_vlms.generate(model, inputs, **how), full)
+        assert torch.equal(answer(**how), full)
         assert handle.stats.drafted == 3 * handle.stats.row_rounds  # a block, but its anchor
         torch.manual_seed(3)
-        assert torch.equal(tiny_vlms.generate(model, inputs, do_sample=True, **how), drawn)
+        assert torch.equal(answer(do_sample=True, **how), drawn)
         config = {"assistant_model": assistant, "generation_config": told}
-        assert torch.equal(tiny_vlms.generate(model, inputs, **config), full) and told.speculation_type == "dflash"
-        assert name == NAME or torch.equal(
-            tiny_vlms.generate(model, inputs, cache_implementation="static", **how), full
-        )
+        assert torch.equal(answer(**config), full) and told.speculation_type == "dflash"
+        assert name == NAME or torch.equal(answer(cache_implementation="static", **how), full)
         drafted = handle.stats.drafted
-        assert torch.equal(tiny_vlms.generate(model, inputs), full) and handle.stats.drafted == drafted
-    assert (
-        len(full) > 1 or name != "llava" or torch.equal(tiny_vlms.generate(model, inputs, **how), full)
-    )  # stock's own
+        assert torch.equal(answer(), full) and handle.stats.drafted == drafted
+    assert len(full) > 1 or name != "llava" or torch.equal(answer(**how), full)  # stock's own
     with mmspec.enable(model, assistant, depth=2) as handle:
-        assert torch.equal(tiny_vlms.generate(model, inputs), full)
+        assert torch.equal(answer(), full)
         assert handle.stats.drafted == 2 * handle.stats.row_rounds
 
 

@@ -162,17 +162,9 @@ def same(a: FeatureDrafter, b: FeatureDrafter) -> None:
 
 
 def ours(**changes) -> EagleDrafter:
-    c = {
-        "hidden": H,
-        "intermediate": MLP,
-        "heads": HEADS,
-        "kv_heads": KV,
-        "vocab": V,
-        "depth": 4,
-        "width": 3,
-        "size": 17,
-    }
-    c |= {"target": "somebody/target", "target_revision": "abc", "norm_eps": 1e-5, "rope_theta": 1e6}
+    c = {"hidden": H, "intermediate": MLP, "heads": HEADS, "kv_heads": KV, "vocab": V}
+    c |= {"depth": 4, "width": 3, "size": 17, "norm_eps": 1e-5, "rope_theta": 1e6}
+    c |= {"target": "somebody/target", "target_revision": "abc"}
     drafter = EagleDrafter(EagleConfig.of({**c, **changes}))
     if drafter.head.own:
         drafter.head.ids.copy_(torch.randperm(V)[: drafter.config.draft_vocab].sort().values)
