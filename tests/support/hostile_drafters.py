@@ -131,18 +131,8 @@ def _holes(oracle: Oracle) -> Callable[..., Line]:
 
     def line(row: Any, g: torch.Generator) -> Line:
         a, b, c = oracle.after(row, 3)
-        return [NO_TOKEN, a, a, b, b, NO_TOKEN, c, NO_TOKEN], [0, 0, 0, 1, 2, 2, 3, 5] if torch.rand(
-            (), generator=g
-        ) < 0.5 else [
-            0,
-            0,
-            0,
-            2,
-            2,
-            2,
-            4,
-            6,
-        ]
+        parents = [0, 0, 0, 1, 2, 2, 3, 5] if torch.rand((), generator=g) < 0.5 else [0, 0, 0, 2, 2, 2, 4, 6]
+        return [NO_TOKEN, a, a, b, b, NO_TOKEN, c, NO_TOKEN], parents
 
     return line
 
