@@ -39,14 +39,16 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 pytest.importorskip("triton")
 checks = pytest.importorskip("mmspec.kernels.checks")
 attention: Any = pytest.importorskip("mmspec.kernels.attention")
-needs_triton = pytest.mark.skipif(
-    not (torch.cuda.is_available() or checks.INTERPRETED),
-    reason="Triton was imported before tests/conftest.py could ask for its interpreter: set TRITON_INTERPRET=1",
-)
+RUNS = torch.cuda.is_available() or checks.INTERPRETED
+WHY_NOT = "Triton was imported before tests/conftest.py could ask for its interpreter: set TRITON_INTERPRET=1"
+needs_triton = pytest.mark.skipif(not RUNS, reason=WHY_NOT)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of lanes that are masked out
 
 
 def triton(name: str) -> Any:
+    """A kernel; whoever asks for it is skipped where none can run."""
+    if not RUNS:
+        pytest.skip(WHY_NOT)
     return dispatch.chosen(name, "cuda", "triton")
 
 
@@ -94,18 +96,15 @@ def _id(value: Any) -> str | None:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
 
 
-@needs_triton
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [pytest.param(*c, marks=FULL if c[1] == F16 else ()) for c in COMBINATIONS],
-    ids=_id,
+    ("name", "dtype"), [pytest.param(*c, marks=FULL if c[1] == F16 else ()) for c in COMBINATIONS], ids=_id
 )
 @pytest.mark.every(2)
 def test_kernel_equals_its_definition(name: str, dtype: torch.dtype, many_parts: None):
     agree(name, dtype, made(name, dtype))
 
 
-ODD: list[tuple[str, dict[str, int]]] = [
+ODD = [
     ("uniform", {"B": 1, "N": 1}),
     ("uniform", {"B": 1, "N": 257}),
     ("tree_attention", {"B": 1, "N": 1, "T": 1, "heads": 1, "kv_heads": 1, "D": 1}),
@@ -125,42 +124,31 @@ ODD: list[tuple[str, dict[str, int]]] = [
     ("gaussian_path", {"R": 2, "K": 3, "C": 17}),
 ]
 
+LARGE = [
+    ("tree_attention", {"N": 130, "T": 300, "D": 64}),  # three words of bits
+    ("tree_attention", {"T": 700, "D": 160}),
+    ("compact_rows", {"K": 31, "T": 200, "D": 256}),
+    ("verify_point_mass", {"N": 70, "V": 4999}),
+    ("draw", {"V": 9001}),
+    ("residual_sample", {"V": 9001}),
+    ("lantern_accept", {"V": 2000, "k": 1000}),
+    ("logit_window", {"V": 9001, "size": 50}),
+    ("gaussian_path", {"R": 2, "K": 100, "C": 16}),
+]
 
-@needs_triton
-@pytest.mark.parametrize(("name", "sizes"), ODD)
+
+@pytest.mark.parametrize(("name", "sizes"), [*ODD, *(pytest.param(*case, marks=FULL) for case in LARGE)])
 @pytest.mark.every(2)
-def test_odd_sizes(name: str, sizes: dict[str, int]):
+def test_odd_and_large_sizes(name: str, sizes: dict[str, int]):
     agree(name, torch.int64 if name == "uniform" else F32, made(name, **sizes))
 
 
-@FULL
-@needs_triton
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        ("tree_attention", {"N": 130, "T": 300, "D": 64}),  # three words of bits
-        ("tree_attention", {"T": 700, "D": 160}),
-        ("compact_rows", {"K": 31, "T": 200, "D": 256}),
-        ("verify_point_mass", {"N": 70, "V": 4999}),
-        ("draw", {"V": 9001}),
-        ("residual_sample", {"V": 9001}),
-        ("lantern_accept", {"V": 2000, "k": 1000}),
-        ("logit_window", {"V": 9001, "size": 50}),
-        ("gaussian_path", {"R": 2, "K": 100, "C": 16}),
-    ],
-)
-def test_larger_sizes(name: str, sizes: dict[str, int]):
-    agree(name, F32, made(name, **sizes))
-
-
-@needs_triton
 def test_noise_is_that_of_the_definition_bit_for_bit():
     seed = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63)], device=DEVICE)
     counter = torch.tensor([[0], [-1], [2**40], [2**63 - 1]], device=DEVICE)
     assert torch.equal(triton("uniform")(seed, counter), ops.uniform(seed, counter))
 
 
-@needs_triton
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("view", ["plain", "padded", "window", "strided", "nothing"])
 @pytest.mark.every(2)
@@ -222,25 +210,10 @@ def test_attention_by_addresses_appends_and_is_that_of_the_definition(view: str,
     assert torch.equal(values.nan_to_num(), after[1].nan_to_num())
 
 
-def test_attention_is_that_of_sdpa_under_the_tree_mask():
-    given = made("tree_attention")
-    above = cases.ancestors(cases.parents(2, 7)).to(DEVICE)
-    given["bits"] = ops.bit_rows(above)
-    slot = torch.arange(given["keys"].shape[2], device=DEVICE) - given["lengths"][:, None]
-    tree = above.gather(2, slot.clamp(0, 6)[:, None].expand(-1, 7, -1)) & (slot < 7)[:, None]
-    mask = torch.where((slot < 0)[:, None], True, tree)[:, None]
-    k, v = (t.nan_to_num().repeat_interleave(3, 1) for t in (given["keys"], given["values"]))
-    wanted = torch.nn.functional.scaled_dot_product_attention(given["q"], k, v, attn_mask=mask)
-    torch.testing.assert_close(ops.tree_attention(**given), wanted, rtol=2e-6, atol=2e-6)
-
-
-@needs_triton
 def test_rows_of_any_shape_move_in_one_launch():
     given = made("compact_rows", T=64)
-    given["buffers"] += [
-        torch.randn(2, 1, 64, 3, device=DEVICE),
-        torch.randn(2, 5, 80, 40, device=DEVICE)[:, ::2, :64, :33],
-    ]
+    given["buffers"] += [torch.randn(2, 1, 64, 3, device=DEVICE)]
+    given["buffers"] += [torch.randn(2, 5, 80, 40, device=DEVICE)[:, ::2, :64, :33]]
     agree("compact_rows", F32, given)
 
 
@@ -260,7 +233,6 @@ def verifiable(noise: str, shape: str) -> dict[str, Any]:
     return given
 
 
-@needs_triton
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.every(8)
@@ -271,7 +243,6 @@ def test_verification_equals_its_definition(noise: str, shape: str, many_parts: 
 BROKEN = {"nan": torch.nan, "inf": torch.inf, "nothing possible": -torch.inf}
 
 
-@needs_triton
 @pytest.mark.parametrize("run", [triton, lambda name: getattr(ops, name)], ids=["kernel", "definition"])
 @pytest.mark.parametrize("broken", BROKEN)
 @pytest.mark.every(12)
@@ -325,14 +296,12 @@ def test_verification_is_the_walk(noise: str, shape: str):
     assert kept > 0, "nothing was ever kept, so nothing was tested"
 
 
-@needs_triton
 def test_equal_logits_go_to_the_first_token(many_parts: None):
     logits = torch.zeros(1, 2, 300, device=DEVICE)
     logits[0, 0, [70, 200, 299]], logits[0, 1] = 1.0, -torch.inf
     assert triton("draw")(logits).tolist() == ops.draw(logits).tolist() == [[70, 0]]
 
 
-@needs_triton
 @pytest.mark.parametrize("left", ["all of p", "refused", "all refused", "some rows", "equal distributions", "hashed"])
 @pytest.mark.every(3)
 def test_residual_equals_its_definition(left: str, many_parts: None):
@@ -353,7 +322,6 @@ def test_residual_equals_its_definition(left: str, many_parts: None):
     agree("residual_sample", F32, given)
 
 
-@needs_triton
 def test_residual_at_the_ends_of_u(many_parts: None):
     given = made("residual_sample", B=2, V=200)
     given["p"][:, :5] = given["p"][:, -5:] = -torch.inf
@@ -363,7 +331,6 @@ def test_residual_at_the_ends_of_u(many_parts: None):
     assert token.tolist() == [int(left[0].nonzero()[0]), int(left[1].nonzero()[-1])]
 
 
-@needs_triton
 @pytest.mark.parametrize("bound", [{"delta": 1e-9}, {"delta": 1.0}, {"delta": None, "lam": 1.5}])
 def test_borrowed_mass_stays_within_its_bound(bound: dict[str, Any]):
     given = made("lantern_accept") | bound
@@ -372,34 +339,23 @@ def test_borrowed_mass_stays_within_its_bound(bound: dict[str, Any]):
     agree("lantern_accept", F32, given)
 
 
-def _trial(p: tuple[Tensor, ...], q: tuple[Tensor, ...], x: Tensor) -> Trial:
-    distributions = [
-        torch.gather(t[0].double().softmax(-1), 1, t[2][..., None].expand(-1, -1, t[0].shape[-1])) for t in (p, q)
-    ]
-    return Trial(x, torch.ones_like(x), *(Masses.of(w) for w in distributions))
-
-
 @pytest.mark.parametrize("bound", [{"delta": 0.2}, {"lam": 3.0}])
 def test_lantern_accept_is_the_rule(bound: dict[str, float]):
     codebook = torch.randn(60, 4, device=DEVICE)
     given = made("lantern_accept", V=60, k=9) | {"near": ops.nearest(codebook, 9), "delta": None} | bound
     given["x"] = given["x"].clamp(min=0)
-    distribution = (given["logits"], given["log_z"], given["nodes"])
-    other = (given["logits"].flip(-1), given["log_z"], given["nodes"])
-    trial = _trial(distribution, other, given["x"])
+    at = given["nodes"][..., None].expand(-1, -1, 60)
+    p, q = (logits.double().softmax(-1).gather(1, at) for logits in (given["logits"], given["logits"].flip(-1)))
+    trial = Trial(given["x"], torch.ones_like(given["x"]), Masses.of(p), Masses.of(q))
     given["q_x"] = trial.q_x
-    for found, wanted in zip(
-        ops.lantern_accept(**given), accept.chances(rules.lantern(codebook, k=9, **bound), trial), strict=True
-    ):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+    wanted = accept.chances(rules.lantern(codebook, k=9, **bound), trial)
+    torch.testing.assert_close(tuple(ops.lantern_accept(**given)), wanted, rtol=1e-5, atol=1e-7)
 
 
-@needs_triton
 def test_a_window_in_bfloat16(many_parts: None):
     agree("logit_window", F32, made("logit_window", BF16))
 
 
-@needs_triton
 def test_a_window_among_equal_logits_keeps_the_nearest_ids(many_parts: None):
     logits = torch.zeros(1, 1, 200, device=DEVICE)
     logits[..., 150:], logits[..., :20] = 1.0, -torch.inf
@@ -438,7 +394,6 @@ def test_path_ratios_have_the_mean_one():
     assert abs(ratio.mean().item() - 1) < 4 * (ratio.std() / 200).item() < 0.2
 
 
-@needs_triton
 @pytest.mark.parametrize("guided", [False, True])
 def test_path_ratio_equals_its_definition_with_and_without_guidance(guided: bool):
     given = made("gaussian_path", K=19, C=3)
@@ -463,7 +418,6 @@ def spread_out(t: Tensor) -> Tensor:
 
 
 @FULL
-@needs_triton
 @pytest.mark.parametrize(
     ("name", "argument", "sizes"),
     [
@@ -493,7 +447,6 @@ def test_addresses_beyond_32_bits(name: str, argument: str, sizes: dict[str, int
     assert cases.distance(name, dtype, result, wanted) is None
 
 
-@needs_triton
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -593,7 +546,6 @@ class Launches:
         return lambda *given, **named: self.constants.add(tuple(sorted(named.items())))
 
 
-@needs_triton
 def test_few_variants_of_a_kernel_are_compiled(monkeypatch: pytest.MonkeyPatch):
     """Whatever the batch, and however long the text: on a GPU of 132 processors, with parts as of 150,000 tokens."""
     monkeypatch.setattr(checks, "processors", lambda tensor: 132)
@@ -699,17 +651,13 @@ def test_the_bench_knows_what_attention_moved():
     assert record["bytes"] > 2 * 40 * 2 * 24 * 4  # the longest row's keys and values
 
 
-def test_sdpa_computes_tree_attention():
-    given = made("tree_attention")
-    assert cases.distance("tree_attention", F32, bench_kernels._sdpa(given)(), ops.tree_attention(**given)) is None
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_computes_tree_attention(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("way", [bench_kernels._sdpa, bench_kernels._flex])
+def test_the_definition_of_tree_attention_is_that_of_torch(way: Any, monkeypatch: pytest.MonkeyPatch):
     if DEVICE.type == "cpu":
         monkeypatch.setattr(torch, "compile", lambda function, **how: function)
     given = made("tree_attention", D=32)
-    assert cases.distance("tree_attention", F32, bench_kernels._flex(given)(), ops.tree_attention(**given)) is None
+    assert cases.distance("tree_attention", F32, way(given)(), ops.tree_attention(**given)) is None
 
 
 def test_the_bench_times_on_copies_what_works_in_place(monkeypatch: pytest.MonkeyPatch):
@@ -728,13 +676,11 @@ def failing(after: int) -> Any:
     """A call that goes wrong after so many times."""
     from triton.runtime.errors import OutOfResources
 
-    calls = iter(range(after))
+    calls, error = iter(range(after)), torch.OutOfMemoryError("no\nmore")
 
     def call(**given: Any) -> Any:
         if next(calls, None) is None:
-            raise (
-                OutOfResources(300_000, 232_448, "shared memory") if after == 0 else torch.OutOfMemoryError("no\nmore")
-            )
+            raise error if after else OutOfResources(300_000, 232_448, "shared memory")
         return ops.draw(**given)
 
     return call
