@@ -6,7 +6,6 @@ import copy
 import gc
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -14,7 +13,6 @@ from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pretend_graphs
 import pretend_streams
@@ -22,6 +20,7 @@ import pytest
 import tiny_vlms
 import torch
 import uncompiled
+from compared import alone, as_stock, drain
 from hostile_drafters import DRAFTERS, Oracle
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -29,16 +28,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from uncompiled import as_it_is
 
 import mmspec
-from mmspec.compile import capture, capture_cache, graphs, recording
+from mmspec.compile import capture, graphs, recording
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.drafters import feature
-from mmspec.drafters.block_config import BlockConfig
-from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.host import tree_attention
 from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.pipelines.target import captures, vlm
+from tests.compile.test_captured import block
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEPTH = 4
@@ -55,6 +53,29 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     monkeypatch.setattr(graphs, "Recorder", pretend_graphs.Tape)
     monkeypatch.setattr(pretend_graphs.Tape, "made", 0)
     return "cpu"
+
+
+@pytest.fixture
+def model(device: str) -> Any:
+    return copy.deepcopy(tiny_vlms.model("llava")).to(device)
+
+
+@pytest.fixture
+def steady(device: str, model: Any) -> Any:
+    """The model with attentions that a whole graph may hold."""
+    needs_kernels(device)
+    model.set_attn_implementation(tree_attention.NAME)
+    return model
+
+
+def needs_kernels(device: str) -> None:
+    checks = pytest.importorskip("mmspec.kernels.checks")
+    if device == "cpu" and not checks.INTERPRETED:
+        pytest.skip("Triton is not interpreted")
+
+
+def prompt(device: str, kind: str, seed: int = 1, rows: list[int] | None = None) -> dict[str, Tensor]:
+    return {name: t.to(device) for name, t in tiny_vlms.prompt("llava", kind, seed, rows=rows).items()}
 
 
 class Layers(nn.Module):
@@ -80,12 +101,8 @@ def attention(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tens
 
 def made(device: str, compile: Any = as_it_is) -> tuple[Layers, PiecewiseFunction, Callable[[], Tensor]]:
     """Layers, the same captured, and what makes new inputs."""
-    layers = Layers().to(device)
-    return (
-        layers,
-        PiecewiseFunction(layers, [torch.randn(2, 3, 16, device=device)], layers.parameters(), compile),
-        partial(torch.randn, 2, 3, 16, device=device),
-    )
+    layers, new = Layers().to(device), partial(torch.randn, 2, 3, 16, device=device)
+    return layers, PiecewiseFunction(layers, [new()], layers.parameters(), compile), new
 
 
 def near(found: Any, wanted: Any) -> None:
@@ -97,12 +114,9 @@ class Copies(TorchDispatchMode):
 
     count = 0
 
-    def __init__(self, func: Any = torch.ops.aten.copy_.default) -> None:
-        super().__init__()
-        self.func = func
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += len(args[0]) if func is torch.ops.aten._foreach_copy_.default else func is self.func
+        many = func is torch.ops.aten._foreach_copy_.default
+        self.count += len(args[0]) if many else func is torch.ops.aten.copy_.default
         return func(*args, **(kwargs or {}))
 
 
@@ -205,9 +219,8 @@ def test_what_the_last_piece_makes_is_not_copied(device: str) -> None:
         with Copies() as seen:
             found = [captured(partial(given, same), x) for x in inputs]
         near(found, wanted)
-        assert seen.count == len(inputs) * (7 if same else 6), (
-            "the input, too; a new result of an attention is nobody's"
-        )
+        copied = 7 if same else 6  # the input, too; a new result of an attention is nobody's
+        assert seen.count == len(inputs) * copied
         for t in (t for call in found for t in call):
             t.zero_()
         near(captured(partial(given, same), inputs[0]), wanted[0])
@@ -336,11 +349,8 @@ def test_graphs_are_wanted_on_one_cuda_device_that_is_proved(monkeypatch: pytest
     assert not wanted("cuda:0", "cuda:0") and not asked
 
 
-def test_the_variable_is_heeded_and_checked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "text only")
-    model = copy.deepcopy(model).to(device)
-    inputs = {name: t.to(device) for name, t in inputs.items()}
-    generate = partial(tiny_vlms.generate, model, inputs, max_new_tokens=3)
+def test_the_variable_is_heeded_and_checked(device: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = partial(tiny_vlms.generate, model, prompt(device, "text only"), max_new_tokens=3)
     wanted = generate()
     monkeypatch.setenv(graphs.VARIABLE, "off")
     with mmspec.enable(model, Plain(), compile=True):
@@ -359,116 +369,82 @@ def test_the_variable_is_heeded_and_checked(device: str, monkeypatch: pytest.Mon
 CASES = {  # drafter, kind, rows of each call
     "right": ("always right", "image first", [None, None]),
     "chain": ("eagle chain", "ragged", [[0, 2], [0]]),
-    "tree": ("eagle tree", "image last", [None]),
+    "tree": ("eagle tree", "ragged", [[0, 1]]),
+    "block": ("block", "ragged", [[0, 2], [0]]),
 }
+
+
+def asked(case: str, model: Any) -> tuple[list[dict[str, Tensor]], list[Tensor], Any]:
+    """The calls of a case, what stock answers, and the drafter."""
+    name, kind, rows = CASES[case]
+    calls = [prompt(model.device, kind, seed, some) for seed, some in enumerate(rows)]
+    wanted = [tiny_vlms.generate(model, inputs, max_new_tokens=12) for inputs in calls]
+    drafter = block(model) if name == "block" else DRAFTERS[name](model, Oracle.of(calls[0]["input_ids"], wanted[0]))
+    return calls, wanted, drafter.to(model.device) if isinstance(drafter, nn.Module) else drafter
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.every(6)
-def test_enabled_models_give_what_stock_gives(case: str, device: str) -> None:
-    name, kind, rows = CASES[case]
-    model = copy.deepcopy(tiny_vlms.model("llava")).to(device)
-    calls = [tiny_vlms.prompt("llava", kind, seed, rows=some) for seed, some in enumerate(rows)]
-    calls = [{name: t.to(device) for name, t in inputs.items()} for inputs in calls]
-    generate = partial(tiny_vlms.generate, model, max_new_tokens=12)
-    wanted = [generate(inputs) for inputs in calls]
-    drafter = DRAFTERS[name](model, Oracle.of(calls[0]["input_ids"], wanted[0]))
-    weights = [*model.parameters()]
-    if isinstance(drafter, nn.Module):
-        weights += drafter.to(device).parameters()
+def test_enabled_models_give_what_stock_gives(case: str, device: str, model: Any) -> None:
+    calls, wanted, drafter = asked(case, model)
+    weights = [*model.parameters(), *(drafter.parameters() if isinstance(drafter, nn.Module) else ())]
     with mmspec.enable(model, drafter, compile=True) as handle:
         for inputs, answer in zip(calls * 2, wanted * 2, strict=True):
-            assert torch.equal(generate(inputs), answer)
+            assert torch.equal(tiny_vlms.generate(model, inputs, max_new_tokens=12), answer)
         first = pretend_graphs.Tape.made
         assert handle.stats.drafted > 0 and (handle.stats.accepted > 0 or case != "right")
         for weight in weights:  # as `model.to` does
             weight.data = weight.data.clone()
-        assert torch.equal(generate(calls[0]), wanted[0])
+        assert torch.equal(tiny_vlms.generate(model, calls[0], max_new_tokens=12), wanted[0])
         assert device == "cuda" or pretend_graphs.Tape.made > first > 0
     held = captures.of(model)
     assert held._captures and all(one._graphs for one in held._captures.values())
     assert [len(drafts._captures) > 0 for drafts in held.drafts.values()] == [True] * isinstance(drafter, nn.Module)
 
 
-def block(model: Any) -> BlockDrafter:
-    shape = {"hidden": tiny_vlms.HIDDEN, "vocab": tiny_vlms.VOCAB, "heads": 4, "kv_heads": 2, "intermediate": 48}
-    made = BlockConfig.of({**shape, "layers": 2, "features": (1, -1), "block": 5, "mask_token": 5})
-    return BlockDrafter(made).eval()
-
-
-WHOLE = {  # drafter, kind, rows of each call
-    "right": ("always right", "image first", [None]),
-    "chain": ("eagle chain", "ragged", [[0, 2], [0]]),
-    "tree": ("eagle tree", "ragged", [[0, 1]]),
-    "block": ("block", "ragged", [[0, 2], [0]]),
-}
-
-
-@pytest.mark.parametrize("case", WHOLE)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.every(4)
-def test_steady_attentions_are_part_of_one_graph(case: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steady_attentions_are_part_of_one_graph(case: str, steady: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the target and of the drafter; every call has another cache, and the second prompt another length."""
-    needs_kernels(device)
-    name, kind, rows = WHOLE[case]
-    model = copy.deepcopy(tiny_vlms.model("llava")).to(device)
-    model.set_attn_implementation(tree_attention.NAME)
-    calls = [tiny_vlms.prompt("llava", kind, seed, rows=some) for seed, some in enumerate(rows)]
-    calls = [{name: t.to(device) for name, t in inputs.items()} for inputs in calls]
-    wanted = [tiny_vlms.generate(model, inputs, max_new_tokens=12) for inputs in calls]
-    drafter = block(model) if name == "block" else DRAFTERS[name](model, Oracle.of(calls[0]["input_ids"], wanted[0]))
-    drafter = drafter.to(device) if isinstance(drafter, nn.Module) else drafter
+    calls, wanted, drafter = asked(case, steady)
     compared = checked_wholes(monkeypatch)
     monkeypatch.setattr(vlm, "_RESERVE", 0)  # buffers grow between two replays
-    with mmspec.enable(model, drafter, compile=True):
+    with mmspec.enable(steady, drafter, compile=True):
         for inputs, answer in zip(calls * 2, wanted * 2, strict=True):
-            assert torch.equal(tiny_vlms.generate(model, inputs, max_new_tokens=12), answer)
+            assert torch.equal(tiny_vlms.generate(steady, inputs, max_new_tokens=12), answer)
         assert len(compared) > 2 * len(calls)
-        held = captures.of(model)
+        held = captures.of(steady)
         functions = [*held._captures.values(), *(one for own in held.drafts.values() for one in own._captures.values())]
         wholes = [list(one._graphs._wholes.values()) for one in functions]
-        assert len(wholes) >= len(rows) * (2 if isinstance(drafter, nn.Module) else 1)
+        sizes = {len(inputs["input_ids"]) for inputs in calls}  # each batch size has graphs of its own
+        assert len(wholes) >= len(sizes) * (2 if isinstance(drafter, nn.Module) else 1)
         assert all(len(each) == 1 and each[0] is not None for each in wholes)
         monkeypatch.setattr(graphs.Whole, "__call__", lambda *given: pytest.fail("a whole graph was run"))
         monkeypatch.setenv(graphs.VARIABLE, "pieces")
-        assert torch.equal(tiny_vlms.generate(model, calls[0], max_new_tokens=12), wanted[0])
+        assert torch.equal(tiny_vlms.generate(steady, calls[0], max_new_tokens=12), wanted[0])
 
 
-def test_a_whole_graph_that_computes_something_else_is_not_used(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_kernels(device)
-    model = copy.deepcopy(tiny_vlms.model("llava")).to(device)
-    model.set_attn_implementation(tree_attention.NAME)
-    inputs = {name: t.to(device) for name, t in tiny_vlms.prompt("llava", "text only").items()}
-    wanted = tiny_vlms.generate(model, inputs, max_new_tokens=8)
-    right = captures.addressed
+def test_a_whole_graph_that_computes_something_else_is_not_used(steady: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = partial(tiny_vlms.generate, steady, prompt(steady.device, "text only"), max_new_tokens=8)
+    wanted, right = generate(), captures.addressed
     monkeypatch.setattr(captures, "addressed", lambda *given: right(*given) * 1.5)
-    with mmspec.enable(model, Plain(), compile=True):
+    with mmspec.enable(steady, Plain(), compile=True):
         with pytest.warns(UserWarning, match="in pieces, not as one CUDA graph: its outputs would be"):
-            assert torch.equal(tiny_vlms.generate(model, inputs, max_new_tokens=8), wanted)
-        (one,) = captures.of(model)._captures.values()
+            assert torch.equal(generate(), wanted)
+        (one,) = captures.of(steady)._captures.values()
         assert list(one._graphs._wholes.values()) == [None]
 
 
 @pytest.mark.every(2)
-def test_rows_join_and_leave_between_replays(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_kernels(device)
-    model = copy.deepcopy(tiny_vlms.model("llava")).to(device)
-    model.set_attn_implementation(tree_attention.NAME)
-    prompts = [tiny_vlms.prompt("llava", kind, 3) for kind in ("image first", "text only", "image last", "text only")]
-    prompts = [{name: t.to(device) for name, t in inputs.items()} for inputs in prompts]
-    lengths = (9, 4, 6, 7)
-    wanted = [
-        tiny_vlms.generate(model, inputs, max_new_tokens=n)[0, inputs["input_ids"].shape[1] :].tolist()
-        for inputs, n in zip(prompts, lengths, strict=True)
-    ]
+def test_rows_join_and_leave_between_replays(steady: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds, lengths = ("image first", "text only", "image last", "text only"), (9, 4, 6, 7)
+    prompts = [prompt(steady.device, kind, 3) for kind in kinds]
+    wanted = [alone(steady, inputs, max_new_tokens=n) for inputs, n in zip(prompts, lengths, strict=True)]
     compared = checked_wholes(monkeypatch)
-    with mmspec.enable(model, "ngram", compile=True):
-        batches, answers = ContinuousBatcher(model, None, 2), dict[Any, list[int]]()
-        for number, (inputs, n) in enumerate(zip(prompts, lengths, strict=True)):
-            batches.add(number, inputs, max_new_tokens=n)
-        while batches.busy:
-            answers |= {one.ticket: list(one.tokens) for one in batches.step()}
-    assert [answers[number] for number in range(4)] == wanted and len(compared) > 4
+    with mmspec.enable(steady, "ngram", compile=True):
+        ends = drain(ContinuousBatcher(steady, None, 2), prompts, own=[{"max_new_tokens": n} for n in lengths])
+    assert [list(end.tokens) for end in ends] == wanted and len(compared) > 4
 
 
 def checked_wholes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -501,17 +477,15 @@ def test_the_check_of_a_whole_graph_compares_numbers_masks_and_choices(device: s
             held._checked([mine], [wanted], torch.float32)
 
 
-def test_a_draft_that_needs_more_room_is_not_recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_that_needs_more_room_is_not_recorded(device: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_kernels(device)
     real = feature.MemoryAttention
     monkeypatch.setattr(feature, "MemoryAttention", lambda *given: real(*given[:-1], 1))
-    model = copy.deepcopy(tiny_vlms.model("llava")).to(device)
-    inputs = {name: t.to(device) for name, t in tiny_vlms.prompt("llava", "text only").items()}
-    wanted = tiny_vlms.generate(model, inputs, max_new_tokens=8)
-    drafter = DRAFTERS["eagle chain"](model, Oracle.of(inputs["input_ids"], wanted)).to(device)
-    with mmspec.enable(model, drafter, compile=True):
+    generate = partial(tiny_vlms.generate, model, prompt(device, "text only"), max_new_tokens=8)
+    wanted = generate()
+    with mmspec.enable(model, DRAFTERS["eagle chain"](model, None).to(device), compile=True):
         with pytest.warns(UserWarning, match="does not fit into the memory"):
-            assert torch.equal(tiny_vlms.generate(model, inputs, max_new_tokens=8), wanted)
+            assert torch.equal(generate(), wanted)
         (drafts,) = captures.of(model).drafts.values()
         assert [list(one._graphs._wholes.values()) for one in drafts._captures.values()] == [[None]]
 
@@ -538,12 +512,6 @@ def test_the_table_of_a_cache_follows_its_buffers() -> None:
     assert copied.addresses(1, None)[0][0, 0] == copied.slots[0].keys.data_ptr() != now()[0]
     cache.slots[0].values = cache.slots[0].values.bfloat16()
     assert cache.addresses(1, None) is None
-
-
-def needs_kernels(device: str) -> None:
-    checks = pytest.importorskip("mmspec.kernels.checks")
-    if device == "cpu" and not checks.INTERPRETED:
-        pytest.skip("Triton is not interpreted")
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "steady"])
@@ -750,17 +718,10 @@ def test_graphs_are_proved_here() -> None:
 
 @GPU
 def test_compiled_by_the_compiler_is_stock_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_cache, "_OF", WeakKeyDictionary())
-    monkeypatch.setattr(
-        "mmspec.pipelines.target.captured_prompt.MOST", 0
-    )  # prompts are captured in test_compiled_prompt
-    warnings.simplefilter("error", UserWarning)
-    model = copy.deepcopy(tiny_vlms.model("llava")).to("cuda")
-    inputs = {name: t.to("cuda") for name, t in tiny_vlms.prompt("llava", "image first").items()}
-    wanted = tiny_vlms.generate(model, inputs)
+    uncompiled.pieces(monkeypatch, None)
+    model, inputs = copy.deepcopy(tiny_vlms.model("llava")).to("cuda"), prompt("cuda", "image first")
     drafter = DRAFTERS["eagle chain"](model, None).to("cuda")
-    with mmspec.enable(model, drafter, compile=True):
-        assert all(torch.equal(tiny_vlms.generate(model, inputs), wanted) for _ in range(3))
+    as_stock(model, inputs, drafter, times=3, compile=True)
     assert all(one._graphs for one in captures.of(model)._captures.values())
 
 
