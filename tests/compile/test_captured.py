@@ -89,9 +89,8 @@ class Beside:
 
     def _righted(self, draft: Draft, session: Any) -> Draft:
         tokens = draft.tokens.clone()
-        for row, line, depth, ancestors in zip(
-            session.rows, tokens, draft.tree.depth, draft.tree.ancestors, strict=True
-        ):
+        rows = zip(session.rows, tokens, draft.tree.depth, draft.tree.ancestors, strict=True)
+        for row, line, depth, ancestors in rows:
             path = ancestors[depth.argmax()].nonzero()[1:, 0]
             right = int(torch.randint(len(path) + 1, (), generator=self.noise))
             line[path[:right]] = torch.tensor(self.oracle.after(row, right), dtype=torch.long)
@@ -200,12 +199,8 @@ def test_by_the_compiler_too(name: str, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.full
 def test_what_grows_alike_is_captured_once():
-    model, inputs, drafter = (
-        tiny_vlms.model("llava"),
-        tiny_vlms.prompt("llava", "text only"),
-        eagle(tiny_vlms.model("llava")),
-    )
-    counts = []
+    model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "text only")
+    drafter, counts = eagle(model), []
     for size in (10, 10, 8):
         before, rule = PiecewiseFunction.made, rules.typical(epsilon=0.3, delta=0.1)  # a new one each time
         with mmspec.enable(model, drafter, compile=True, **TREE | {"size": size, "rule": rule}):

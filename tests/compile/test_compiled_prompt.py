@@ -121,10 +121,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return uncompiled.encodings(monkeypatch)
 
 
-PARTS = {
-    "decoder": lambda model: model.get_decoder(),
-    "tower": lambda model: model.get_encoder(modality="image"),
-}
+PARTS = {"decoder": lambda model: model.get_decoder(), "tower": lambda model: model.get_encoder(modality="image")}
 
 
 @pytest.mark.parametrize("part", PARTS)

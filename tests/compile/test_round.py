@@ -20,8 +20,8 @@ import tiny_llava
 import tiny_vlms
 import torch
 import uncompiled
-from compared import as_stock
-from hostile_drafters import DRAFTERS, eagle
+from compared import alone, answers, as_stock, drain
+from hostile_drafters import eagle
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from uncompiled import as_it_is
@@ -131,29 +131,12 @@ CASES += [pytest.param("gemma3", "eagle tree", NAME, marks=FULL)]
 
 @pytest.mark.parametrize("name, drafter, attn", CASES)
 @pytest.mark.every(12)
-def test_compiled_is_stock(name: str, drafter: str, attn: str, quick: None, kind: str = "ragged"):
-    model, inputs = tiny_vlms.model(name, attn), tiny_vlms.prompt(name, kind)
-    wanted = tiny_vlms.generate(tiny_vlms.model(name), inputs)
-    with mmspec.enable(model, DRAFTERS[drafter](model, None), compile=True):
-        assert torch.equal(tiny_vlms.generate(model, inputs), wanted)
-        assert torch.equal(tiny_vlms.generate(model, inputs), wanted)
-        held = captures.of(model)
-        assert held._captures and all(held._captures.values())
-        assert all(drafts._captures and all(drafts._captures.values()) for drafts in held.drafts.values())
-
-
-def test_other_weights_are_captured_anew(quick: None):
-    model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "image first")
-    layer = model.get_decoder().layers[1].mlp
-    with mmspec.enable(model, Plain(), compile=True):
-        before = tiny_vlms.generate(model, inputs)
-        old, layer.up_proj = layer.up_proj, nn.Linear(64, 96, bias=False)
-        try:
-            fast = tiny_vlms.generate(model, inputs)
-            mmspec.disable(model)
-            assert torch.equal(fast, tiny_vlms.generate(model, inputs)) and not torch.equal(fast, before)
-        finally:
-            layer.up_proj = old
+def test_compiled_is_stock(name: str, drafter: str, attn: str, quick: None):
+    model = tiny_vlms.model(name, attn)
+    as_stock(model, tiny_vlms.prompt(name, "ragged"), drafter, times=2, compile=True)
+    held = captures.of(model)
+    assert held._captures and all(held._captures.values())
+    assert all(drafts._captures and all(drafts._captures.values()) for drafts in held.drafts.values())
 
 
 @pytest.mark.full
@@ -213,9 +196,7 @@ def test_a_shape_is_captured_once_by_all_threads():
         assert list(pool.map(get, ["shape"] * 3)) == [captured] * 3 and len(made) == 1
     with pytest.warns(UserWarning, match="a layer uncompiled: .* nan away"):
         assert get("other", float("nan")) is None
-    get(
-        "late", build=lambda: held.check(nn.Linear(2, 2)) or captured
-    )  # another thread's call finds other weights meanwhile
+    get("late", build=lambda: held.check(nn.Linear(2, 2)) or captured)  # another thread's call finds other weights
     assert not held._captures
 
 
@@ -228,15 +209,10 @@ def test_only_full_and_lasting_batches_are_captured(quick: None, monkeypatch: py
 
     with mmspec.enable(model, "ngram", compile=True):
         flow = ContinuousBatcher(model, None, 2, max_new_tokens=6)
-        for number in range(3):
-            flow.add(number, prompt)
-        while flow.busy:
-            flow.step()
+        drain(flow, [prompt] * 3)
         assert sizes() == {2}
         monkeypatch.setattr(continuous, "LASTING", 2)
-        flow.add(3, prompt)
-        while flow.busy:
-            flow.step()
+        drain(flow, [prompt])
         assert sizes() == {1, 2}
 
 
@@ -512,7 +488,7 @@ def test_rows_that_come_are_not_booked_as_rounds(off: int, monkeypatch: pytest.M
     model, rounds = tiny_vlms.model("llava"), []
     asked = [tiny_vlms.prompt("llava", kind, seed) for seed, kind in enumerate(("image first", "text only") * 3)]
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": list(range(5, 30))}
-    alone = [tiny_vlms.generate(model, one, **settings)[0, one["input_ids"].shape[1] :].tolist() for one in asked]
+    wanted = [alone(model, one, **settings) for one in asked]
     start, count = EagleDrafter.start, Session.count
 
     def slow(self: Any, session: Any, *rest: Any) -> Any:
@@ -527,12 +503,7 @@ def test_rows_that_come_are_not_booked_as_rounds(off: int, monkeypatch: pytest.M
     monkeypatch.setattr(Session, "count", counted)
     with mmspec.enable(model, eagle(model, depth=3, width=3, size=9), auto=True) as handle:
         costs = handle.proposer.costs = Told((False, True), off)
-        flow, found = ContinuousBatcher(model, None, 2, **settings), {}
-        while asked or flow.busy:
-            while asked and flow.free:
-                flow.add(6 - len(asked), asked.pop(0), 0)
-            found.update((end.ticket, end.tokens) for end in flow.step())
-    assert [found[n] for n in range(6)] == alone
+        assert answers(ContinuousBatcher(model, None, 2, **settings), asked) == wanted
     assert {(batch, gained) for batch, _, _, gained in costs.booked} <= {*rounds} and len(costs.booked) > 4
     assert {drafted for _, drafted, _, _ in costs.booked} == {True, False}
     assert all(0 < seconds < 1e5 for _, _, seconds, _ in costs.booked)
@@ -596,13 +567,7 @@ def test_the_bench_says_where_a_round_goes(tmp_path: Path, quick: None, monkeypa
     words += ["--model", str(folder), "--drafter", str(tmp_path / "drafter"), "--json", str(tmp_path / "found.json")]
     assert bench.run(parser.parse_args(["round", *words])) == 0
     found = {r["method"]: r for r in json.loads((tmp_path / "found.json").read_text())["records"]}
-    assert list(found) == [
-        "stock",
-        "plain",
-        "plain compiled",
-        "eagle",
-        "eagle compiled",
-    ]
+    assert list(found) == ["stock", "plain", "plain compiled", "eagle", "eagle compiled"]
     for record in found.values():
         assert record["suite"] == "round" and record["identical_rate"] == 1.0 and record["step_ms"] > 0
     eagle_ = found["eagle"]
