@@ -629,7 +629,7 @@ def anatomy(model: Any) -> dict[str, Any]:
     return {name: (type(part), sorted(vars(part))) for name, part in model.named_modules()}
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3"])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen3_5", "lfm2_vl"])
 @pytest.mark.parametrize("drafter", ["ngram", "eagle tree", "eagle-3"])
 @pytest.mark.every(3)
 def test_disable_leaves_no_trace(name: str, drafter: str) -> None:
@@ -812,22 +812,6 @@ def mamba() -> Any:
     return T.MambaForCausalLM(T.MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=1))
 
 
-SMALL = {"vocab_size": tiny_vlms.VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
-
-
-def qwen3_next() -> Any:
-    linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 1}
-    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
-    layers = {"linear_num_value_heads": 2, "layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
-    config = T.Qwen3NextConfig(**SMALL, **linear, **experts, **layers, shared_expert_intermediate_size=8)
-    return T.Qwen3NextForCausalLM(config)
-
-
-def lfm2() -> Any:
-    return T.Lfm2ForCausalLM(T.Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]))
-
-
 def own_loop() -> Any:
     class Own(T.LlamaForCausalLM):
         def _sample(self, *args: Any, **kwargs: Any) -> Any:
@@ -863,16 +847,6 @@ REFUSED = {
     "encoder-decoder": (t5, "encoder-decoder"),
     "no positions": (mamba, "position_ids"),
 }
-
-
-@pytest.mark.parametrize("build", [qwen3_next, lfm2], ids=["gated delta rule", "convolution"])
-def test_layers_that_keep_a_state_read_trees(build: Callable[[], Any]) -> None:
-    torch.manual_seed(0)
-    model = build().eval()
-    inputs = {"input_ids": torch.randint(5, 60, (2, 9)), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
-    inputs["attention_mask"][0, :3] = 0
-    for drafter in ("random tree", "right within"):
-        as_stock(model, inputs, drafter)
 
 
 @pytest.mark.parametrize("what", REFUSED)

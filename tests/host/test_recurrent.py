@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -96,16 +97,6 @@ def test_a_convolution_reads_its_own_ancestors(width: int, kernel: int) -> None:
     for b in range(B):
         line = KEPT[b, : COUNT[b]]
         assert torch.equal(after[b], torch.cat([state[b], x[b][:, line]], 1)[:, -width:])
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2_vl"])
-def test_disable_puts_every_layer_back(name: str) -> None:
-    model = tiny_vlms.model(name)
-    before = {id(module): type(module) for module in model.modules()}
-    with mmspec.enable(model):
-        swapped = [module for module in model.modules() if type(module) is not before[id(module)]]
-        assert any(module in swapped for module in recurrent.modules(model.get_decoder()))
-    assert all(type(module) is before[id(module)] for module in model.modules())
 
 
 def test_outside_of_a_draft_a_layer_is_stock() -> None:
@@ -251,16 +242,28 @@ def test_a_state_that_nobody_knows_is_refused_by_name() -> None:
     assert recurrent.unknown(torch.nn.Sequential(Odd())) == "Odd"
 
 
-@pytest.mark.parametrize("gate_norm", [False, True], ids=["gate in the step", "gate in the norm"])
+SCANNED = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+NEXT = {
+    **{"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 1, "linear_num_value_heads": 2},
+}
+TEXTS: dict[str, Callable[[], Any]] = {
+    # Falcon-H1 hands the gate of a single token to its scan, and multiplies that of several by itself
+    "gate in the step": lambda: tiny_vlms.text("FalconH1", **SCANNED, mamba_rms_norm=False),
+    "gate in the norm": lambda: tiny_vlms.text("FalconH1", **SCANNED, mamba_rms_norm=True),
+    "gated delta rule": lambda: tiny_vlms.text(
+        "Qwen3Next", **NEXT, layer_types=["linear_attention", "full_attention", "linear_attention"]
+    ),
+    "convolution": lambda: tiny_vlms.text("Lfm2", head_dim=None, layer_types=["conv", "full_attention", "conv"]),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.every(3)
-def test_a_scan_that_gates_what_it_reads(gate_norm: bool, rows: int) -> None:
-    """Falcon-H1 hands the gate of a single token to its scan, and multiplies that of several by itself."""
-    sizes = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
-    model = tiny_vlms.text("FalconH1", **sizes, mamba_rms_norm=gate_norm)
-    ids = torch.randint(5, 100, (rows, 9), generator=torch.Generator().manual_seed(2))
+@pytest.mark.every(2)
+def test_models_that_read_text_alone(name: str, rows: int) -> None:
+    model, ids = TEXTS[name](), torch.randint(5, 100, (rows, 9), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)
     mask[1:, :4] = 0
-    inputs = {"input_ids": ids * mask, "attention_mask": mask}
     for drafter in ("empty", "random tree", "right within"):
-        as_stock(model, inputs, drafter)
+        as_stock(model, {"input_ids": ids * mask, "attention_mask": mask}, drafter)
