@@ -157,6 +157,8 @@ def test_a_with_gives_back_what_stood_there_however() -> None:
     with pytest.raises(ZeroDivisionError), mmspec.enable(model), mmspec.enable(model):
         _ = handle.stats.tokens / 0
     assert type(model) is T.LlavaForConditionalGeneration
+    with pytest.raises(mmspec.UnsupportedError, match="not enabled"):
+        mmspec.stats(model)
 
 
 def test_withs_that_end_in_another_order() -> None:
