@@ -22,6 +22,7 @@ import torch
 import transformers as T
 from compared import as_stock, refused_or_stock
 from hostile_drafters import DRAFTERS, Oracle, Scripted, _random, eagle
+from table_targets import chi_square
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
@@ -102,21 +103,12 @@ def excess(samples: Tensor, distribution: Tensor) -> float:
     assert float(distribution[samples[:, 0], samples[:, 1]].min()) > 0, "something impossible was drawn"
     one, two = torch.arange(VOCAB)[:, None].expand(-1, VOCAB), torch.arange(VOCAB).expand(VOCAB, -1)
     first, second = shares(distribution.sum(1))[one], shares(distribution.sum(0))[two]
-    return max(
-        chi_square(view[samples[:, 0], samples[:, 1]], view, distribution)
-        for view in (one * VOCAB + two, one, two, first * 8 + second)
-    )
-
-
-def chi_square(seen: Tensor, view: Tensor, distribution: Tensor) -> float:
-    """One view: `view` [V, V] names each pair's cell; cells expected less than ten times are counted together."""
-    cells = int(view.max()) + 1
-    expected = torch.zeros(cells, dtype=torch.float64).index_add_(0, view.flatten(), distribution.flatten()) * len(seen)
-    counts = torch.bincount(seen, minlength=cells).double()
-    rare = expected < 10
-    counts, expected = (torch.cat([t[~rare], t[rare].sum()[None]]) for t in (counts, expected))
-    free = max(int((expected > 1e-6).sum()) - 1, 1)
-    return (float(((counts - expected) ** 2 / expected.clamp(min=1e-9)).sum()) - free) / math.sqrt(2 * free)
+    found = []
+    for view in (one * VOCAB + two, one, two, first * 8 + second):  # [V, V]: each pair's cell
+        counts = torch.bincount(view[samples[:, 0], samples[:, 1]], minlength=int(view.max()) + 1)
+        expected = torch.bincount(view.flatten(), distribution.flatten()) * len(samples)
+        found.append(chi_square(counts, expected, least=10))
+    return max(found)
 
 
 def sampled(model: Any, inputs: dict[str, Tensor], drafter: Any, **options: Any) -> Tensor:

@@ -164,21 +164,25 @@ class Holes(Drawn):
         return draft
 
 
-def excess(samples: Tensor, joint: Tensor, vocab: int) -> float:
-    """Standard deviations by which the χ² statistic of samples [n, T] exceeds its mean; rare outputs count together."""
+def chi_square(counts: Tensor, expected: Tensor, least: float = 8) -> float:
+    """Standard deviations by which χ² exceeds its mean; cells expected less than `least` times count together."""
+    rare = expected < least
+    counts, expected = (torch.cat([t[~rare], t[rare].sum()[None]]) for t in (counts.double(), expected))
+    free = max(int((expected > 1e-6).sum()) - 1, 1)
+    return (float(((counts - expected) ** 2 / expected.clamp(min=1e-9)).sum()) - free) / math.sqrt(2 * free)
+
+
+def counted(samples: Tensor, joint: Tensor, vocab: int) -> Tensor:
+    """How often each output came: of samples [n, T], numbered as the joint distribution [V^T] is."""
     place = vocab ** torch.arange(samples.shape[1] - 1, -1, -1)
-    counts = torch.bincount((samples * place).sum(-1), minlength=len(joint)).double()
-    expected = joint * len(samples)
-    rare = expected < 8
-    if rare.any():
-        counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
-        expected = torch.cat([expected[~rare], expected[rare].sum()[None].clamp(min=1e-9)])
-    free = len(expected) - 1
-    return (float(((counts - expected) ** 2 / expected).sum()) - free) / math.sqrt(2 * free)
+    return torch.bincount((samples * place).sum(-1), minlength=len(joint)).double()
+
+
+def excess(samples: Tensor, joint: Tensor, vocab: int) -> float:
+    """χ² of samples [n, T] against a joint distribution, see above."""
+    return chi_square(counted(samples, joint, vocab), joint * len(samples))
 
 
 def distance(samples: Tensor, joint: Tensor, vocab: int) -> float:
     """Total variation between the frequencies of samples [n, T] and a distribution, the noise of n samples included."""
-    place = vocab ** torch.arange(samples.shape[1] - 1, -1, -1)
-    counts = torch.bincount((samples * place).sum(-1), minlength=len(joint)).double()
-    return float((counts / len(samples) - joint).abs().sum() / 2)
+    return float((counted(samples, joint, vocab) / len(samples) - joint).abs().sum() / 2)
