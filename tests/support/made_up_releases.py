@@ -47,16 +47,17 @@ def made(folder: Path, name: str) -> Path:
     source, files = Path(spec.submodule_search_locations[0]), RELEASES[name][0]
     edited = {_INIT: (r'__version__ = "[^"]+"', f'__version__ = "{VERSION}"')}
     edited |= dict.fromkeys(files, RELEASES[name][1:])
-    _link(source, folder / "transformers", edited)
+    link(source, folder / "transformers", edited)
     return folder
 
 
-def _link(source: Path, place: Path, edited: dict[str, tuple[str, str]]) -> None:
+def link(source: Path, place: Path, edited: dict[str, tuple[str, str]]) -> None:
+    """A folder of links, in which these files hold something else: a pattern, and what is written in its place."""
     place.mkdir(parents=True)
     for one in source.iterdir():
         below = {path.split("/", 1)[1]: what for path, what in edited.items() if path.startswith(f"{one.name}/")}
         if below:
-            _link(one, place / one.name, below)
+            link(one, place / one.name, below)
         elif one.name in edited:
             old, new = edited[one.name]
             text, count = re.subn(old, new, one.read_text())
