@@ -150,19 +150,17 @@ def test_ids_on_the_cpu_and_the_model_on_a_gpu(options: dict[str, Any], rows: in
 # -- caches ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["error", "fallback"])
 @pytest.mark.parametrize("kind", [T.DynamicCache, lambda: T.DynamicCache(config=tiny_vlms.model("llava").config)])
-def test_an_empty_cache_of_the_users_for_several_rows(llava: Any, policy: str, kind: Any) -> None:
-    inputs, theirs, mine = tiny_vlms.prompt("llava", "ragged"), kind(), kind()
-    stock = tiny_vlms.generate(llava, inputs, **{CACHE: theirs})
-    with mmspec.enable(llava, on_unsupported=policy):
-        if policy == "error":
-            with pytest.raises(UnsupportedError, match="one row only"):
-                tiny_vlms.generate(llava, inputs, **{CACHE: mine})
-            return
-        with pytest.warns(UserWarning, match="one row only"):
-            fast = tiny_vlms.generate(llava, inputs, **{CACHE: mine})
-    assert torch.equal(stock, fast) and mine.get_seq_length() == theirs.get_seq_length() == stock.shape[1] - 1
+def test_an_empty_cache_of_the_users_for_several_rows(llava: Any, kind: Any) -> None:
+    caches: list[Any] = []
+
+    def answer(target: Any, inputs: dict[str, Tensor], **call: Any) -> Tensor:
+        caches.append(kind())
+        return tiny_vlms.generate(target, inputs, **call, **{CACHE: caches[-1]})
+
+    refused_or_stock(llava, tiny_vlms.prompt("llava", "ragged"), "one row only", draw=answer)
+    refused, stock, *fast = (cache.get_seq_length() for cache in caches)
+    assert refused == 0 and fast == [stock, stock]
 
 
 def test_several_rows_without_a_cache_say_so(llava: Any) -> None:
@@ -240,23 +238,12 @@ def test_padded_rows_near_the_end_of_the_table(drafter: str) -> None:
     as_stock(LEARNED["OPT"](), padded(20, 2), drafter, call={"max_new_tokens": 13})
 
 
-def longrope() -> dict[str, Any]:
-    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    return tiny_vlms.rope(**factors, original_max_position_embeddings=32) | {"rope_type": "longrope"}
-
-
-def dynamic() -> dict[str, Any]:
-    return tiny_vlms.rope(factor=4.0) | {"rope_type": "dynamic"}
-
-
+DYNAMIC = tiny_vlms.rope("dynamic", factor=4.0)
+TRAINED = {"original_max_position_embeddings": 32}
+LONGROPE = tiny_vlms.rope("longrope", short_factor=[1.0] * 8, long_factor=[4.0] * 8, **TRAINED)
 GROWING = {
-    "dynamic": lambda: tiny_vlms.text("Llama", max_position_embeddings=32, rope_parameters=dynamic()),
-    "longrope": lambda: tiny_vlms.text(
-        "Phi3",
-        head_dim=None,
-        rope_parameters=longrope(),
-        original_max_position_embeddings=32,
-    ),
+    "dynamic": lambda: tiny_vlms.text("Llama", max_position_embeddings=32, rope_parameters=DYNAMIC),
+    "longrope": lambda: tiny_vlms.text("Phi3", head_dim=None, rope_parameters=LONGROPE, **TRAINED),
 }
 
 

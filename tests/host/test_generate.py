@@ -9,7 +9,6 @@ import io
 import math
 import pickle
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -577,27 +576,19 @@ def test_a_cache_of_the_users_own_class(llava: Any, kind: Callable[[], Any]) -> 
     def answer(target: Any, inputs: dict[str, Tensor], **call: Any) -> Tensor:
         return tiny_vlms.generate(target, inputs, **call, **{CACHE: kind()})
 
-    with mmspec.enable(llava), pytest.raises(UnsupportedError, match="plain classes"):
-        answer(llava, prompt())
-    with pytest.warns(UserWarning, match="plain classes"):
-        as_stock(llava, prompt(), draw=answer, on_unsupported="fallback")
+    refused_or_stock(llava, prompt(), "plain classes", draw=answer)
 
 
-@pytest.mark.parametrize("policy", ["error", "fallback"])
-def test_a_filled_cache_with_sliding_windows(policy: str) -> None:
+def test_a_filled_cache_with_sliding_windows() -> None:
     """Its layers have dropped what a rollback needs: refused with a reason, or stock."""
-    model, caches = tiny_vlms.model("gemma3"), []
-    for _ in range(2):
-        caches.append(T.DynamicCache(config=model.config))
-        first = tiny_vlms.generate(model, prompt(name="gemma3"), **{CACHE: caches[-1]})
-    stock = tiny_vlms.generate(model, second_turn(first, "gemma3"), **{CACHE: caches[0]})
-    with mmspec.enable(model, on_unsupported=policy), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if policy == "error":
-            with pytest.raises(UnsupportedError, match=r"cache"):
-                tiny_vlms.generate(model, second_turn(first, "gemma3"), **{CACHE: caches[1]})
-        else:
-            assert torch.equal(stock, tiny_vlms.generate(model, second_turn(first, "gemma3"), **{CACHE: caches[1]}))
+    model = tiny_vlms.model("gemma3")
+    filled = T.DynamicCache(config=model.config)
+    first = tiny_vlms.generate(model, prompt(name="gemma3"), **{CACHE: filled})
+
+    def answer(target: Any, inputs: dict[str, Tensor], **call: Any) -> Tensor:
+        return tiny_vlms.generate(target, inputs, **call, **{CACHE: copy.deepcopy(filled)})
+
+    refused_or_stock(model, second_turn(first, "gemma3"), "cache", draw=answer)
 
 
 # -- on and off ------------------------------------------------------------------------------------------------------

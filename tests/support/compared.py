@@ -59,15 +59,18 @@ def as_stock(
     return handle
 
 
-def refused_or_stock(target: Any, inputs: dict[str, Any], why: str, **call: Any) -> None:
+def refused_or_stock(
+    target: Any, inputs: dict[str, Any], why: str, *, draw: Draw = tiny_vlms.generate, **call: Any
+) -> None:
     """Asserts that a call is refused with this reason, or, as a fallback, runs as stock with one warning that says it;
     it never has another distribution."""
     with mmspec.enable(target), pytest.raises(mmspec.UnsupportedError, match=why) as refused:
-        tiny_vlms.generate(target, inputs, **call)
+        draw(target, inputs, **call)
     assert "on_unsupported='fallback'" in str(refused.value)
     seed = 2 if call.get("do_sample") else None
     with pytest.warns(UserWarning, match=why) as said:
-        as_stock(target, inputs, call=call, seed=seed, times=2, on_unsupported="fallback")
+        handle = as_stock(target, inputs, call=call, seed=seed, times=2, draw=draw, on_unsupported="fallback")
+    assert handle.stats.rounds == 0
     assert len([w for w in said if "stock path" in str(w.message)]) == 1
 
 

@@ -45,8 +45,8 @@ QWEN_TOKENS = {
 }
 
 
-def rope(**more: Any) -> dict[str, Any]:
-    return dict(rope_type="default", rope_theta=1e4, **more)
+def rope(kind: str = "default", **more: Any) -> dict[str, Any]:
+    return dict(rope_type=kind, rope_theta=1e4, **more)
 
 
 @dataclass
