@@ -11,6 +11,7 @@ import tiny_image_models
 import tiny_vlms
 import torch
 import transformers as T
+import vlm_classes as zoo
 from compared import as_stock, refused_or_stock
 from hostile_drafters import DRAFTERS, Oracle, Scripted, _random
 from torch import Tensor
@@ -266,36 +267,11 @@ def test_rotary_frequencies_of_a_padded_batch() -> None:
     as_stock(GROWING["dynamic"](), padded(20, 3), Scripted(_random), call={"max_new_tokens": 13})
 
 
-EXAONE = {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 3}
-DROPPED: dict[str, Any] = {
-    "EXAONE-4.5": lambda: (
-        T.Exaone4_5_Config,
-        T.Exaone4_5_ForConditionalGeneration,
-        EXAONE,
-        {"num_key_value_heads": 2},
-    ),
-    "HyperCLOVA X": lambda: (
-        T.HyperCLOVAXVisionV2Config,
-        T.HyperCLOVAXVisionV2ForConditionalGeneration,
-        {"model_type": "hyperclovax"},
-        {"model_type": "qwen2_5_vl"},
-    ),
-}
-
-
-def dropping(name: str) -> Any:
-    """A model whose `prepare_inputs_for_generation` drops the positions; it then counts slots, padding included."""
-    config, kind, words, eyes = DROPPED[name]()
-    shape = {"depth": 2, "out_hidden_size": tiny_vlms.HIDDEN, "window_size": 56, "fullatt_block_indexes": [1]}
-    vision = {**tiny_vlms.QWEN_VISION, **shape, **eyes}
-    torch.manual_seed(0)
-    return tiny_vlms.enlarged(kind(config(text_config={**tiny_vlms.PLAIN, **words}, vision_config=vision)))
-
-
 @pytest.mark.parametrize("drafter", ["random tree", "eagle tree"])
-@pytest.mark.parametrize("name", DROPPED)
+@pytest.mark.parametrize("name", ["exaone4_5", "hyperclovax_vision_v2"])
 def test_padded_rows_of_models_that_drop_positions(name: str, drafter: str) -> None:
-    model, ids = dropping(name), words(14, rows=3)
+    """Models whose `prepare_inputs_for_generation` drops them; they then count slots, padding included."""
+    model, ids = zoo.model(name), words(14, rows=3)
     mask = torch.ones_like(ids)
     mask[1, :5], mask[2, :9] = 0, 0
     as_stock(model, {"input_ids": ids * mask, "attention_mask": mask}, drafter, call=PLAIN)
