@@ -130,24 +130,6 @@ def test_ids_of_32_bits(llava: Any, do_sample: bool) -> None:
     assert do_sample or torch.equal(fast.sequences, stock.sequences)
 
 
-@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3, "min_new_tokens": 4, "suppress_tokens": [5, 6]}])
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.every(12)
-def test_ids_on_the_cpu_and_the_model_on_a_gpu(options: dict[str, Any], rows: int) -> None:
-    """Stock moves what the forward reads; ids and scores stay where they came from."""
-    pretend = pytest.importorskip("pretend_cuda")
-    model, ids = tiny_vlms.text(), words(9, rows=rows)
-    call = {"input_ids": ids, **PLAIN, **options, "eos_token_id": 7, "return_dict_in_generate": True}
-    call |= {"output_scores": True, "attention_mask": torch.ones_like(ids)}
-    stock = model.generate(**call)
-    pretend.place(model, "cuda:0")
-    with pretend.Pretend(), mmspec.enable(model, drafter="ngram") as handle, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fast = model.generate(**call)
-        assert fast.sequences.device.type == fast.scores[0].device.type == "cpu"
-    assert fast.sequences.tolist() == stock.sequences.tolist() and handle.stats.tokens > 0
-
-
 # -- caches ----------------------------------------------------------------------------------------------------------
 
 

@@ -175,13 +175,22 @@ def test_weights_in_float32_under_autocast(drafter: str, attention: str) -> None
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "eagle"])
-def test_ids_on_the_cpu(drafter: str) -> None:
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3, "min_new_tokens": 4, "suppress_tokens": [5, 6]}])
+@pytest.mark.every(4)
+def test_ids_on_the_cpu(options: dict[str, Any], kind: str, drafter: str) -> None:
+    """Stock moves what the forward reads; ids and scores stay where they came from."""
     made = DRAFTERS[drafter](tiny_vlms.model("llava"))
-    with Pretend():
+    call = {**SHORT, **options, "eos_token_id": 7, "return_dict_in_generate": True, "output_scores": True}
+    wanted = tiny_vlms.generate(tiny_vlms.model("llava"), asked(kind), **call)
+    with Pretend(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         model = place(copy.deepcopy(tiny_vlms.model("llava")), FIRST)
-        inputs = {name: t.to(FIRST) if name == "pixel_values" else t for name, t in asked("one").items()}
-        with mmspec.enable(model, made):
-            assert torch.equal(tiny_vlms.generate(model, inputs, **SHORT).cpu(), stock("one"))
+        inputs = {name: t.to(FIRST) if name == "pixel_values" else t for name, t in asked(kind).items()}
+        with mmspec.enable(model, made) as handle:
+            out = tiny_vlms.generate(model, inputs, **call)
+        assert home(out.sequences) == home(out.scores[0]) == torch.device("cpu") and handle.stats.rounds
+    assert torch.equal(out.sequences, wanted.sequences)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -309,11 +318,8 @@ def janus_split() -> Any:
 def test_janus_draws_over_two_devices(drafter: str) -> None:
     call = tiny_image_models.PAINTERS["janus"].call(2)
     stock = tiny_image_models.draw(tiny_image_models.model("janus"), call)
-    made = (
-        hostile_drafters.eagle(tiny_image_models.model("janus"), depth=3, width=2, size=6)
-        if drafter == "eagle"
-        else drafter
-    )
+    eagle = hostile_drafters.eagle(tiny_image_models.model("janus"), depth=3, width=2, size=6)
+    made = eagle if drafter == "eagle" else drafter
     with Pretend():
         model = janus_split()
         there = {name: t.to(FIRST) if isinstance(t, Tensor) else t for name, t in call.items()}

@@ -19,20 +19,15 @@ from mmspec.pipelines import untested
 from mmspec.pipelines.families.decoder_only import DecoderOnlyPatch
 from mmspec.pipelines.host import release
 from mmspec.pipelines.target.vlm import VlmTarget
+from tests.host.test_generate import Columns, streamed_as_stock
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    command = [
-        sys.executable,
-        str(ROOT / "tests/support/made_up_releases.py"),
-        str(tmp_path_factory.mktemp("releases")),
-    ]
-    done = subprocess.run(
-        [*command, *releases.RELEASES], cwd=ROOT, capture_output=True, text=True, env=releases.environment()
-    )
+    command = [sys.executable, releases.__file__, str(tmp_path_factory.mktemp("releases")), *releases.RELEASES]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=releases.environment())
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {line["release"]: line for line in lines}
@@ -70,17 +65,6 @@ def test_an_interrupted_self_test_is_done_again(monkeypatch: pytest.MonkeyPatch)
 # -- within one call -------------------------------------------------------------------------------------------------
 
 
-class Streamer:
-    def __init__(self) -> None:
-        self.got: list[int] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.got += value.reshape(-1).tolist()
-
-    def end(self) -> None:
-        pass
-
-
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the installed release were a later one that keeps the contract."""
@@ -95,10 +79,10 @@ def test_what_fails_before_the_first_token_is_out_runs_stock(
 ) -> None:
     model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "image first")
 
-    def run() -> tuple[torch.Tensor, list[int]]:
+    def run() -> tuple[torch.Tensor, list[list[int]]]:
         torch.manual_seed(3)
-        streamer = Streamer()
-        return tiny_vlms.generate(model, inputs, streamer=streamer, do_sample=sample), streamer.got
+        streamer = Columns()
+        return tiny_vlms.generate(model, inputs, streamer=streamer, do_sample=sample), streamer.put_
 
     want = run()
 
@@ -123,11 +107,7 @@ def test_on_a_tested_release_it_is_raised(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_streamer_gets_every_token_once_on_an_untested_release(later: None) -> None:
-    model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "image first")
-    want, streamer = tiny_vlms.generate(model, inputs), Streamer()
-    with mmspec.enable(model, drafter="ngram"):
-        assert torch.equal(tiny_vlms.generate(model, inputs, streamer=streamer), want)
-    assert streamer.got == want[0].tolist()
+    streamed_as_stock(tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "image first"), "ngram")
 
 
 def test_a_patch_that_is_not_reached_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import tiny_vlms
 import torch
 import torchgen
 import yaml
+from tiny_mar import seeded
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import mmspec
@@ -78,10 +79,6 @@ def on_the_host(make: Callable[..., Any]) -> Callable[..., Any]:
             return found
 
     return made
-
-
-def seeded(*seeds: int) -> list[torch.Generator]:
-    return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
 def test_asking_for_float64_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,11 +176,8 @@ def test_texts_are_the_stock_ones(case: str, sample: bool) -> None:
 
 @pytest.mark.parametrize("drafter", ["drawn", "eagle tree"])
 def test_sampled_texts_have_the_stock_law(drafter: str) -> None:
-    model, inputs, how = (
-        tiny_vlms.model("llava"),
-        tiny_vlms.prompt("llava", "text only"),
-        {"top_k": 5, "temperature": 1.5},
-    )
+    model, inputs = tiny_vlms.model("llava"), tiny_vlms.prompt("llava", "text only")
+    how = {"top_k": 5, "temperature": 1.5}
     oracle = hostile_drafters.Oracle.of(inputs["input_ids"], tiny_vlms.generate(model, inputs))
     with LikeMps():
         samples = text.sampled(model, inputs, hostile_drafters.DRAFTERS[drafter](model, oracle), **how)
@@ -253,8 +247,8 @@ def test_pictures_of_continuous_tokens_are_drawn(mode: str) -> None:
     pipe = tiny_mar.pipeline()
     pipe.enable_speculation(**MAR[mode]())
     with LikeMps():
-        alone = pipe([2], generator=tiny_mar.seeded(7), guidance_scale=1.5, output_type="latent")
-        among = pipe([0, 2], generator=tiny_mar.seeded(1, 7), guidance_scale=1.5, output_type="pt")
+        alone = pipe([2], generator=seeded(7), guidance_scale=1.5, output_type="latent")
+        among = pipe([0, 2], generator=seeded(1, 7), guidance_scale=1.5, output_type="pt")
     assert alone.tokens.isfinite().all() and alone.stats.summary()["tested"] > 0
     torch.testing.assert_close(among.tokens[1], alone.tokens[0], atol=5e-3, rtol=1e-3)
 
@@ -264,7 +258,7 @@ def test_the_model_as_its_own_draft_is_always_kept(steps: str) -> None:
     pipe = tiny_mar.pipeline()
     pipe.enable_speculation(draft=tiny_mar.transformer(0), ahead=4, eta=1.0)
     with LikeMps():
-        out = pipe([0, 1], generator=tiny_mar.seeded(1, 2), output_type="latent", fast_head=steps == "fast")
+        out = pipe([0, 1], generator=seeded(1, 2), output_type="latent", fast_head=steps == "fast")
     assert out.stats.summary()["acceptance"] > 0.99 and out.work["passes"] == 4
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny_vlms
 import torch
+from hostile_drafters import Scripted
 from tiny_vlms import IMAGE, VIDEO
 from torch import Tensor
 
@@ -74,21 +75,13 @@ def test_generate_and_the_processors_output_tell_the_same(family: str, kind: str
     model, inputs = tiny_vlms.model(family), tiny_vlms.prompt(family, kind)
     told: list[Tensor] = []
 
-    class Listener:
-        features: tuple[int, ...] = ()
-        nodes = 1
-
-        def fit(self, *_: Any) -> Listener:
-            return self
-
+    class Listener(Scripted):
         def start(self, session: Any, target: Any, prompt: Any) -> None:
             told.append(prompt.visual)
 
-        def propose(self, session: Any, target: Any) -> Any:
-            raise AssertionError("one token needs no draft")
-
-    with mmspec.enable(model, drafter=Listener()):
+    with mmspec.enable(model, drafter=Listener(lambda *_: ([], []))) as handle:
         tiny_vlms.generate(model, inputs, max_new_tokens=1)
+    assert not handle.stats.rounds, "one token needs no draft"
     ids = inputs["input_ids"]
     assert torch.equal(told[0] > 0, torch.isin(ids, torch.tensor(placeholders(model.config))))
     if family not in ("llava_next", "lfm2_vl"):  # how many tokens their pictures have is known to the tower alone
