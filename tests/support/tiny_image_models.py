@@ -12,7 +12,7 @@ import tiny_vlms
 import tokenizers
 import torch
 import transformers as T
-from tiny_vlms import GAIN, TEXT, VOCAB
+from tiny_vlms import GAIN, TEXT, VOCAB, ragged
 from torch import Tensor
 
 CODES = (
@@ -23,15 +23,6 @@ FIRST_CODE = 40  # of Emu3 and Chameleon, whose picture tokens stand in the voca
 PROMPTS = [[1, 5, 6, 7, 8], [1, 9], [1, 33, 12, 20]]
 NEGATIVE = [[1, 30, 31], [1, 32, 33, 34, 35, 36, 37], [1, 38]]
 CNN = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1}
-
-
-def ragged(rows: list[list[int]], name: str = "") -> dict[str, Tensor]:
-    """Left-padded ids and their mask; `name` comes before both."""
-    longest = max(map(len, rows))
-    return {
-        f"{name}{'ids' if name else 'input_ids'}": torch.tensor([[0] * (longest - len(r)) + r for r in rows]),
-        f"{name}attention_mask": torch.tensor([[0] * (longest - len(r)) + [1] * len(r) for r in rows]),
-    }
 
 
 def _janus(codes: int = CODES, side: int = 4) -> Any:

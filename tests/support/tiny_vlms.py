@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -15,34 +16,19 @@ VOCAB, HIDDEN = 128, 64
 GAIN = 2.0  # size of the random weights: outputs then differ from prompt to prompt
 IMAGE, VIDEO, OPEN, CLOSE = 120, 121, 122, 123  # placeholders, and what stands around them in some families
 TEXT = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 PLAIN = {k: v for k, v in TEXT.items() if k != "head_dim"}  # for text configs that derive it
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 QWEN_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 2,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
+    "hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2,
+    "temporal_patch_size": 2, "out_hidden_size": HIDDEN,
+}  # fmt: skip
 QWEN_TOKENS = {
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "vision_start_token_id": OPEN,
-    "vision_end_token_id": CLOSE,
-}
+    "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": OPEN, "vision_end_token_id": CLOSE,
+}  # fmt: skip
 
 
 def rope(kind: str = "default", **more: Any) -> dict[str, Any]:
@@ -103,6 +89,13 @@ def _qwen_video(split: bool) -> Callable[[Any, torch.Generator], Seen]:
     return make
 
 
+def _siglip2(_: Any, g: torch.Generator) -> Seen:
+    """LFM2-VL: pictures are lists of patches with a shape, here 4 × 4."""
+    pixels = torch.randn(1, 16, 3 * 14 * 14, generator=g)
+    told = {"spatial_shapes": torch.tensor([[4, 4]]), "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long)}
+    return Seen({"pixel_values": pixels, **told}, [IMAGE] * 4, [1] * 4)
+
+
 @dataclass(frozen=True)
 class Family:
     """How to make one family's model and its pictures."""
@@ -114,140 +107,86 @@ class Family:
     per_row: bool = False  # pictures are [rows, pictures, …], filled up with black ones
 
 
-def _llava() -> Any:
-    vision = T.CLIPVisionConfig(**VISION, image_size=28, patch_size=14)
-    return T.LlavaForConditionalGeneration(
-        T.LlavaConfig(
-            vision_config=vision, text_config=T.LlamaConfig(**TEXT), image_token_id=IMAGE, vision_feature_layer=-2
-        )
-    )
+def family(
+    kind: str, text: dict[str, Any], vision: dict[str, Any], *how: Any, types: str = "", per_row: bool = False,
+    **more: Any,
+) -> Family:  # fmt: skip
+    """Of the class of this kind; `how` are its image and video, `more` what its config says beside the inner two."""
 
-
-def _llava_next() -> Any:
-    vision, grid = T.CLIPVisionConfig(**VISION, image_size=28, patch_size=14), [[28, 56], [56, 28], [56, 56]]
-    return T.LlavaNextForConditionalGeneration(
-        T.LlavaNextConfig(
-            vision_config=vision, text_config=T.LlamaConfig(**TEXT), image_token_id=IMAGE, image_grid_pinpoints=grid
-        )
-    )
-
-
-def _qwen2_vl() -> Any:
-    vision = {"depth": 2, "embed_dim": 32, "mlp_ratio": 2, "hidden_size": HIDDEN, "num_heads": 2, "patch_size": 14}
-    text = dict(**PLAIN, rope_parameters=rope(mrope_section=[2, 3, 3]))
-    return T.Qwen2VLForConditionalGeneration(T.Qwen2VLConfig(text_config=text, vision_config=vision, **QWEN_TOKENS))
-
-
-def _qwen2_5_vl() -> Any:
-    vision = dict(**QWEN_VISION, depth=2, out_hidden_size=HIDDEN, window_size=56, fullatt_block_indexes=[1])
-    text = dict(**PLAIN, rope_parameters=rope(mrope_section=[2, 3, 3]))
-    return T.Qwen2_5_VLForConditionalGeneration(
-        T.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **QWEN_TOKENS)
-    )
-
-
-def _qwen3_vl() -> Any:
-    vision = dict(
-        **QWEN_VISION, depth=3, out_hidden_size=HIDDEN, num_position_embeddings=16, deepstack_visual_indexes=[0, 1]
-    )
-    text = dict(**TEXT, rope_parameters=rope(mrope_section=[4, 2, 2], mrope_interleaved=True))
-    return T.Qwen3VLForConditionalGeneration(T.Qwen3VLConfig(text_config=text, vision_config=vision, **QWEN_TOKENS))
-
-
-def _qwen3_5() -> Any:
-    vision = dict(**QWEN_VISION, depth=2, out_hidden_size=HIDDEN, num_position_embeddings=16)
-    linear = {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12,
-        "linear_conv_kernel_dim": 4,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    }
-    text = dict(**TEXT, **linear, rope_parameters=rope(mrope_section=[2, 1, 1], partial_rotary_factor=0.5))
-    return T.Qwen3_5ForConditionalGeneration(T.Qwen3_5Config(text_config=text, vision_config=vision, **QWEN_TOKENS))
-
-
-def _lfm2_vl() -> Any:
-    layers = ["conv", "full_attention", "conv"]
-    text = dict(model_type="lfm2", **PLAIN, layer_types=layers, block_multiple_of=8, conv_L_cache=3)
-    vision = dict(model_type="siglip2_vision_model", **VISION, num_patches=16, patch_size=14)
-    return T.Lfm2VlForConditionalGeneration(
-        T.Lfm2VlConfig(text_config=text, vision_config=vision, image_token_id=IMAGE, downsample_factor=2)
-    )
-
-
-def _siglip2(_: Any, g: torch.Generator) -> Seen:
-    """LFM2-VL: pictures are lists of patches with a shape, here 4 × 4."""
-    pixels = torch.randn(1, 16, 3 * 14 * 14, generator=g)
-    told = {"spatial_shapes": torch.tensor([[4, 4]]), "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long)}
-    return Seen({"pixel_values": pixels, **told}, [IMAGE] * 4, [1] * 4)
-
-
-def _idefics(config: Any, model: Any) -> Callable[[], Any]:
     def build() -> Any:
-        text, vision = dict(model_type="llama", **TEXT), dict(**VISION, image_size=32, patch_size=8)
-        return model(
-            config(text_config=text, vision_config=vision, image_token_id=IMAGE, scale_factor=2, pad_token_id=0)
-        )
+        told = copy.deepcopy({"text_config": text, "vision_config": vision, **more})
+        return getattr(T, f"{kind}ForConditionalGeneration")(getattr(T, f"{kind}Config")(**told))
 
-    return build
+    return Family(build, *how, types=types, per_row=per_row)
 
 
-def _internvl() -> Any:
-    text, vision = dict(model_type="qwen2", **PLAIN), dict(**VISION, image_size=[28, 28], patch_size=[7, 7])
-    return T.InternVLForConditionalGeneration(
-        T.InternVLConfig(text_config=text, vision_config=vision, image_token_id=IMAGE, downsample_ratio=0.5)
-    )
+def qwen(kind: str, text: dict[str, Any], vision: dict[str, Any], split: bool = False) -> Family:
+    return family(kind, text, vision, _qwen_image, _qwen_video(split), types="mm_token_type_ids", **QWEN_TOKENS)
 
 
-def _paligemma() -> Any:
-    vision = dict(model_type="siglip_vision_model", **VISION, image_size=28, patch_size=14, projection_dim=HIDDEN)
-    return T.PaliGemmaForConditionalGeneration(
-        T.PaliGemmaConfig(
-            text_config=dict(model_type="gemma", **TEXT),
-            vision_config=vision,
-            image_token_id=IMAGE,
-            image_token_index=IMAGE,
-            projection_dim=HIDDEN,
-            hidden_size=HIDDEN,
-            tie_word_embeddings=False,
-        )
-    )
-
-
-def _gemma3() -> Any:
-    layers = ["sliding_attention", "sliding_attention", "full_attention"]
-    text = dict(**TEXT, sliding_window=8, layer_types=layers)  # shorter than every prompt: the window is exceeded
-    return T.Gemma3ForConditionalGeneration(
-        T.Gemma3Config(
-            text_config=text,
-            vision_config=dict(**VISION, image_size=28, patch_size=7),
-            mm_tokens_per_image=4,
-            image_token_id=IMAGE,
-            boi_token_id=OPEN,
-            eoi_token_id=CLOSE,
-            tie_word_embeddings=False,
-        )
-    )
-
-
+TILE, CLIP = _images((3, 28, 28)), {**VISION, "image_size": 28, "patch_size": 14}
+MROPE = {"rope_parameters": rope(mrope_section=[2, 3, 3])}
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
 FAMILIES: dict[str, Family] = {
-    "llava": Family(_llava, _images((3, 28, 28))),
-    "llava_next": Family(_llava_next, _anyres),
-    "qwen2_vl": Family(_qwen2_vl, _qwen_image, _qwen_video(False), "mm_token_type_ids"),
-    "qwen2_5_vl": Family(_qwen2_5_vl, _qwen_image, _qwen_video(False), "mm_token_type_ids"),
-    "qwen3_vl": Family(_qwen3_vl, _qwen_image, _qwen_video(True), "mm_token_type_ids"),
-    "qwen3_5": Family(_qwen3_5, _qwen_image, _qwen_video(True), "mm_token_type_ids"),
-    "lfm2_vl": Family(_lfm2_vl, _siglip2),
-    "smolvlm": Family(_idefics(T.SmolVLMConfig, T.SmolVLMForConditionalGeneration), _images((3, 32, 32)), per_row=True),
-    "idefics3": Family(
-        _idefics(T.Idefics3Config, T.Idefics3ForConditionalGeneration), _images((3, 32, 32)), per_row=True
+    "llava": family("Llava", TEXT, CLIP, TILE, image_token_id=IMAGE, vision_feature_layer=-2),
+    "llava_next": family(
+        "LlavaNext", TEXT, CLIP, _anyres, image_token_id=IMAGE, image_grid_pinpoints=[[28, 56], [56, 28], [56, 56]]
     ),
-    "internvl": Family(_internvl, _images((3, 28, 28))),
-    "paligemma": Family(_paligemma, _images((3, 28, 28)), types="token_type_ids"),
-    "gemma3": Family(_gemma3, _images((3, 28, 28), around=True), types="token_type_ids"),
-}
+    "qwen2_vl": qwen(
+        "Qwen2VL",
+        {**PLAIN, **MROPE},
+        {"depth": 2, "embed_dim": 32, "mlp_ratio": 2, "hidden_size": HIDDEN, "num_heads": 2, "patch_size": 14},
+    ),
+    "qwen2_5_vl": qwen(
+        "Qwen2_5_VL", {**PLAIN, **MROPE}, {**QWEN_VISION, "window_size": 56, "fullatt_block_indexes": [1]}
+    ),
+    "qwen3_vl": qwen(
+        "Qwen3VL",
+        {**TEXT, "rope_parameters": rope(mrope_section=[4, 2, 2], mrope_interleaved=True)},
+        {**QWEN_VISION, "depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        split=True,
+    ),
+    "qwen3_5": qwen(
+        "Qwen3_5",
+        {**TEXT, **LINEAR, "rope_parameters": rope(mrope_section=[2, 1, 1], partial_rotary_factor=0.5)},
+        {**QWEN_VISION, "num_position_embeddings": 16},
+        split=True,
+    ),
+    "lfm2_vl": family(
+        "Lfm2Vl",
+        {**PLAIN, "model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
+        {**VISION, "model_type": "siglip2_vision_model", "num_patches": 16, "patch_size": 14},
+        _siglip2, image_token_id=IMAGE, downsample_factor=2,
+    ),
+    **{
+        kind.lower(): family(
+            kind, {**TEXT, "model_type": "llama"}, {**VISION, "image_size": 32, "patch_size": 8}, _images((3, 32, 32)),
+            per_row=True, image_token_id=IMAGE, scale_factor=2, pad_token_id=0,
+        )
+        for kind in ("SmolVLM", "Idefics3")
+    },
+    "internvl": family(
+        "InternVL",
+        {**PLAIN, "model_type": "qwen2"}, {**VISION, "image_size": [28, 28], "patch_size": [7, 7]},
+        TILE, image_token_id=IMAGE, downsample_ratio=0.5,
+    ),
+    "paligemma": family(
+        "PaliGemma",
+        {**TEXT, "model_type": "gemma"}, {**CLIP, "model_type": "siglip_vision_model", "projection_dim": HIDDEN},
+        TILE, types="token_type_ids", image_token_id=IMAGE, image_token_index=IMAGE, projection_dim=HIDDEN,
+        hidden_size=HIDDEN, tie_word_embeddings=False,
+    ),
+    "gemma3": family(  # its window is shorter than every prompt
+        "Gemma3",
+        {**TEXT, "sliding_window": 8, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+        {**VISION, "image_size": 28, "patch_size": 7},
+        _images((3, 28, 28), around=True), types="token_type_ids", mm_tokens_per_image=4, image_token_id=IMAGE,
+        boi_token_id=OPEN, eoi_token_id=CLOSE, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
 
 # kind of prompt → rows of pieces; a number is that many text tokens
 KINDS: dict[str, list[list[Any]]] = {
@@ -302,7 +241,7 @@ def prompt(
         picture_seed: changes the pictures and nothing else.
         rows: which of the kind's rows, in which order; None: all.
     """
-    family, target = FAMILIES[name], model(name)
+    own, target = FAMILIES[name], model(name)
     words = torch.Generator().manual_seed(seed)
     shapes = torch.Generator().manual_seed(seed + 1000)
     ids, types, seen = [], [], []
@@ -313,7 +252,7 @@ def prompt(
                 row += torch.randint(5, 100, (piece,), generator=words).tolist()
                 row_types += [0] * piece
             else:
-                one = getattr(family, piece)(target, shapes)
+                one = getattr(own, piece)(target, shapes)
                 row, row_types = row + one.tokens, row_types + one.kinds
                 row_seen.append(one.tensors)
         ids.append(row)
@@ -322,15 +261,23 @@ def prompt(
     if picture_seed is not None:
         _repaint(seen, picture_seed)
     ids, types, seen = ([x[i] for i in rows or range(len(ids))] for x in (ids, types, seen))
-    longest = max(map(len, ids))
-    out = {
-        "input_ids": torch.tensor([[0] * (longest - len(row)) + row for row in ids]),
-        "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids]),
-    }
-    if family.types:
-        told = torch.tensor([[0] * (longest - len(row)) + row for row in types])
-        out[family.types] = told * 0 if name == "paligemma" else told  # PaliGemma: 0 prefix, 1 suffix
-    return {**out, **_stack(seen, family.per_row)}
+    out = ragged(ids)
+    if own.types:
+        told = padded(types)
+        out[own.types] = told * 0 if name == "paligemma" else told  # PaliGemma: 0 prefix, 1 suffix
+    return {**out, **_stack(seen, own.per_row)}
+
+
+def padded(rows: list[list[int]]) -> Tensor:
+    """To the left, with zeros."""
+    longest = max(map(len, rows))
+    return torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+
+
+def ragged(rows: list[list[int]], name: str = "") -> dict[str, Tensor]:
+    """Left-padded ids and their mask; `name` comes before both."""
+    ids, mask = f"{name}{'ids' if name else 'input_ids'}", f"{name}attention_mask"
+    return {ids: padded(rows), mask: padded([[1] * len(row) for row in rows])}
 
 
 def _repaint(seen: list[list[dict[str, Tensor]]], seed: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers as T
+from tiny_vlms import ragged
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -563,11 +564,7 @@ def prompt(name: str, rows: str = "one", picture: int = 1) -> dict[str, Tensor]:
         said = [torch.randint(5, 100, (n,), generator=words).tolist() for n in (before, after)]
         ids.append([1, *said[0], *found.tokens, *said[1]])
         seen.append(found.tensors)
-    longest = max(map(len, ids))
-    out = {
-        "input_ids": torch.tensor([[0] * (longest - len(row)) + row for row in ids]),
-        "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids]),
-    }
+    out = ragged(ids)
     wanted = inspect.signature(type(getattr(target, "thinker", target)).forward).parameters
     for kind in ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids"):
         if kind in wanted:
