@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import transformers as T
-from tiny_image_models import randomised
-from tiny_vlms import TEXT
+from tiny_image_models import CHAMELEON_VQ, chameleon_codes, randomised
+from tiny_vlms import PLAIN, TEXT
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -192,13 +192,9 @@ def model(name: str) -> Any:
     """Emu3.5's decoder is Qwen3's: no biases, and norms of each head's queries and keys."""
     if name.startswith("emu3_5"):
         return randomised(T.Qwen3ForCausalLM(T.Qwen3Config(**TEXT, attention_dropout=0.0)), 3, 3.0)
-    letters = str.maketrans("0123456789", "ABCDEFGHIJ")
-    names = {"<image>": 59, "<racm3:break>": OPEN, "<eoss>": CLOSE}
-    names |= {f"IMGIMG{str(i).translate(letters)}Z": FIRST_CODE + i for i in range(64)}
-    vq = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "embed_dim": 8, "num_embeddings": 64,
-          "latent_channels": 32, "resolution": 8, "attn_resolutions": []}  # fmt: skip
-    text = {key: value for key, value in TEXT.items() if key != "head_dim"}
-    return randomised(Lumina(T.ChameleonConfig(**text, vq_config=vq, vocabulary_map=names)), 1, 4.0)
+    names = {"<image>": 59, "<racm3:break>": OPEN, "<eoss>": CLOSE, **chameleon_codes(FIRST_CODE)}
+    config = T.ChameleonConfig(**PLAIN, vq_config=dict(CHAMELEON_VQ), vocabulary_map=names)
+    return randomised(Lumina(config), 1, 4.0)
 
 
 def sizes(batch: int, ids: Tensor) -> list[int]:

@@ -15,14 +15,21 @@ import transformers as T
 from tiny_vlms import GAIN, TEXT, VOCAB, ragged
 from torch import Tensor
 
-CODES = (
-    VOCAB  # as many as the language models have tokens, so that every drafter of tests/support/hostile_drafters.py fits
-)
+CODES = VOCAB  # as many as the language models have tokens, so that every drafter of hostile_drafters.py fits
 BEGIN, END, LINE, CLOSE = 121, 2, 119, 118
 FIRST_CODE = 40  # of Emu3 and Chameleon, whose picture tokens stand in the vocabulary of the text: 40 … 103
 PROMPTS = [[1, 5, 6, 7, 8], [1, 9], [1, 33, 12, 20]]
 NEGATIVE = [[1, 30, 31], [1, 32, 33, 34, 35, 36, 37], [1, 38]]
 CNN = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1}
+CHAMELEON_VQ = {
+    **CNN, "embed_dim": 8, "num_embeddings": 64, "latent_channels": 32, "resolution": 8, "attn_resolutions": [],
+}  # fmt: skip
+EMU3_CODES = {f"<|visual token {i:06d}|>": FIRST_CODE + i for i in range(64)}  # names of codes, and their tokens
+
+
+def chameleon_codes(first: int = FIRST_CODE) -> dict[str, int]:
+    letters = str.maketrans("0123456789", "ABCDEFGHIJ")
+    return {f"IMGIMG{str(i).translate(letters)}Z": first + i for i in range(64)}
 
 
 def _janus(codes: int = CODES, side: int = 4) -> Any:
@@ -40,8 +47,7 @@ def _janus(codes: int = CODES, side: int = 4) -> Any:
 
 
 def _emu3() -> Any:
-    names = {"<image>": 120, "<|extra_200|>": LINE}
-    names |= {f"<|visual token {i:06d}|>": FIRST_CODE + i for i in range(64)}
+    names = {"<image>": 120, "<|extra_200|>": LINE, **EMU3_CODES}
     vq = {**CNN, "codebook_size": 64, "embed_dim": 4, "latent_channels": 4, "attn_resolutions": [], "hidden_size": 32,
           "temporal_downsample_factor": 1}  # fmt: skip
     text = {**TEXT, "attention_dropout": 0.0}
@@ -65,12 +71,9 @@ def _glm_image() -> Any:
 
 
 def _chameleon() -> Any:
-    letters = str.maketrans("0123456789", "ABCDEFGHIJ")
-    names = {"<image>": 120, "<racm3:break>": BEGIN, "<eoss>": END}
-    names |= {f"IMGIMG{str(i).translate(letters)}Z": FIRST_CODE + i for i in range(64)}
-    vq = {**CNN, "embed_dim": 8, "num_embeddings": 64, "latent_channels": 32, "resolution": 8, "attn_resolutions": []}
-    text = {name: value for name, value in TEXT.items() if name != "head_dim"}
-    return T.ChameleonForConditionalGeneration(T.ChameleonConfig(**text, vq_config=vq, vocabulary_map=names))
+    names = {"<image>": 120, "<racm3:break>": BEGIN, "<eoss>": END, **chameleon_codes()}
+    config = T.ChameleonConfig(**tiny_vlms.PLAIN, vq_config=dict(CHAMELEON_VQ), vocabulary_map=names)
+    return T.ChameleonForConditionalGeneration(config)
 
 
 def grid(height: int, width: int, lower: int | None = None) -> Callable[[int, Tensor], list[int]]:

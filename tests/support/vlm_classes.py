@@ -9,28 +9,26 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
+import tiny_vlms
 import torch
 import transformers as T
-from tiny_vlms import ragged
+from tiny_image_models import CHAMELEON_VQ, CNN, EMU3_CODES, chameleon_codes
+from tiny_vlms import CLOSE, HIDDEN, IMAGE, OPEN, VIDEO, VOCAB, ragged, rope
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as MAPPED
 
-VOCAB, HIDDEN, WIDTH = 128, 64, 32
-IMAGE, VIDEO, OPEN, CLOSE, AUDIO = 120, 121, 122, 123, 124
-LAYERS = 3
+WIDTH, AUDIO, LAYERS = 32, 124, 3
 
 TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB, "unpadded_vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "sliding_window": 8, "attention_dropout": 0.0,
-    "dropout": 0.0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "activation_dropout": 0.0,
+    **tiny_vlms.TEXT, "unpadded_vocab_size": VOCAB, "num_hidden_layers": LAYERS, "sliding_window": 8,
+    "attention_dropout": 0.0, "dropout": 0.0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    "activation_dropout": 0.0,
     # mixtures of experts
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "shared_experts_intermediate_size": 32,
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
@@ -182,33 +180,20 @@ FLAT, FRAME, SQUARES = grid(3 * 2 * 14 * 14), grid(3 * 14 * 14), grid(3, 14, 14)
 SHEET = shown(1, 1, 3, 28, 28)  # pictures of a row together
 STRIP = shown(1, 3, 14, 14 * 16, target_sizes=[[4, 4]])
 PINPOINTS = {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]}
-BASE = {"rope_type": "default", "rope_theta": 1e4}
-MROPE, AXES = {**BASE, "mrope_section": [2, 3, 3]}, {**BASE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-PARTIAL = {**BASE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
-EQUAL = {"num_key_value_heads": 4}
+MROPE, AXES = rope(mrope_section=[2, 3, 3]), rope(mrope_section=[4, 2, 2], mrope_interleaved=True)
+PARTIAL = rope(mrope_section=[2, 1, 1], partial_rotary_factor=0.5)
+EQUAL, INDEXED = {"num_key_value_heads": 4}, {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
+LAYERED = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16}
+PLACES = [[[i % 4, i // 4] for i in range(16)]]
 SAM = {"output_channels": 8, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 48, "image_size": 64,
        "patch_size": 4, "num_pos_feats": 16}  # fmt: skip
 OCR = {**SAM, "downsample_channels": [16, WIDTH], "hidden_size": WIDTH}
 TIMM = {"architecture": "resnet10t", "hidden_size": 512, "do_pooling": False}
 GEMMA4 = {
-    **{
-        k: v
-        for k, v in VISION.items()
-        if k
-        in (
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "patch_size",
-        )
-    },
-    "model_type": "gemma4_vision",
-    "pooling_kernel_size": 2,
-    "position_embedding_size": 64,
-}
+    "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 16, "patch_size": 14, "model_type": "gemma4_vision",
+    "pooling_kernel_size": 2, "position_embedding_size": 64,
+}  # fmt: skip
 SLIDING = {"sliding_window_size": 8, "rel_extent": 12}
 HEARING = {"d_model": WIDTH, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 48,
            "num_hidden_layers": 1, "output_dim": HIDDEN}  # fmt: skip
@@ -229,182 +214,120 @@ def vision(**more: Any) -> dict[str, Any]:
 
 CASES: dict[str, Case] = {
     # one square picture
-    **{
-        name: case(SQUARE)
-        for name in ("aya_vision", "cohere2_vision", "deepseek_vl", "ovis2", "step3p7", "video_llava")
-    },
+    **dict.fromkeys(("aya_vision", "cohere2_vision", "deepseek_vl", "ovis2", "step3p7", "video_llava"), case(SQUARE)),
     "aria": case(SQUARE, projector_patch_to_query_dict={4: 4}, max_value_projector_patch_to_query_dict=4),
     "vipllava": case(SQUARE, vision_feature_layer=[-2, -1]),
     "qianfan_ocr": case(SQUARE, **vision(image_size=[28, 28], patch_size=[7, 7])),
-    "got_ocr2": case(shown(1, 3, 64, 64), **vision(**SAM)),
-    "pp_chart2table": case(shown(1, 3, 64, 64), **vision(**SAM)),
+    **dict.fromkeys(("got_ocr2", "pp_chart2table"), case(shown(1, 3, 64, 64), **vision(**SAM))),
     "llama4": case(
         shown(1, 3, 28, 28, count=4),
-        **vision(
-            patch_size=7, intermediate_size=128, vision_output_dim=32, projector_input_dim=32, projector_output_dim=32
-        ),
+        **vision(patch_size=7, intermediate_size=128, vision_output_dim=32, projector_input_dim=32,
+                 projector_output_dim=32),
         **text(attention_chunk_size=16, intermediate_size_mlp=96, moe_layers=[0, 1, 2], no_rope_layers=[1, 0, 1]),
     ),
-    **{name: case(SIZED, **vision(patch_size=7)) for name in ("mistral3", "lighton_ocr")},
-    "mistral_large4": case(
-        SIZED, **vision(patch_size=7), **text(**EQUAL, index_topk=8, index_head_dim=16, index_n_heads=2)
-    ),
+    **dict.fromkeys(("mistral3", "lighton_ocr"), case(SIZED, **vision(patch_size=7))),
+    "mistral_large4": case(SIZED, **vision(patch_size=7), **text(**EQUAL, **INDEXED)),
     "deepseek_vl_hybrid": case(
         shown(1, 3, 28, 28, high_res_pixel_values=(1, 3, 64, 64)),
         high_res_vision_config={**SAM, "hidden_size": WIDTH, "scale": 4},
     ),
     "deepseek_ocr2": case(
-        shown(1, 3, 64, 64),
-        **text(mlp_layer_types=["dense", "sparse", "sparse"]),
+        shown(1, 3, 64, 64), **text(mlp_layer_types=["dense", "sparse", "sparse"]),
         **vision(sam_config=OCR, encoder_config={**TEXT, "hidden_size": WIDTH, "num_hidden_layers": 2}),
     ),
     "unlimited_ocr": case(shown(1, 3, 64, 64), **vision(sam_config=OCR, encoder_config={"image_size": 28})),
     "fast_vlm": case(SQUARE, **vision(**TIMM)),
     "perception_lm": case(
         shown(1, 1, 3, 32, 32),
-        **vision(
-            architecture="vit_tiny_patch16_224",
-            model_args={"embed_dim": 192, "img_size": [32, 32], "global_pool": ""},
-            do_pooling=False,
-        ),
+        **vision(architecture="vit_tiny_patch16_224", do_pooling=False,
+                 model_args={"embed_dim": 192, "img_size": [32, 32], "global_pool": ""}),
     ),
     "gemma3n": case(
-        shown(1, 3, 64, 64),
-        vision_soft_tokens_per_image=4,
-        **vision(**TIMM),
-        **text(
-            num_hidden_layers=4,
-            num_kv_shared_layers=2,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-            intermediate_size=[96] * 4,
-            activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
-            vocab_size_per_layer_input=VOCAB,
-            hidden_size_per_layer_input=16,
-            laurel_rank=8,
-        ),
+        shown(1, 3, 64, 64), vision_soft_tokens_per_image=4, **vision(**TIMM),
+        **text(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2,
+               intermediate_size=[96] * 4, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0], **LAYERED,
+               laurel_rank=8),
     ),
     # tiles, and pictures by row
-    **{name: case(TILES, **PINPOINTS) for name in ("llava_next_video", "llava_onevision")},
+    **dict.fromkeys(("llava_next_video", "llava_onevision"), case(TILES, **PINPOINTS)),
     "granite4_vision": case(
-        shown(1, 3, 3, 56, 56, image_sizes=[[56, 112]], count=14),
-        image_grid_pinpoints=[[56, 112], [112, 56]],
-        downsample_rate="1/2",
-        deepstack_layer_map=[[-1, 0]],
-        spatial_target_layers=[1, 2],
-        **vision(hidden_size=64, image_size=56),
-        qformer_config={"hidden_size": 64, "encoder_hidden_size": 64},
+        shown(1, 3, 3, 56, 56, image_sizes=[[56, 112]], count=14), image_grid_pinpoints=[[56, 112], [112, 56]],
+        downsample_rate="1/2", deepstack_layer_map=[[-1, 0]], spatial_target_layers=[1, 2],
+        **vision(hidden_size=64, image_size=56), qformer_config={"hidden_size": 64, "encoder_hidden_size": 64},
     ),
     "idefics2": case(SHEET),
     "granite_docling": case(
         shown(1, 1, 3, 32, 32, pixel_attention_mask=[[True]]), **vision(image_size=32, patch_size=8, scale_factor=2)
     ),
     # patches
-    "gemma4": case(
-        shown(1, 16, 3 * 14 * 14, image_position_ids=[[[i % 4, i // 4] for i in range(16)]]),
-        **vision(**GEMMA4),
-        **text(vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=16),
-    ),
+    "gemma4": case(shown(1, 16, 3 * 14 * 14, image_position_ids=PLACES), **vision(**GEMMA4), **text(**LAYERED)),
     "gemma4_unified": case(
-        shown(1, 16, 3 * 28 * 28, image_position_ids=[[[i % 4, i // 4] for i in range(16)]]),
+        shown(1, 16, 3 * 28 * 28, image_position_ids=PLACES),
         **vision(**{**GEMMA4, "model_type": "gemma4_unified_vision"}),
     ),
-    **{
-        name: case(STRIP, axis=-1, **vision(insert_layer_id=0), insert_layer_id=0, **text(rope_parameters=PARTIAL))
-        for name in ("minicpmv4_6", "minicpmv4_7", "minicpm_ocr")
-    },
+    **dict.fromkeys(
+        ("minicpmv4_6", "minicpmv4_7", "minicpm_ocr"),
+        case(STRIP, axis=-1, **vision(insert_layer_id=0), insert_layer_id=0, **text(rope_parameters=PARTIAL)),
+    ),
     # patches in a grid
-    **{name: case(FLAT, **text(rope_parameters=MROPE)) for name in ("glm4v", "glm46v", "glmga", "glm_ocr")},
+    **dict.fromkeys(("glm4v", "glm46v", "glmga", "glm_ocr"), case(FLAT, **text(rope_parameters=MROPE))),
     "glm4v_moe": case(FLAT, **text(rope_parameters=PARTIAL)),
     "qwen2_5_omni_thinker": case(FLAT, **text(rope_parameters=MROPE), **OPENED),
-    "exaone4_5": case(FLAT),
-    "hyperclovax_vision_v2": case(FLAT),
+    **dict.fromkeys(("exaone4_5", "hyperclovax_vision_v2"), case(FLAT)),
     "cohere_compass": case(
         FLAT,
-        **text(
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-            rope_parameters={"sliding_attention": AXES, "full_attention": None},
-        ),
+        **text(layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+               rope_parameters={"sliding_attention": AXES, "full_attention": None}),
     ),
     "cosmos3_edge": case(FRAME, **text(rope_parameters=MROPE)),
-    **{name: case(FLAT, **text(rope_parameters=AXES)) for name in ("cosmos3_omni", "qwen3_vl_moe")},
+    **dict.fromkeys(("cosmos3_omni", "qwen3_vl_moe"), case(FLAT, **text(rope_parameters=AXES))),
     "qwen3_omni_moe_thinker": case(FLAT, **text(rope_parameters=AXES), **OPENED),
     "qwen3_5_moe": case(FLAT, **text(rope_parameters=PARTIAL)),
     "qwen4_exp": case(
         FLAT,
-        **text(
-            rope_parameters=MROPE,
-            indexer_n_heads=2,
-            indexer_kv_heads=1,
-            indexer_head_dim=16,
-            indexer_budget=8,
-            indexer_compress_ratio=2,
-            hc_lowrank=8,
-            ple_layer_ids=[1, 3],
-            ple_embed_dim=32,
-            heads_per_ngram=2,
-            ngram_vocab_size_base=200,
-            make_ngram_vocab_size_divisible_by=8,
-        ),
+        **text(rope_parameters=MROPE, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8,
+               indexer_compress_ratio=2, hc_lowrank=8, ple_layer_ids=[1, 3], ple_embed_dim=32, heads_per_ngram=2,
+               ngram_vocab_size_base=200, make_ngram_vocab_size_divisible_by=8),
     ),
     "dots3_note": case(
-        FRAME,
-        **text(**EQUAL, index_topk=8, index_head_dim=16, index_n_heads=2),
-        **vision(adapter_in_dim=WIDTH, adapter_out_dim=HIDDEN),
+        FRAME, **text(**EQUAL, **INDEXED), **vision(adapter_in_dim=WIDTH, adapter_out_dim=HIDDEN),
         audio_config={"adapter_input_size": WIDTH, "adapter_out_dim": HIDDEN},
     ),
     "ernie4_5_vl_moe": case(
-        FRAME, **text(moe_intermediate_size=[32, 32], rope_parameters={**BASE, "mrope_section": [3, 3, 2]})
+        FRAME, **text(moe_intermediate_size=[32, 32], rope_parameters=rope(mrope_section=[3, 3, 2]))
     ),
     "glm5_next": case(
         FLAT,
-        **text(
-            **EQUAL,
-            qk_rope_head_dim=0,
-            head_dim=0,
-            index_topk=8,
-            index_kpool=4,
-            index_head_dim=16,
-            index_n_heads=2,
-            linear_head_dim=8,
-            linear_num_heads=4,
-        ),
+        **text(**EQUAL, **INDEXED, qk_rope_head_dim=0, head_dim=0, index_kpool=4, linear_head_dim=8,
+               linear_num_heads=4),
     ),
     "kimi_k25": case(SQUARES, **text(**EQUAL, head_dim=8), projection_hidden_size=WIDTH),
     "paddleocr_vl": case(SQUARES, **text(rope_parameters=MROPE)),
     "hunyuan_vl": case(FRAME, **text(rope_parameters=MROPE)),
     "lfm3_vl": case(FLAT, **text(conv_L_cache=3)),
-    "minimax_m3_vl": case(
+    "minimax_m3_vl": case(  # its blocks are longer than any prompt's padding
         FLAT,
-        **text(
-            layer_types=["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"],
-            rotary_dim=16,
-            index_n_heads=2,
-            index_head_dim=16,
-            index_block_size=8,  # more than any prompt's padding
-            index_topk_blocks=2,
-        ),
+        **text(layer_types=["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"], rotary_dim=16,
+               index_n_heads=2, index_head_dim=16, index_block_size=8, index_topk_blocks=2),
     ),
     "muse_glimmer": case(FLAT, out_hidden_size=128, **text(layer_rope_theta=[1e4, 0, 1e4])),
     "muse_spark": case(
-        FLAT,
-        out_hidden_size=128,
+        FLAT, out_hidden_size=128, **text(layer_rope_theta=[1e4, 0, 1e4]),
         audio_config={"num_hidden_layers": 4, "hidden_sizes": [8] * 4, "depths": [1] * 4, "out_hidden_size": HIDDEN},
-        **text(layer_rope_theta=[1e4, 0, 1e4]),
     ),
     "video_llama_3": case(grid(3 * 14 * 14, image_merge_sizes=[2])),
     "inkling2": case(grid(28, 28, 3), **text(**SLIDING)),
     "inkling_mm_model": case(shown(4, 2, 8, 8, 3), **vision(patch_size=8, num_hidden_layers=5), **text(**SLIDING)),
     "nemotron_h_omni": case(
-        shown(16, 3 * 14 * 14, image_grid_hw=[[4, 4]]),
-        vision_hidden_size=WIDTH,
+        shown(16, 3 * 14 * 14, image_grid_hw=[[4, 4]]), vision_hidden_size=WIDTH,
         **vision(video_temporal_patch_size=2),
         **text(sliding_window=None, mamba_num_heads=4, mamba_head_dim=32, n_groups=2, ssm_state_size=16),
     ),
     "molmo2": case(
-        shown(1, 4, 3 * 14 * 14, image_token_pooling=[[0, 1], [2, 3]], image_grids=[[2, 1, 0, 0]], image_num_crops=[1]),
-        **vision(image_size=[28, 28], num_position_embeddings=4),
+        shown(1, 4, 3 * 14 * 14, image_token_pooling=[[0, 1], [2, 3]], image_grids=[[2, 1, 0, 0]],
+              image_num_crops=[1]),
+        **vision(image_size=[28, 28], num_position_embeddings=4), image_patch_id=IMAGE,
         adapter_config={"text_hidden_size": HIDDEN, "vision_feature_layer": [1, 0]},
-        image_patch_id=IMAGE,
     ),
     # wrappers with an inner model, cross-attention, and doors of their own
     "blip-2": case(shown(1, 3, 28, 28, count=4), num_query_tokens=4),
@@ -414,102 +337,48 @@ CASES: dict[str, Case] = {
     ),
     "git": case(shown(1, 3, 28, 28, count=0)),
     "kosmos-2.5": case(flattened, latent_query_num=4, **vision(patch_embed_hidden_size=12)),
-    **{name: case() for name in ("kosmos-2", "evolla", "blip")},
+    **dict.fromkeys(("kosmos-2", "evolla", "blip"), case()),
     "idefics": case(shown(1, 1, 3, 28, 28, count=1, image_attention_mask=[[[1]]]), **vision(embed_dim=WIDTH)),
     "mllama": case(
-        shown(*(1, 1, 2, 3, 28, 28), count=1, aspect_ratio_ids=[[3]], aspect_ratio_mask=[[[1, 1]]]),
-        **vision(
-            num_global_layers=1,
-            vision_output_dim=64,
-            intermediate_layers_indices=[0],
-            max_num_tiles=2,
-            supported_aspect_ratios=[[1, 1], [1, 2], [2, 1]],
-        ),
+        shown(1, 1, 2, 3, 28, 28, count=1, aspect_ratio_ids=[[3]], aspect_ratio_mask=[[[1, 1]]]),
+        **vision(num_global_layers=1, vision_output_dim=64, intermediate_layers_indices=[0], max_num_tiles=2,
+                 supported_aspect_ratios=[[1, 1], [1, 2], [2, 1]]),
         **text(cross_attention_layers=[1]),
     ),
-    "janus": case(SQUARE, vq_config={"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1}),
+    "janus": case(SQUARE, vq_config=CNN),
     "chameleon": case(
-        shown(1, 3, 8, 8, count=16),
-        vocabulary_map={"<image>": IMAGE, **{f"IMGIMG{chr(65 + i // 8)}{chr(65 + i % 8)}Z": 40 + i for i in range(64)}},
-        vq_config={
-            "base_channels": 32,
-            "channel_multiplier": [1, 1],
-            "num_res_blocks": 1,
-            "embed_dim": 8,
-            "num_embeddings": 64,
-            "latent_channels": 32,
-            "resolution": 8,
-            "attn_resolutions": [],
-        },
+        shown(1, 3, 8, 8, count=16), vocabulary_map={"<image>": IMAGE, **chameleon_codes()}, vq_config=CHAMELEON_VQ
     ),
     "emu3": case(
-        None,
-        vocabulary_map={
-            "<image>": IMAGE,
-            "<|extra_200|>": 119,
-            **{f"<|visual token {i:06d}|>": 40 + i for i in range(64)},
-        },
-        vq_config={
-            "base_channels": 32,
-            "channel_multiplier": [1, 1],
-            "num_res_blocks": 1,
-            "codebook_size": 64,
-            "attn_resolutions": [],
-            "hidden_size": 32,
-        },
+        None, vocabulary_map={"<image>": IMAGE, "<|extra_200|>": 119, **EMU3_CODES},
+        vq_config={**CNN, "codebook_size": 64, "attn_resolutions": [], "hidden_size": 32},
     ),
     "florence2": case(
-        **text(
-            encoder_layers=2,
-            decoder_layers=2,
-            d_model=HIDDEN,
-            encoder_ffn_dim=96,
-            decoder_ffn_dim=96,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-        )
+        **text(encoder_layers=2, decoder_layers=2, d_model=HIDDEN, encoder_ffn_dim=96, decoder_ffn_dim=96,
+               encoder_attention_heads=4, decoder_attention_heads=4),
     ),
     "udop": case(d_model=HIDDEN, d_kv=16, d_ff=96, num_layers=2, num_decoder_layers=2, num_heads=4),
-    **{
-        name: case()
-        for name in ("diffusion_gemma", "pix2struct", "pp_formulanet", "t5gemma2", "vision-encoder-decoder")
-    },
+    **dict.fromkeys(("diffusion_gemma", "pix2struct", "pp_formulanet", "t5gemma2", "vision-encoder-decoder"), case()),
     "phi4_multimodal": case(
-        shown(
-            count=13,
-            image_pixel_values=(1, 2, 3, 28, 28),
-            image_sizes=[[28, 28]],
-            image_attention_mask=[[[[1] * 4] * 4] * 2],
-        ),
-        cls="Phi4MultimodalForCausalLM",
-        **vision(crop_size=28, patch_size=7, image_token_id=IMAGE),
-        audio_config={
-            "num_blocks": 1,
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "audio_token_id": AUDIO,
-            "nemo_conv_channels": 32,
-            "ext_pw_out_channel": 32,
-            "depthwise_separable_out_channel": 32,
-            "num_attention_heads": 2,
-        },
+        shown(count=13, image_pixel_values=(1, 2, 3, 28, 28), image_sizes=[[28, 28]],
+              image_attention_mask=[[[[1] * 4] * 4] * 2]),
+        cls="Phi4MultimodalForCausalLM", **vision(crop_size=28, patch_size=7, image_token_id=IMAGE),
+        audio_config={"num_blocks": 1, "hidden_size": 32, "intermediate_size": 32, "audio_token_id": AUDIO,
+                      "nemo_conv_channels": 32, "ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32,
+                      "num_attention_heads": 2},
     ),
     "qwen2_5_omni": Case(
-        cls="Qwen2_5OmniForConditionalGeneration",
-        around="qwen2_5_omni_thinker",
+        cls="Qwen2_5OmniForConditionalGeneration", around="qwen2_5_omni_thinker",
         asks={"generation_mode": "text", "thinker_max_new_tokens": 20},
     ),
     "qwen3_omni_moe": Case(
-        cls="Qwen3OmniMoeForConditionalGeneration",
-        around="qwen3_omni_moe_thinker",
+        cls="Qwen3OmniMoeForConditionalGeneration", around="qwen3_omni_moe_thinker",
         asks={"return_audio": False, "thinker_max_new_tokens": 20},
     ),
     # text alone
     "fuyu": case(),
     "mistral4": case(**EQUAL),
-}
-
-
+}  # fmt: skip
 CASES = {name: one for name, one in CASES.items() if one.cls or name in MAPPED}  # those that this release has
 
 
@@ -588,5 +457,4 @@ def stock_error(name: str) -> str | None:
     return None
 
 
-def generate(target: Any, inputs: dict[str, Tensor], **options: Any) -> Any:
-    return target.generate(**inputs, **{"max_new_tokens": 20, "do_sample": False, **options})
+generate = partial(tiny_vlms.generate, max_new_tokens=20)
