@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import clips
 import numpy as np
@@ -64,16 +65,9 @@ def rotated(orientation: int) -> bytes:
     return encoded(two_halves(), "PNG", exif=exif)
 
 
-def sixteen_bits() -> bytes:
-    return encoded(Image.fromarray(np.array([[0, 257, 65535]], dtype=np.uint16)), "PNG")
-
-
-def floats() -> bytes:
-    return encoded(Image.fromarray(np.array([[0.0, 0.5, np.nan, 1.0]], dtype=np.float32)), "TIFF")
-
-
-def huge_floats() -> bytes:
-    return encoded(Image.fromarray(np.array([[3e38, np.inf, -3e38]], dtype=np.float32)), "TIFF")
+def numbers(values: list[float], dtype: Any, kind: str) -> bytes:
+    """A picture of one line of them."""
+    return encoded(Image.fromarray(np.array([values], dtype=dtype)), kind)
 
 
 def animation(kind: str, count: int = 2, delay: int = 100) -> bytes:
@@ -190,10 +184,6 @@ def scrambled(path: Path, codec: str = "mpeg4") -> bytes:
     return data[:start] + dirt + data[stop:]
 
 
-def silence(path: Path) -> None:
-    clips.write_sound(path)
-
-
 def in_a_moment(name: str) -> Make:
     return lambda path: (path.parent / name).write_bytes(plain("RGB", GREEN)) and os.symlink(name, path)
 
@@ -213,9 +203,9 @@ CASES: list[Case] = [
     Case("grey.png", lambda _: plain("L", 128), Fine(SHORT, (128,) * 3)),
     Case("bits.png", lambda _: plain("1", 1), Fine(SHORT, WHITE)),
     Case("cmyk.jpg", lambda _: plain("CMYK", (255, 0, 255, 0), "JPEG", quality=100), Fine(SHORT, GREEN)),
-    Case("sixteen.png", lambda _: sixteen_bits(), Fine((3, 1), (0, 0, 0))),
-    Case("floats.tif", lambda _: floats(), Fine((4, 1), (0, 0, 0))),
-    Case("huge_floats.tif", lambda _: huge_floats(), Fine((3, 1), WHITE)),
+    Case("sixteen.png", lambda _: numbers([0, 257, 65535], np.uint16, "PNG"), Fine((3, 1), (0, 0, 0))),
+    Case("floats.tif", lambda _: numbers([0, 0.5, np.nan, 1], np.float32, "TIFF"), Fine((4, 1), (0, 0, 0))),
+    Case("huge_floats.tif", lambda _: numbers([3e38, np.inf, -3e38], np.float32, "TIFF"), Fine((3, 1), WHITE)),
     Case("palette_alpha.png", lambda _: plain("P", 0, transparency=0), Fine(SHORT, WHITE)),
     Case("half_alpha.png", lambda _: plain("RGBA", (255, 0, 0, 128)), Fine(SHORT, (255, 127, 127))),
     Case("grey_alpha.png", lambda _: plain("LA", (0, 0)), Fine(SHORT, WHITE)),
@@ -293,7 +283,7 @@ CASES: list[Case] = [
     Case("still.mp4", lambda _: plain("RGB", GREEN, "JPEG", quality=100), "no video", "video"),
     Case("empty.mp4", lambda _: b"", "empty", "video"),
     Case("no_frames.mp4", lambda path: clip(path, 0), "frame|no video", "video"),
-    Case("sound.mp4", silence, "no video", "video"),
+    Case("sound.mp4", clips.write_sound, "no video", "video"),
     Case("mostly_gone.mp4", lambda path: cut(clip(path, 30), 0.3), "cut off|damaged", "video"),
     Case("no_index.mp4", lambda path: cut(clip(path, 30, faststart=False), 0.8), "cut off", "video"),
     Case("only_ftyp.mp4", lambda path: clip(path, 4)[:40], "no video", "video"),

@@ -35,12 +35,8 @@ def layer(prefix: str, reads: int, kv: int = KV) -> dict[str, torch.Tensor]:
 
 
 def eagle() -> tuple[dict, dict]:
-    tensors = {
-        "fc.weight": torch.randn(H, 2 * H) / 4,
-        "fc.bias": torch.randn(H),
-        "embed_tokens.weight": torch.randn(V, H),
-    }
-    return LLAMA, tensors | layer("layers.0", H)
+    tensors = {"fc.weight": torch.randn(H, 2 * H) / 4, "fc.bias": torch.randn(H)}
+    return LLAMA, tensors | {"embed_tokens.weight": torch.randn(V, H)} | layer("layers.0", H)
 
 
 def eagle3(prefix: str = "midlayer") -> tuple[dict, dict]:
@@ -162,10 +158,10 @@ def same(a: FeatureDrafter, b: FeatureDrafter) -> None:
 
 
 def ours(**changes) -> EagleDrafter:
-    c = {"hidden": H, "intermediate": MLP, "heads": HEADS, "kv_heads": KV, "vocab": V}
-    c |= {"depth": 4, "width": 3, "size": 17, "norm_eps": 1e-5, "rope_theta": 1e6}
-    c |= {"target": "somebody/target", "target_revision": "abc"}
-    drafter = EagleDrafter(EagleConfig.of({**c, **changes}))
+    shapes = {"hidden": H, "intermediate": MLP, "heads": HEADS, "kv_heads": KV, "vocab": V}
+    shapes |= {"depth": 4, "width": 3, "size": 17}
+    shapes |= {"target": "somebody/target", "target_revision": "abc", "norm_eps": 1e-5, "rope_theta": 1e6}
+    drafter = EagleDrafter(EagleConfig.of({**shapes, **changes}))
     if drafter.head.own:
         drafter.head.ids.copy_(torch.randperm(V)[: drafter.config.draft_vocab].sort().values)
     return drafter.eval()

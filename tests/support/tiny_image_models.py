@@ -8,11 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import tiny_llava
 import tiny_vlms
-import tokenizers
 import torch
 import transformers as T
 from tiny_vlms import GAIN, TEXT, VOCAB, ragged
+from tokenizers import pre_tokenizers
 from torch import Tensor
 
 CODES = VOCAB  # as many as the language models have tokens, so that every drafter of hostile_drafters.py fits
@@ -167,20 +168,13 @@ def small_janus() -> Any:
 
 def tokenizer(**special: str) -> Any:
     """Whole words as ids; the special ones where the tiny models have them."""
-    places = {
-        "image_token": 120,
-        "boi_token": BEGIN,
-        "eoi_token": 117,
-        "image_wrapper_token": BEGIN,
-        "eof_token": CLOSE,
-    }
+    places = {"image_token": 120, "boi_token": BEGIN, "eoi_token": 117, "image_wrapper_token": BEGIN}
+    places |= {"eof_token": CLOSE}
     vocab = {"<pad>": 0, "<s>": 1, "</s>": END, "red": 5, "blue": 6, "circle": 7, "4": 30, "*": 31, "<unk>": 32}
     vocab |= {token: places[name] for name, token in special.items()}
-    held = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
-    held.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return T.PreTrainedTokenizerFast(
-        tokenizer_object=held, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>", sep_token="4",
-        padding_side="left", extra_special_tokens=special,
+    return tiny_llava.tokenizer(
+        vocab, pre_tokenizers.Whitespace(), bos_token="<s>", eos_token="</s>", sep_token="4", padding_side="left",
+        extra_special_tokens=special,
     )  # fmt: skip
 
 
@@ -206,22 +200,14 @@ def draw(target: Any, call: dict[str, Any], **options: Any) -> Any:
 def glm_pipeline() -> Any:
     """A GlmImagePipeline of tiny random parts, whose prompts are of the words w3 … w109."""
     import diffusers as D
-    from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"w{i}": i for i in range(3, 110)} | {"<pad>": 0, "<unk>": 1, "<image>": 200, "<gb>": 201, "<ge>": 202}
     words |= {"<sop>": 120} | {str(i): 210 + i for i in range(33)}
-    raw = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"image_token": "<image>", "grid_bos_token": "<gb>", "grid_eos_token": "<ge>"}
-    tokenizer = T.PreTrainedTokenizerFast(
-        tokenizer_object=raw, pad_token="<pad>", bos_token="<sop>", unk_token="<unk>", extra_special_tokens=special
-    )
-    template = (
-        "{% for m in messages %}{% for c in m['content'] %}{% if c['type']=='image' %}<image> "
-        "{% else %}{{ c['text'] }} {% endif %}{% endfor %}{% endfor %}"
-    )
     processor = T.GlmImageProcessor(
-        image_processor=T.GlmImageImageProcessor(patch_size=8), tokenizer=tokenizer, chat_template=template
+        image_processor=T.GlmImageImageProcessor(patch_size=8),
+        tokenizer=tiny_llava.tokenizer(words, bos_token="<sop>", extra_special_tokens=special),
+        chat_template=tiny_llava.TEMPLATE,
     )
     torch.manual_seed(0)
     made = D.GlmImagePipeline(

@@ -38,10 +38,9 @@ def lively(module: nn.Module, seed: int, scale: float = 0.35) -> Any:
 
 
 def transformer(kind: str = "text", seed: int = 0, **sizes: Any) -> LlamaGenTransformer:
-    condition = {"text": {"prefix": PREFIX, "classes": 0, "caption_width": WIDTH}, "class": {"prefix": 1}}[kind]
-    if kind == "class":
-        condition["classes"] = CLASSES
-    return lively(LlamaGenTransformer(**{**SIZES, **condition, **sizes}), seed)
+    text = {"prefix": PREFIX, "classes": 0, "caption_width": WIDTH}
+    condition = {"text": text, "class": {"prefix": 1, "classes": CLASSES}}
+    return lively(LlamaGenTransformer(**{**SIZES, **condition[kind], **sizes}), seed)
 
 
 def vq(seed: int = 0, **sizes: Any) -> LlamaGenVQ:

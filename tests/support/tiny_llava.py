@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import transformers as T
 from PIL import Image
+from tiny_vlms import CLIP, TEXT
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 IMAGE_TOKEN = 120
@@ -22,22 +23,7 @@ TEMPLATE = (
 def model(seed: int = 0) -> T.LlavaForConditionalGeneration:
     """Random weights, scaled up so that pictures and prompts change the answer."""
     torch.manual_seed(seed)
-    text = T.LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    vision = T.CLIPVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
-    )
+    text, vision = T.LlamaConfig(**{**TEXT, "num_hidden_layers": 2}), T.CLIPVisionConfig(**CLIP)
     config = T.LlavaConfig(text_config=text, vision_config=vision, image_token_id=IMAGE_TOKEN, vision_feature_layer=-2)
     made = T.LlavaForConditionalGeneration(config).eval()
     with torch.no_grad():
@@ -47,22 +33,20 @@ def model(seed: int = 0) -> T.LlavaForConditionalGeneration:
     return made
 
 
+def tokenizer(vocab: dict[str, int], at: Any = None, **special: Any) -> T.PreTrainedTokenizerFast:
+    """Whole words as tokens, parted `at` spaces or by another pre-tokenizer; what is none is <unk>."""
+    held = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    held.pre_tokenizer = at or pre_tokenizers.WhitespaceSplit()
+    return T.PreTrainedTokenizerFast(tokenizer_object=held, pad_token="<pad>", unk_token="<unk>", **special)
+
+
 def processor(template: str | None = TEMPLATE) -> T.LlavaProcessor:
     """Words w3 ... w127; everything else is <unk>."""
     words = {f"w{i}": i for i in range(4, 128) if i != IMAGE_TOKEN}
     words |= {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "<image>": IMAGE_TOKEN}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return T.LlavaProcessor(
         image_processor=T.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),
-        tokenizer=T.PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            pad_token="<pad>",
-            bos_token="<s>",
-            eos_token="</s>",
-            unk_token="<unk>",
-            additional_special_tokens=["<image>"],
-        ),
+        tokenizer=tokenizer(words, bos_token="<s>", eos_token="</s>", additional_special_tokens=["<image>"]),
         patch_size=14,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
