@@ -627,12 +627,13 @@ def test_enabling_again_replaces(llava: Any) -> None:
     assert type(llava) is T.LlavaForConditionalGeneration
 
 
+@pytest.mark.parametrize("name", ["llava", "qwen3_5"])
 @pytest.mark.parametrize("drafter", ["ngram", "eagle tree"])
-def test_copies_are_stock(llava: Any, drafter: str, tmp_path: Path) -> None:
+def test_copies_are_stock(name: str, drafter: str, tmp_path: Path) -> None:
     """Pickled, deep-copied, saved or torch.saved while enabled: what comes out knows nothing of mmspec."""
-    want = tiny_vlms.generate(llava, prompt())
-    fresh = tiny_vlms.model.__wrapped__("llava")  # once it has run, even a stock model's own hooks cannot be pickled
-    before = anatomy(fresh)
+    want = tiny_vlms.generate(tiny_vlms.model(name), prompt(name=name))
+    fresh = tiny_vlms.model.__wrapped__(name)  # once it has run, even a stock model's own hooks cannot be pickled
+    before, kind = anatomy(fresh), type(fresh)
     mmspec.enable(fresh, drafter=DRAFTERS[drafter](fresh, Oracle({})))
     fresh.save_pretrained(tmp_path)
     stream = io.BytesIO()
@@ -642,19 +643,19 @@ def test_copies_are_stock(llava: Any, drafter: str, tmp_path: Path) -> None:
         "pickle": pickle.loads(pickle.dumps(fresh)),
         "deepcopy": copy.deepcopy(fresh),
         "torch.save": torch.load(stream, weights_only=False),
-        "save_pretrained": T.LlavaForConditionalGeneration.from_pretrained(tmp_path),
+        "save_pretrained": kind.from_pretrained(tmp_path),
     }
     for how, model in made.items():
         if how != "save_pretrained":
             assert anatomy(model) == before, how
         assert {type(part) for part in model.modules()} == {kind for kind, _ in before.values()}, how
         model.generation_config.eos_token_id = None
-        assert torch.equal(tiny_vlms.generate(model.eval(), prompt()), want), how
+        assert torch.equal(tiny_vlms.generate(model.eval(), prompt(name=name)), want), how
     assert "mmspec" not in "".join(path.read_text() for path in tmp_path.glob("*.json"))
-    assert '"LlavaForConditionalGeneration"' in (tmp_path / "config.json").read_text()
+    assert f'"{kind.__name__}"' in (tmp_path / "config.json").read_text()
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen3_5"])
 @pytest.mark.parametrize("drafter", ["ngram", "suffix", "recycle", "eagle tree"])
 @pytest.mark.every(4)
 def test_threads_on_one_model(name: str, drafter: str) -> None:

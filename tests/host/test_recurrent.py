@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 import uncompiled
 import vlm_classes as zoo
 from compared import as_alone, as_stock
-from hostile_drafters import Oracle, Scripted
+from hostile_drafters import DRAFTERS, Oracle, Scripted
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -107,43 +105,19 @@ def test_outside_of_a_draft_a_layer_is_stock() -> None:
             assert torch.equal(model(**inputs).logits, stock)
 
 
-# -- rows that come and go, pickles, threads, memory ------------------------------------------------------------------
-
-
-def right_or_wrong(prompts: list[dict[str, Tensor]], model: Any, tokens: int) -> Scripted:
-    """Trees with the right path in them, of one node or four, for each of these prompts."""
-    answers = {}
-    for inputs in prompts:
-        answers |= Oracle.of(inputs["input_ids"], tiny_vlms.generate(model, inputs, max_new_tokens=tokens)).answers
-
-    def line(row: Any, _: Any) -> tuple[list[int], list[int]]:
-        first, second = Oracle(answers).after(row, 2)
-        return ([], []) if len(row.tokens) % 4 == 0 else ([(first + 1) % 100, first, second, 7], [0, 0, 2, 3])
-
-    return Scripted(line)
+# -- rows that come and go, memory ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2_vl"])
 def test_rows_enter_and_leave_a_session(name: str) -> None:
-    model = tiny_vlms.model(name)
-    asked = [
-        tiny_vlms.prompt(name, kind, seed) for seed, kind in enumerate(["image first", "text only", "image last"] * 2)
-    ]
+    model, kinds = tiny_vlms.model(name), ["image first", "text only", "image last"] * 2
+    asked = [tiny_vlms.prompt(name, kind, seed) for seed, kind in enumerate(kinds)]
+    oracle = Oracle({})
+    for inputs in asked:
+        full = tiny_vlms.generate(model, inputs, max_new_tokens=14)
+        oracle.answers |= Oracle.of(inputs["input_ids"], full).answers
     ends: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": list(range(5, 30))}
-    as_alone(model, asked, right_or_wrong(asked, model, 14), 2, ends, lengths=2)
-
-
-def test_a_pickle_is_a_stock_model_and_two_threads_do_not_meet() -> None:
-    model = tiny_vlms.model("qwen3_5")
-    asked = [tiny_vlms.prompt("qwen3_5", kind) for kind in ("text only", "image first")]
-    want = [tiny_vlms.generate(model, one) for one in asked]
-    with mmspec.enable(model, right_or_wrong(asked, model, 24)):
-        stock = pickle.loads(pickle.dumps(model))
-        assert all("_mmspec_stock" not in vars(type(module)) for module in stock.modules())
-        assert torch.equal(tiny_vlms.generate(stock, asked[0]), want[0])
-        with ThreadPoolExecutor(2) as pool:
-            calls = [pool.submit(tiny_vlms.generate, model, one) for one in asked * 2]
-        assert all(torch.equal(call.result(), full) for call, full in zip(calls, want * 2, strict=True))
+    as_alone(model, asked, DRAFTERS["right within"](model, oracle), 2, ends, lengths=2)
 
 
 def test_a_node_costs_its_key_value_decay_and_input(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,10 @@ WRITERS = {  # pipelines of diffusers and their component
 }
 
 
+def reasons(found: dict[str, str]) -> list[str]:
+    return ["", "| class | why |", "|---|---|", *(f"| `{name}` | {why} |" for name, why in found.items()), ""]
+
+
 def page(found: dict[str, str | None], version: str) -> str:
     same = [name for name, why in found.items() if why is None]
     failing = {name: why for name, why in found.items() if why and why.startswith(STOCK)}
@@ -132,17 +136,9 @@ def page(found: dict[str, str | None], version: str) -> str:
         ),
         "",
         f"## Refused by `enable`, with this reason ({len(refused)})",
-        "",
-        "| class | why |",
-        "|---|---|",
-        *(f"| `{name}` | {why} |" for name, why in refused.items()),
-        "",
+        *reasons(refused),
         f"## Failing in transformers {version} itself, without mmspec ({len(failing)})",
-        "",
-        "| class | why |",
-        "|---|---|",
-        *(f"| `{name}` | {why} |" for name, why in failing.items()),
-        "",
+        *reasons(failing),
         f"## diffusers pipelines whose text model writes ({len(WRITERS)})",
         "",
         fill(
