@@ -247,20 +247,21 @@ def test_a_compiled_decoder() -> None:
         mmspec.enable(model)
 
 
+PROMPTED: dict[str, dict[str, Any]] = {
+    "PromptTuning": {},
+    "PromptEncoder": {"encoder_hidden_size": 16},
+    "PrefixTuning": {},
+}
+
+
 def prompted(model: Any, kind: str) -> Any:
     peft = pytest.importorskip("peft")
-    config = {
-        "prompt tuning": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-        "p-tuning": lambda: peft.PromptEncoderConfig(
-            task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16
-        ),
-        "prefix tuning": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-    }[kind]()
+    config = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=4, **PROMPTED[kind])
     torch.manual_seed(4)
     return peft.get_peft_model(model, config).eval()
 
 
-@pytest.mark.parametrize("kind", ["prompt tuning", "p-tuning", "prefix tuning"])
+@pytest.mark.parametrize("kind", PROMPTED)
 def test_adapters_that_put_tokens_before_the_prompt(kind: str) -> None:
     """Refused with the reason, at `enable` where it is seen, at the call where it came later; else stock."""
     ids, options = torch.randint(5, 90, (2, 9)), {"max_new_tokens": 12, "do_sample": False}
@@ -289,11 +290,10 @@ def test_adapters_that_put_tokens_before_the_prompt(kind: str) -> None:
 def test_an_adapter_for_each_row() -> None:
     """Rows leave as they end, which PEFT's list of names does not see: such calls run as stock does, with a warning."""
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(
-        tiny_vlms.text(), peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM"), "one"
-    )
+    lora = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny_vlms.text(), lora, "one")
     torch.manual_seed(6)
-    model.add_adapter("two", peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM"))
+    model.add_adapter("two", copy.copy(lora))
     model.eval()
     ids, names = torch.randint(5, 90, (3, 9)), ["one", "two", "__base__"]
     free = model.generate(input_ids=ids, adapter_names=names, max_new_tokens=12, do_sample=False)
@@ -456,12 +456,8 @@ def test_what_users_name_lies_in_the_face() -> None:
 @pytest.mark.full
 def test_a_script_that_ends_while_a_model_is_enabled_says_nothing():
     code = "import mmspec, tiny_vlms, torch\nmodel = tiny_vlms.model('llava')\nhandle = mmspec.enable(model, 'ngram')"
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        cwd=Path(__file__).parents[1] / "support",
-        capture_output=True,
-        text=True,
-    )
+    command, support = [sys.executable, "-W", "ignore", "-c", code], Path(tiny_vlms.__file__).parent
+    ended = subprocess.run(command, cwd=support, capture_output=True, text=True)
     assert ended.returncode == 0 and "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
 
 
@@ -486,12 +482,8 @@ def test_drafts_that_are_hardly_accepted_are_reported_once(drafter: str) -> None
     call = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
     stock = model.generate(ids, **call)
     known = Oracle.of(ids, stock) if drafter == "oracle" else Oracle({})
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        mmspec.enable(
-            model, Scripted(lambda row, _: (known.after(row, 2), [0, 1]), chained=True), auto="auto" in drafter
-        ) as handle,
-    ):
+    made = Scripted(lambda row, _: (known.after(row, 2), [0, 1]), chained=True)
+    with warnings.catch_warnings(record=True) as caught, mmspec.enable(model, made, auto="auto" in drafter) as handle:
         warnings.simplefilter("always")
         for _ in range(2):
             assert torch.equal(model.generate(ids, **call), stock)
@@ -500,15 +492,15 @@ def test_drafts_that_are_hardly_accepted_are_reported_once(drafter: str) -> None
     assert handle.stats.row_rounds >= (512 if drafter == "hostile" else 64)
 
 
-def _short(draft: Draft) -> Draft:
-    return replace(draft, tokens=draft.tokens[:, 1:])
-
-
 WRONG: dict[str, tuple[Callable[[Draft], Any], type[Exception], str]] = {
     "without the root": (lambda d: replace(d, tokens=d.tokens.roll(-1, 1)), ValueError, "node 0 of each row is its"),
     "nothing": (lambda d: None, TypeError, "returned NoneType; it has to return a Draft"),
     "tokens alone": (lambda d: d.tokens, TypeError, "returned Tensor"),
-    "too few tokens": (_short, ValueError, r"tokens \[2, 2\] of torch.int64 on a tree \[2, 3\]"),
+    "too few": (
+        lambda d: replace(d, tokens=d.tokens[:, 1:]),
+        ValueError,
+        r"tokens \[2, 2\] of torch.int64 on a tree \[2, 3\]",
+    ),
     "numbers": (lambda d: replace(d, tokens=d.tokens.float()), ValueError, "of torch.float32 on a tree"),
     "unknown tokens": (lambda d: replace(d, tokens=d.tokens + 10**6 * (d.tree.depth > 0)), ValueError, "or below 128"),
     "one row": (lambda d: d.select(torch.tensor([0])), ValueError, "here 2 rows"),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from functools import cache
 from typing import Any
 
 import pytest
 import tiny_vlms
 import torch
-import transformers as T
 import vlm_classes as zoo
 from hostile_drafters import Scripted
 from torch import Tensor
@@ -23,18 +21,12 @@ NEAR = 1e-4  # an error of this size in the probability of a token is seen
 Text = tuple[int, ...]
 
 
-@cache
 def kimi() -> Any:
     """Kimi-Linear: gated delta rule with a decay for each channel, beside latent attention."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        **tiny_vlms.PLAIN, "num_key_value_heads": 4,
-        "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-        "v_head_dim": 16, "linear_head_dim": 8, "linear_num_heads": 4, "num_hidden_layers": 3,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "mlp_layer_types": ["dense"] * 3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-    }  # fmt: skip
-    return tiny_vlms.enlarged(T.KimiLinearForCausalLM(T.KimiLinearConfig(**sizes)))
+    layers = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    layers |= {"mlp_layer_types": ["dense"] * 3, "linear_head_dim": 8, "linear_num_heads": 4}
+    latent = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    return tiny_vlms.text("KimiLinear", head_dim=None, num_key_value_heads=4, **layers, **latent)
 
 
 KINDS = {

@@ -11,6 +11,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,21 +228,15 @@ def test_waits_of_a_stream(drafter: str, no_interpreter: None, monkeypatch: pyte
 # -- drafters that come with a model, or are one -----------------------------------------------------------------------
 
 
-def _heads(count: int) -> Callable[[Path], tuple[Any, Any]]:
-    def made(folder: Path) -> tuple[Any, Any]:
-        model = copy.deepcopy(tiny_vlms.model("qwen3_5"))
-        published_mtp.shipped(model, folder, published_mtp.qwen_heads(model, count))
-        return place(model, FIRST), "mtp"
-
-    return made
+def _heads(folder: Path, count: int) -> tuple[Any, Any]:
+    model = copy.deepcopy(tiny_vlms.model("qwen3_5"))
+    published_mtp.shipped(model, folder, published_mtp.qwen_heads(model, count))
+    return place(model, FIRST), "mtp"
 
 
-def _block(kind: str) -> Callable[[Path], tuple[Any, Any]]:
-    def made(folder: Path) -> tuple[Any, Any]:
-        drafter = test_block.load(put(folder, *test_block.MADE[kind][1]()))
-        return place(copy.deepcopy(tiny_vlms.model("llava")), FIRST), drafter
-
-    return made
+def _block(folder: Path, kind: str) -> tuple[Any, Any]:
+    drafter = test_block.load(put(folder, *test_block.MADE[kind][1]()))
+    return place(copy.deepcopy(tiny_vlms.model("llava")), FIRST), drafter
 
 
 def _model(folder: Path) -> tuple[Any, Any]:
@@ -254,11 +249,9 @@ def _assistant(folder: Path) -> tuple[Any, Any]:
 
 
 SHIPPED: dict[str, Callable[[Path], tuple[Any, Any]]] = {
-    "mtp": _heads(1),
-    "mtp, three heads": _heads(3),
-    "dflash": _block("dflash"),
-    "dspark": _block("dspark"),
-    "dflash2": _block("dflash2"),
+    "mtp": partial(_heads, count=1),
+    "mtp, three heads": partial(_heads, count=3),
+    **{kind: partial(_block, kind=kind) for kind in ("dflash", "dspark", "dflash2")},
     "model": _model,
     "assistant": _assistant,
 }
