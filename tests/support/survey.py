@@ -110,55 +110,49 @@ WRITERS = {  # pipelines of diffusers and their component
 }
 
 
-def reasons(found: dict[str, str]) -> list[str]:
-    return ["", "| class | why |", "|---|---|", *(f"| `{name}` | {why} |" for name, why in found.items()), ""]
+def reasons(found: dict[str, str]) -> str:
+    return "\n".join(["| class | why |", "|---|---|", *(f"| `{name}` | {why} |" for name, why in found.items())])
 
 
 def page(found: dict[str, str | None], version: str) -> str:
-    same = [name for name, why in found.items() if why is None]
+    same = [f"- `{name}`" + (f": {UNDER[name]}" if name in UNDER else "") for name, why in found.items() if why is None]
     failing = {name: why for name, why in found.items() if why and why.startswith(STOCK)}
     refused = {name: why for name, why in found.items() if why is not None and name not in failing}
-    lines = [
-        "# Models",
-        "",
-        f"Every image-text-to-text class of transformers {version}, tried with tiny random models of these very",
-        "classes, greedy, float32, one row and three rows of unequal length, with pictures, drafts of n-grams and",
-        "random trees; twelve families also with sdpa and eager attention, one row and four, and every kind of",
-        "draft. Published weights were not tried here. The tests keep this page true; `mmspec doctor --supported`",
-        "prints the same, and names as untested what a newer transformers brings. A class that is not listed is",
-        "judged when it is enabled.",
-        "",
-        f"## Token-identical to stock `generate` ({len(same)})",
-        "",
-        *(
-            fill(f"- `{name}`" + (f": {UNDER[name]}" if name in UNDER else ""), 120, subsequent_indent="  ")
-            for name in same
-        ),
-        "",
-        f"## Refused by `enable`, with this reason ({len(refused)})",
-        *reasons(refused),
-        f"## Failing in transformers {version} itself, without mmspec ({len(failing)})",
-        *reasons(failing),
-        f"## diffusers pipelines whose text model writes ({len(WRITERS)})",
-        "",
-        fill(
-            "`enable(pipe)` finds the component that writes, as to lengthen a prompt, in any pipeline of diffusers "
-            "whose own code calls a `generate`; the picture's own steps are not tokens, and stay as they are. In "
-            "0.42.1 these are, with the components that can write:",
-            120,
-        ),
-        "",
-        *(f"- `{name}`: `{part}`" for name, part in WRITERS.items()),
-        "",
-        fill(
-            "Two of them, Flux2 and Ernie-Image, were run with tiny random models; GLM-Image is proved identical. "
-            "Where several can write, as an LTX2 with a `prompt_enhancer`, enable one of them: "
-            "`enable(pipe.prompt_enhancer)`.",
-            120,
-        ),
-        "",
-    ]
-    return "\n".join(lines)
+    identical = "\n".join(fill(line, 120, subsequent_indent="  ") for line in same)
+    writers = "\n".join(f"- `{name}`: `{part}`" for name, part in WRITERS.items())
+    return f"""\
+# Models
+
+Every image-text-to-text class of transformers {version}, tried with tiny random models of these very
+classes, greedy, float32, one row and three rows of unequal length, with pictures, drafts of n-grams and
+random trees; twelve families also with sdpa and eager attention, one row and four, and every kind of
+draft. Published weights were not tried here. The tests keep this page true; `mmspec doctor --supported`
+prints the same, and names as untested what a newer transformers brings. A class that is not listed is
+judged when it is enabled.
+
+## Token-identical to stock `generate` ({len(same)})
+
+{identical}
+
+## Refused by `enable`, with this reason ({len(refused)})
+
+{reasons(refused)}
+
+## Failing in transformers {version} itself, without mmspec ({len(failing)})
+
+{reasons(failing)}
+
+## diffusers pipelines whose text model writes ({len(WRITERS)})
+
+`enable(pipe)` finds the component that writes, as to lengthen a prompt, in any pipeline of diffusers whose own code
+calls a `generate`; the picture's own steps are not tokens, and stay as they are. In 0.42.1 these are, with the
+components that can write:
+
+{writers}
+
+Two of them, Flux2 and Ernie-Image, were run with tiny random models; GLM-Image is proved identical. Where several can
+write, as an LTX2 with a `prompt_enhancer`, enable one of them: `enable(pipe.prompt_enhancer)`.
+"""
 
 
 def main(argv: list[str]) -> Any:
