@@ -523,11 +523,8 @@ def second_turn(sequences: Tensor, name: str) -> dict[str, Tensor]:
     """The whole conversation so far and a new question, as a chat sends it; the pictures are in the cache."""
     ids = torch.cat([sequences, torch.tensor([[11, 12, 13, 14]])], 1)
     types = tiny_vlms.FAMILIES[name].types
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        **({types: torch.zeros_like(ids)} if types else {}),
-    }
+    text = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return {**text, types: torch.zeros_like(ids)} if types else text
 
 
 @pytest.mark.parametrize("kind", CACHES)
@@ -840,13 +837,8 @@ def test_errors_say_what_is_allowed(llava: Any, what: str) -> None:
 
 def test_a_drafter_for_another_target(llava: Any) -> None:
     for options, words in (({"vocab": 99}, "vocabulary 99"), ({"hidden": 32}, "hidden size 32")):
-        shapes = {
-            **{"hidden": tiny_vlms.HIDDEN, "intermediate": 96, "heads": 4, "kv_heads": 2, "vocab": VOCAB},
-            **options,
-        }
-        made = type(eagle(llava))(type(eagle(llava).config)(**shapes))
         with pytest.raises(ValueError, match=f"does not fit.*{words}"):
-            mmspec.enable(llava, drafter=made)
+            mmspec.enable(llava, eagle(llava, **options))
     assert type(llava) is T.LlavaForConditionalGeneration
 
 
