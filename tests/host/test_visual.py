@@ -79,9 +79,8 @@ def test_generate_and_the_processors_output_tell_the_same(family: str, kind: str
         def start(self, session: Any, target: Any, prompt: Any) -> None:
             told.append(prompt.visual)
 
-    with mmspec.enable(model, drafter=Listener(lambda *_: ([], []))) as handle:
-        tiny_vlms.generate(model, inputs, max_new_tokens=1)
-    assert not handle.stats.rounds, "one token needs no draft"
+    with mmspec.enable(model, drafter=Listener(lambda *_: ([], []))):
+        tiny_vlms.generate(model, inputs, max_new_tokens=2)  # for one alone, no drafter reads the prompt
     ids = inputs["input_ids"]
     assert torch.equal(told[0] > 0, torch.isin(ids, torch.tensor(placeholders(model.config))))
     if family not in ("llava_next", "lfm2_vl"):  # how many tokens their pictures have is known to the tower alone
