@@ -32,11 +32,12 @@ def add(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--enable", default=[], **FLAG)
 
 
-def given(words: Iterable[str], drafter: object = None) -> dict[str, Any]:
+def given(words: Iterable[str], drafter: object = None, batches: bool = False) -> dict[str, Any]:
     """Keyword arguments of `mmspec.enable` from words like depth=6, checked as far as possible without a model.
 
     Args:
         drafter: a name, a folder or None; with a known name, only the options of that drafter are allowed.
+        batches: for continuous batches, where each row has its own seed, so that `reproducible` means nothing.
 
     Raises EnableError: an unknown drafter or option, an invalid value, or a word that is not NAME=VALUE.
     """
@@ -55,6 +56,8 @@ def given(words: Iterable[str], drafter: object = None) -> dict[str, Any]:
     if unknown := next((name for name in options if name not in names), None):
         whose = f" with the drafter {drafter}" if drafter else ""
         raise EnableError(f"--enable has no {unknown!r}{whose}. It takes {', '.join(dict.fromkeys(names))}")
+    if batches and options.get("reproducible"):
+        raise EnableError("--enable reproducible fixes the noise of a whole call; here every row has its own seed")
     try:
         SpecConfig.split(options)
         if isinstance(rule := options.get("rule"), str):

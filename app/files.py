@@ -6,6 +6,7 @@ import base64
 import contextlib
 import io
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -19,10 +20,10 @@ def replacing(path: Path, partial: Path | None = None, durable: bool = True) -> 
     """A file to write that replaces `path` at the end: readers see the old file or the complete new one.
 
     Args:
-        partial: the temporary file: one name per writer, on the same disk, so that a kill leaves only this file behind.
+        partial: the temporary file, on the same disk: one name per writer and file, by default by the process.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = partial or path.with_name(f".{path.name}.partial")
+    partial = partial or path.with_name(f".{os.getpid()}-{zlib.crc32(os.fsencode(path.name)):08x}.partial")
     partial.unlink(missing_ok=True)
     try:
         with open(partial, "xb") as file:  # x: never write through an existing link
@@ -37,7 +38,7 @@ def replacing(path: Path, partial: Path | None = None, durable: bool = True) -> 
 
 def write_whole(path: Path, data: bytes, partial: Path | None = None, durable: bool = True) -> None:
     """Replace a file in one step."""
-    with replacing(path, partial or path.parent / ".mmspec.partial", durable) as file:
+    with replacing(path, partial, durable) as file:
         file.write(data)
 
 

@@ -50,7 +50,7 @@ class Prompts(PromptChoice):
                 _check(one, what if what in ("system", "prepend", "append") else "prompt")
 
     def of(self, item: Item) -> PromptChoice:
-        place = PurePosixPath(item.name)
+        place = PurePosixPath(item.name.encode("utf-8", "backslashreplace").decode())  # names need not be valid Unicode
         folder = "" if place.parent == PurePosixPath() else place.parent.as_posix()
         values = {"name": place.stem, "dir": folder, "existing": item.existing or ""}
         filled: dict[str, Any] = {

@@ -10,6 +10,7 @@ from PIL import Image
 if TYPE_CHECKING:  # chat turns can be built without importing transformers
     from mmspec.pipelines.host.kinds import BatchFeature, PreTrainedTokenizerBase, Processor
 
+THINKS = "enable_thinking"  # a variable of chat templates
 Turns = Sequence[tuple[str, str]]  # pairs of question and answer
 Chat = Sequence[dict[str, Any]]  # messages in the form that chat templates take, each with a list of content parts
 
@@ -33,8 +34,12 @@ def chat_inputs(
     return inputs_of(processor, chats)
 
 
-def inputs_of(processor: Processor, chats: Sequence[Chat]) -> BatchFeature:
+def inputs_of(processor: Processor, chats: Sequence[Chat], thinking: bool = False) -> BatchFeature:
     """Left-padded inputs, one row per chat: turns {role, content: parts of type text, image or video}.
+
+    Args:
+        thinking: whether a model that may reason before it answers does so, if its template leaves the choice
+            (`enable_thinking`, as Qwen3.5's).
 
     Raises:
         ValueError: an image for a text-only model.
@@ -50,7 +55,9 @@ def inputs_of(processor: Processor, chats: Sequence[Chat]) -> BatchFeature:
             processor.pad_token = processor.eos_token
     if template(processor):
         padding = {"padding": True, "padding_side": "left"}
-        kwargs = {"padding": True} if text_only else {"processor_kwargs": padding}
+        kwargs: dict[str, Any] = {"padding": True} if text_only else {"processor_kwargs": padding}
+        if THINKS in str(template(processor)):
+            kwargs[THINKS] = thinking
         inputs: Any = processor.apply_chat_template(
             [_joined_text(chat) for chat in chats] if text_only else chats,
             add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", **kwargs,

@@ -123,7 +123,7 @@ class Run:
             return SOME_FAILED if failed_before else OK
         self._write_settings()
         tally = RunTally(len(todo.pending), options.quiet)
-        devices = places(options.devices)
+        devices = places(options.devices)[: len(todo.pending)]
         start: Any = WorkerPool if len(devices) > 1 else SingleWorker
         try:
             with contextlib.closing(start(self.job, devices, outputs.slots)) as workers, tally:

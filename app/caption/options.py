@@ -138,7 +138,7 @@ class Options:
     on_existing: str = _flag(None, "skip", "keep or overwrite captions and final files that mmspec did not write",
         choices=("skip", "overwrite"))
     report: Path | None = _flag("FILE", None, "write speeds and counts as .json, or as a .html page",
-        type=lambda text: Path(_text(r".*\.(json|html)", "a report's name, as report.json or report.html")(text)))
+        type=lambda text: Path(_text(r"(?!.*://).*\.(json|html)", "a local report's name, as r.json or r.html")(text)))
 
     config: Path | None = _flag("FILE", None, "YAML file of flags, such as an earlier run's run.yaml", type=Path,
         section="the run")
@@ -190,7 +190,7 @@ class Options:
     def enabled(self) -> dict[str, object]:
         """The options of --enable by name, and a prefix cache for several prompts; EnableError if one is invalid."""
         several = {"prefix_cache": KEPT} if len(self.prompt) > 1 else {}
-        return several | enabling.given(self.enable, self.drafter)
+        return several | enabling.given(self.enable, self.drafter, batches=True)
 
     @property
     def shaping(self) -> dict[str, object]:

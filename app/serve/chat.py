@@ -13,10 +13,11 @@ from mmspec.media import MediaError
 # types of errors by status; others are invalid requests
 KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 PICTURES = 256  # maximum number of pictures in a request
+MANY, FEW, SHORT = 1024, 16, 256  # maximum number of messages and of their parts; of stop strings; their length
 NEUTRAL: dict[str, tuple[object, ...]] = {  # unsupported fields → values that have no effect, besides null
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},), "tools": ([],), "functions": ([],),
     "presence_penalty": (0,), "frequency_penalty": (0,), "tool_choice": ("none", "auto"), "audio": (),
-    "repetition_penalty": (1,), "min_p": (0,), "max_new_tokens": (), "chat_template_kwargs": ({},),
+    "repetition_penalty": (1,), "min_p": (0,), "max_new_tokens": (),
 }  # fmt: skip
 
 
@@ -48,12 +49,17 @@ def _parts(content: object) -> object:
     return [{"type": "text", "text": content or ""}] if isinstance(content, str | None) else content
 
 
+def _listed(stop: object) -> object:
+    return [stop] if isinstance(stop, str) else stop or []
+
+
 _Part = Annotated[_Text | _Picture, Field(discriminator="type")]
+_Stop = Annotated[str, Field(max_length=SHORT)]
 
 
 class _Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[_Part], BeforeValidator(_parts)]
+    content: Annotated[list[_Part], Field(max_length=MANY), BeforeValidator(_parts)]
 
 
 class _Format(BaseModel):
@@ -64,7 +70,7 @@ class _Format(BaseModel):
 class ChatRequest(BaseModel, extra="allow"):
     """The supported fields; null is as good as leaving a field out. For other fields, see NEUTRAL."""
 
-    messages: list[_Message] = Field(min_length=1)
+    messages: list[_Message] = Field(min_length=1, max_length=MANY)
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -72,8 +78,9 @@ class ChatRequest(BaseModel, extra="allow"):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[list[_Stop], Field(max_length=FEW), BeforeValidator(_listed)] = []
     response_format: _Format | None = None
+    chat_template_kwargs: dict[Literal["enable_thinking"], bool] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
 
@@ -98,10 +105,6 @@ class ChatRequest(BaseModel, extra="allow"):
         return request
 
     @property
-    def stops(self) -> list[str]:
-        return [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if stop]
-
-    @property
     def schema_of_answer(self) -> dict[str, Any] | None:
         """The JSON schema that the answer must have; ChatError if the request announces one without giving it."""
         form = self.response_format
@@ -116,7 +119,10 @@ class ChatRequest(BaseModel, extra="allow"):
         """The settings for `generate`; the arguments are defaults for what the request does not set."""
         warmth = temperature if self.temperature is None else self.temperature
         most = self.max_completion_tokens or self.max_tokens or most
-        return {"max_new_tokens": most, **sampling_settings(warmth, top_p=self.top_p or 1.0, top_k=self.top_k or 0)}
+        given = self.model_extra or {}  # a neutral value replaces that of the model's generation_config
+        neutral = {name: given[name] for name in ("repetition_penalty", "min_p") if given.get(name) is not None}
+        drawn = sampling_settings(warmth, top_p=self.top_p or 1.0, top_k=self.top_k or 0)
+        return neutral | {"max_new_tokens": most, **drawn}
 
     async def chat(self, pictures: PictureLoader) -> list[dict[str, Any]]:
         """The messages in the format of chat templates; ChatError if a picture cannot be loaded or all are too big.

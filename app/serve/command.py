@@ -29,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=from_zero, default=0.0, metavar="T", help="default for requests (%(default)s)")
     add("--max-bytes", type=count, default=32 * 2**20, metavar="N", help="limit of a request or picture (%(default)s)")
     add("--max-pixels", type=count, default=MAX_PIXELS, metavar="N", help="limit of a request's pictures (%(default)s)")
+    add("--max-pixels-per-image", type=count, metavar="N", help="larger ones are made smaller; default: by the model")
     add("--allow-http", action="store_true", help="fetch pictures from any URL that this machine can reach")
     enabling.add(parser)
     where(parser)
@@ -59,11 +60,12 @@ def _serve(args: argparse.Namespace, key: str | None) -> None:
     from mmspec.pipelines.serving.async_batcher import AsyncBatcher
 
     drafter = args.drafter or embedded.drafter(args.model)
-    options = enabling.given(args.enable, drafter)
+    options = enabling.given(args.enable, drafter, batches=True)
     engine = engines.load(args.model, drafter, args.device, args.dtype, args.max_new_tokens, 0.0, **options)
-    for note in engine.notes:
+    area, capped = area_for(args.max_pixels_per_image or AUTO, engine)
+    for note in filter(None, (*engine.notes, capped)):
         print(f"mmspec serve: {note}", file=sys.stderr)
-    limits = MediaLimits(args.max_pixels, args.max_bytes, SECONDS, max_area=area_for(AUTO, engine)[0])
+    limits = MediaLimits(args.max_pixels, args.max_bytes, SECONDS, max_area=area)
     batches = AsyncBatcher(engine.batcher(args.batch_size or engine.suggest_rows()), engine.processor)
     with batches as worker, PictureLoader(limits, args.allow_http) as pictures:
         shown = (args.name or args.model, args.max_new_tokens, args.temperature, args.queue, args.max_bytes, key)

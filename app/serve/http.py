@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from mmspec.app.devices import first_line
 from mmspec.app.engine import Engine
 from mmspec.app.media.pictures import PictureLoader
+from mmspec.app.options import is_local
 from mmspec.app.serve.chat import ChatError, ChatRequest
 from mmspec.pipelines.host.processors.grammar import json_grammar
 from mmspec.pipelines.host.reach import room_after
@@ -51,6 +52,8 @@ class Service:
 
     async def check_key(self, request: Request) -> None:  # async: the threads are for slower work
         given = request.headers.get("authorization", "")
+        if self.key is None and not is_local(request.url.hostname or ""):  # a web page in this machine's browser
+            raise ChatError(403, f"without --key only this machine may ask, not {request.url.hostname!r} (Host)")
         if self.key is not None and not secrets.compare_digest(given.encode(), f"Bearer {self.key}".encode()):
             raise ChatError(401, "an API key is required: Authorization: Bearer KEY", None, "invalid_api_key")
 
@@ -62,6 +65,8 @@ class Service:
         """Read a request. ChatError if the queue is full, or the request is too large, late or invalid."""
         if self.open >= self.worker.batches.rows + self.queue:
             raise ChatError(429, f"{self.open} requests are open, the limit; try again later", None, "queue_full")
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            raise ChatError(415, "a request needs the header Content-Type: application/json")  # no web page may send it
         if (length := request.headers.get("content-length")) is None:
             raise ChatError(411, "a request needs a Content-Length; send its body as a whole, not in chunks")
         if int(length) > self.max_bytes:
@@ -85,7 +90,9 @@ class Service:
             inputs, settings = await self._prepared(body)
             yield "", None, {}
             seed = secrets.randbits(31) if body.seed is None else body.seed % 2**63
-            async for part in self.worker.stream(inputs, seed, body.stops, bool(body.stream), **settings):
+            async for part in self.worker.stream(
+                inputs, seed, [*filter(None, body.stop)], bool(body.stream), **settings
+            ):
                 yield part.text, part.finish, _counts(inputs, part, began) if part.finish else {}
         finally:
             self.open -= 1
@@ -98,9 +105,9 @@ class Service:
                 settings["logits_processor"] = [await asyncio.to_thread(json_grammar, self.engine.processor, schema)]
             except (ImportError, ValueError) as error:
                 raise ChatError(400, f"response_format: {error}", "response_format") from error
-        chat = await body.chat(self.pictures)
+        chat, thinking = await body.chat(self.pictures), (body.chat_template_kwargs or {}).get("enable_thinking", False)
         try:
-            job = self.engine.threads.submit(lambda processor: inputs_of(processor, [chat]))
+            job = self.engine.threads.submit(lambda processor: inputs_of(processor, [chat], thinking))
             inputs = (await asyncio.wrap_future(job)).to(self.engine.model.dtype)
         except Exception as error:  # the template refuses the chat, or a picture is too small for the processor
             raise ChatError(400, f"the model cannot read this chat ({first_line(error)})", "messages") from error

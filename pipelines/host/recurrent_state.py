@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -102,18 +102,20 @@ class RecurrentLayers(dict[int, RecurrentLayer]):
 
     def __init__(self, given: Iterable[tuple[int, RecurrentLayer]] = ()) -> None:
         super().__init__(given)
-        self._groups: tuple[list[Group], list[Group]] | None = None  # of convolutions, and of recurrent states
-        self._buffers: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}  # group → its buffer, and the layers' views
+        # by what a draft has read: the groups of convolutions, and of recurrent states
+        self._groups: dict[Hashable, tuple[list[Group], list[Group]]] = {}
+        self._buffers: dict[Kind, tuple[Tensor, tuple[Tensor, ...]]] = {}  # kind → its buffer, and the layers' views
 
     def commit(self, path: AcceptedPath) -> None:
         """Apply the writes of the accepted nodes of the last draft to the states, and drop all others."""
-        if self._groups is None:  # every draft is read by the same layers
-            self._groups = self._grouped()
-        convolutions, states = self._groups
+        read = tuple((*layer.inputs, None, *layer.writes) for layer in self.values())
+        if read not in self._groups:
+            self._groups[read] = self._grouped()
+        convolutions, states = self._groups[read]
         for group in convolutions:
             _fold_inputs(group, path)
-        for number, group in enumerate(states):
-            self._fold_states(number, group, path)
+        for group in states:
+            self._fold_states(group, path)
         for layer in self.values():
             layer.inputs, layer.writes = {}, {}
 
@@ -127,15 +129,16 @@ class RecurrentLayers(dict[int, RecurrentLayer]):
                 states[_kind(layer.state[index], *written)].append((layer, index))
         return [*inputs.values()], [*states.values()]
 
-    def _fold_states(self, number: int, group: Group, path: AcceptedPath) -> None:
+    def _fold_states(self, group: Group, path: AcceptedPath) -> None:
         """Fold the nodes' writes into the states of layers of one kind."""
         own = tuple(layer.state[index] for layer, index in group)
-        buffer, views = self._buffers.get(number, (own[0], ()))
+        kind = _kind(own[0])
+        buffer, views = self._buffers.get(kind, (own[0], ()))
         if len(own) != len(views) or any(a is not b for a, b in zip(own, views, strict=True)):  # rows joined or left
             with lasting():
                 buffer = torch.stack(own)
             views = tuple(buffer.unbind())
-            self._buffers[number] = buffer, views
+            self._buffers[kind] = buffer, views
             for (layer, index), view in zip(group, views, strict=True):
                 layer.state[index] = view
         k, u, G = (torch.cat(each) for each in zip(*(layer.writes[index] for layer, index in group), strict=True))

@@ -360,6 +360,16 @@ def test_retry_failed(caption, monkeypatch: pytest.MonkeyPatch):
     assert caption("--retry-failed") == OK and len(captions()) == 4
 
 
+def test_what_failed_before_says_nothing_of_the_model(caption, photos: Path, monkeypatch: pytest.MonkeyPatch):
+    for number in range(running.PATIENCE - 2):
+        paint(photos / f"more{number}.png")
+    for first, last in ((2, 9), (1, running.PATIENCE + 1)):
+        with monkeypatch.context() as patch:
+            failing(patch, lambda number: RuntimeError("no") if first <= number < last else None)  # noqa: B023
+            assert caption("--retry-failed") == SOME_FAILED
+    assert len(captions()) == 2
+
+
 def test_a_torn_last_line_is_healed(caption, capsys: pytest.CaptureFixture):
     assert caption() == OK
     before, path = captions(), Path("captions/.mmspec/worker-0.jsonl")
@@ -876,12 +886,14 @@ def test_fatal_errors_say_what_to_do(caption, truly, photos: Path, capsys: pytes
         ("--temperature -1", "'-1' is not a number from 0 on"),
         ("--shard 4/4", "'4/4' is not I/N"),
         ("--format xls", "'xls' is not a list of txt,metadata"),
-        ("--report out.pdf", "'out.pdf' is not a report's name, as report.json or report.html"),
+        ("--report out.pdf", "'out.pdf' is not a local report's name, as r.json or r.html"),
+        ("--report s3://bucket/r.json", "'s3://bucket/r.json' is not a local report's name"),
+        ("--enable reproducible=true", "here every row has its own seed"),
         ("--frames fps:2000", "unknown frame policy"),
         ("--devices ,", "',' is not auto, cpu, cuda, mps, or a list as 0,1"),
         ("--max-bytes 2X", "'2X' is not a size"),
         ("--max-memory 0", "'0' is not a size"),
-        ("--report photos/a.png", "'photos/a.png' is not a report's name"),
+        ("--report photos/a.png", "'photos/a.png' is not a local report's name"),
         ("--prompt {nam}", "unknown variable {nam}"),
         ("--config no.yaml", "no.yaml cannot be read"),
     ],

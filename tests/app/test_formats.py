@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tarfile
+import zlib
 from pathlib import Path
 
 import datasets
@@ -161,7 +163,7 @@ def test_a_file_is_never_written_through_a_link(tmp_path: Path):
     mine, path = tmp_path / "mine.txt", tmp_path / "out.txt"
     mine.write_text("precious")
     path.symlink_to(mine)
-    (tmp_path / ".out.txt.partial").symlink_to(mine)
+    (tmp_path / f".{os.getpid()}-{zlib.crc32(b'out.txt'):08x}.partial").symlink_to(mine)
     with replacing(path) as file:
         file.write(b"new")
     assert mine.read_text() == "precious" and path.read_bytes() == b"new" and not path.is_symlink()

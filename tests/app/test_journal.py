@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import zlib
 from pathlib import Path
 
 import pytest
 
 from mmspec.app.caption.journal import FAILED, Journal, Ledger, key
 from mmspec.app.caption.outputs import OutputError, Outputs, Sidecars, Writer
-from mmspec.app.files import write_whole
+from mmspec.app.files import replacing, write_whole
 
 RECORDS = [{"file_name": "a", "text": "ein Hügel, 山"}, {"file_name": "b", "text": "line\nbreak"}]
 
@@ -100,7 +101,10 @@ def test_a_key_depends_on_everything():
 
 
 def test_write_whole_leaves_nothing_else_behind(tmp_path: Path):
-    write_whole(tmp_path / "sub" / "x.txt", b"one")
+    with replacing(tmp_path / "sub" / "x.txt") as file:  # other processes, and other files, have names of their own
+        file.write(b"one")
+        names = [path.name for path in (tmp_path / "sub").iterdir()]
+    assert names == [f".{os.getpid()}-{zlib.crc32(b'x.txt'):08x}.partial"]
     write_whole(tmp_path / "sub" / "x.txt", b"two")
     assert [path.name for path in (tmp_path / "sub").iterdir()] == ["x.txt"]
     assert (tmp_path / "sub" / "x.txt").read_bytes() == b"two"
@@ -110,7 +114,7 @@ def test_links_in_a_hostile_folder_lead_nowhere(tmp_path: Path):
     precious, folder = tmp_path / "precious", tmp_path / "photos"
     folder.mkdir()
     precious.write_text("precious")
-    for name in (".mmspec.partial", "x.txt"):
+    for name in (f".{os.getpid()}-{zlib.crc32(b'x.txt'):08x}.partial", "x.txt"):
         (folder / name).symlink_to(precious)
     write_whole(folder / "x.txt", b"caption")
     assert precious.read_text() == "precious" and (folder / "x.txt").read_bytes() == b"caption"

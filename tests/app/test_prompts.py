@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
+from mmspec import zoo
 from mmspec.app.media.items import IMAGE, Item, file_source
 from mmspec.app.prompt import PromptChoice, PromptError, Prompts
+from mmspec.pipelines.prompts import inputs_of
 
 
 def item(name: str = "birds/red/1.jpg", **more) -> Item:
@@ -21,6 +24,7 @@ def test_variables_are_filled_in_everywhere():
     filled = "1|birds/red|a {name} bird|{x}"
     assert asked == PromptChoice(filled, filled, filled, filled)
     assert Prompts(every).of(item("1.jpg")).text == "1|||{x}"
+    assert Prompts("{name}").of(item("caf\udce9.jpg")).text == r"caf\udce9"  # not valid Unicode
 
 
 @pytest.mark.parametrize("where", ["prompt", "system", "prepend", "append"])
@@ -46,3 +50,12 @@ def test_what_is_no_variable_is_refused(where: str, text: str, says: str):
 
 def test_what_is_put_around_an_answer():
     assert PromptChoice("?", prepend="<", append=">").caption(" a cat.\n") == "<a cat.>"
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_models_that_may_reason_do_so_only_if_told_to(thinking: bool):
+    tokenizer = AutoTokenizer.from_pretrained(zoo.path("scenes-hybrid"))
+    tokenizer.chat_template = "{{ messages[0].content }} {{ 'small' if enable_thinking else 'large' }}"
+    chat = [{"role": "user", "content": [{"type": "text", "text": "red"}]}]
+    ids = inputs_of(tokenizer, [chat], **({"thinking": True} if thinking else {}))["input_ids"][0]
+    assert tokenizer.decode(ids).split() == ["red", "small" if thinking else "large"]

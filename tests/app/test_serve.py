@@ -230,13 +230,14 @@ def test_a_full_queue_is_said(client: openai.OpenAI, base: str, service: Service
 
 def test_requests_under_way_count_as_open(base: str, service: Service) -> None:
     service.queue, queue, tries = 1 - ROWS, service.queue, 200
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 9\r\n\r\n"
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
+    head += b"Content-Type: application/json\r\n\r\n"
     try:
         with socket.create_connection(("127.0.0.1", int(base.rpartition(":")[2]))) as slow:
             slow.sendall(head)
             while not httpx.get(f"{base}/health").json()["open"] and (tries := tries - 1):
                 time.sleep(0.01)
-            assert httpx.post(f"{base}/v1/chat/completions", content="{}").status_code == 429
+            assert httpx.post(f"{base}/v1/chat/completions", json={}).status_code == 429
         idle(base)
     finally:
         service.queue = queue
@@ -328,6 +329,10 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no data URL": (asking("data:nothing"), {}, "has a data URL that cannot be read; write data:image/jpeg"),
     "257 pictures": (user(asking("data:,")[0]["content"][:1] * 257), {}, "may have 256 pictures; got 257"),
     "no URL": (user([{"type": "image_url", "image_url": {}}]), {}, "0.image_url.url: F"),
+    "many messages": ([user("?")[0]] * 1025, {}, "at most 1024 items"),
+    "long stop": (LARGE, {"stop": "x" * 257}, "at most 256 characters"),
+    "many stops": (LARGE, {"stop": ["x"] * 17}, "at most 16 items"),
+    "template": (LARGE, {"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "enable_thinking"),
     "penalty": (LARGE, {"extra_body": {"repetition_penalty": 1.2}}, "repetition_penalty is not"),
     "no schema": (LARGE, {"response_format": {"type": "json_schema"}}, "schema is missing"),
     "a wrong schema": (
@@ -359,7 +364,11 @@ def test_models_keys_and_strange_addresses(client: openai.OpenAI, base: str, ser
     assert [model.id for model in client.models.list()] == [embedded.MODEL]
     with pytest.raises(openai.NotFoundError, match="no model 'gpt-9' here; this is 'scenes-video'"):
         client.chat.completions.create(model="gpt-9", messages=asking(""))
-    assert httpx.post(f"{base}/v1/chat/completions", content=iter([b"{}"])).status_code == 411
+    here, kind = f"{base}/v1/chat/completions", {"Content-Type": "application/json"}
+    assert httpx.post(here, content=iter([b"{}"]), headers=kind).status_code == 411
+    assert httpx.post(here, content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
+    foreign = httpx.get(f"{base}/v1/models", headers={"Host": "evil.example"})
+    assert foreign.status_code == 403 and "'evil.example'" in foreign.json()["error"]["message"]
     service.key = "secret"
     try:
         with pytest.raises(openai.AuthenticationError, match="an API key is required"):
@@ -400,7 +409,7 @@ def test_null_is_left_out_within_messages_and_formats() -> None:
     ],
 )
 def test_every_error_has_openais_shape(base: str, method: str, path: str, status: int, says: str) -> None:
-    answer = httpx.request(method, base + path)
+    answer = httpx.request(method, base + path, headers={"Content-Type": "application/json"})
     error = answer.json()["error"]
     assert answer.status_code == status and set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error" and error["message"].startswith(says)
