@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import fsspec
+import httpx
 import huggingface_hub
 import pytest
 
@@ -215,6 +216,8 @@ def test_the_output_is_uploaded_as_a_data_set(caption, photos: Path, monkeypatch
             asked.append({"repo": repo, **more})
             if repo.startswith("not-mine/"):
                 raise PermissionError("401")
+            if repo.startswith("offline/"):
+                raise httpx.ConnectError("no such host")
             return SimpleNamespace(repo_id=repo, __str__=lambda self: repo)
 
         def upload_folder(self, **more) -> None:
@@ -230,6 +233,8 @@ def test_the_output_is_uploaded_as_a_data_set(caption, photos: Path, monkeypatch
     assert sent["repo_id"] == "me/captions" and Path(sent["folder_path"]).name == "captions"
     assert caption("--push-to-hub", "not-mine/captions") == FATAL
     assert "cannot upload to not-mine/captions (401)" in capsys.readouterr().err
+    assert caption("--push-to-hub", "offline/captions") == FATAL
+    assert "cannot upload to offline/captions (no such host); all captions are in" in capsys.readouterr().err
     assert caption("--push-to-hub", "me/captions", "--out", "beside") == SENSELESS
     with pytest.raises(SystemExit):
         caption("--push-to-hub", "captions")
