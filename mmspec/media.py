@@ -51,10 +51,10 @@ def raising(flag: str) -> str:
 
 
 class MediaError(Exception):
-    """A file or folder that cannot be used: its path, the reason, and what the user can do about it."""
+    """A file or folder that cannot be used: its path or address, the reason, and what the user can do about it."""
 
     def __init__(self, path: Path | str, reason: str, what_to_do: str):
-        self.path, self.reason, self.what_to_do = Path(path), reason, what_to_do
+        self.path, self.reason, self.what_to_do = path, reason, what_to_do
         super().__init__(f"{path}: {reason}; {what_to_do}")
 
     def __reduce__(self) -> tuple:

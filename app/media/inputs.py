@@ -99,7 +99,7 @@ class Inputs:
         try:
             yield from place.items(self._name_of)
         except MediaError as error:
-            yield broken(self._name_of(error.path), error)
+            yield broken(self._name_of(Path(error.path)), error)
 
     def subfolders(self) -> int:
         """The number of subfolders that are not read."""

@@ -114,6 +114,7 @@ def test_both_ends_elsewhere_and_another_machine_goes_on(caption, photos: Path, 
     assert caption(*words, folder=source) == SOME_FAILED
     assert "2 done before" in capsys.readouterr().out
     assert sorted(captions("out")) == sorted(GOOD) and len(lines("out/failed.jsonl")) == 3
+    assert lines("out/failed.jsonl")[1]["message"].startswith(f"{source}/empty.png: is empty (0 bytes)")
     assert len(lines("out/.mmspec/worker-0.jsonl")) == 7
     made = {path.relative_to("out").as_posix() for path in Path("out").rglob("*") if path.is_file()}
     state = {".mmspec/finals.log", ".mmspec/worker-0.jsonl"}
