@@ -15,6 +15,7 @@ from mmspec.app.caption import formats
 from mmspec.app.caption.journal import FAILED, STATE, Journal, Ledger, Record, digest, hold, line_of, parse
 from mmspec.app.files import write_whole
 from mmspec.app.media.items import Item, need
+from mmspec.media import MediaError
 
 FAILURES = "failed.jsonl"  # written by every run in which something failed
 FILE = "run.yaml"  # the settings of the run, beside the captions
@@ -81,8 +82,9 @@ class Writer:
         return record
 
     def fail(self, name: str, error: Exception, facts: Record) -> Record:
-        """Record why an item has no caption; returns the record."""
-        why = {"error": type(error).__name__, "message": str(error) or repr(error)}
+        """Record why an item has no caption; returns the record, whose message names the item or its file."""
+        message = str(error) if isinstance(error, MediaError) else f"{name}: {str(error) or repr(error)}"
+        why = {"error": type(error).__name__, "message": message}
         record = {"file_name": name, "status": FAILED, **why, "time": time.time(), **facts}
         self.journal.append(record)
         return record

@@ -164,7 +164,7 @@ def test_captions_are_json_and_a_cut_one_fails(tmp_path: Path, capsys: pytest.Ca
         return [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
 
     assert main([*words, "--max-new-tokens", "9"]) == 3
-    assert "no complete JSON in 9 tokens; raise --max-new-tokens" in (out / "failed.jsonl").read_text()
+    assert f"{SAMPLES[0].name}: no complete JSON in 9 tokens; raise" in (out / "failed.jsonl").read_text()
     assert main(words) == 0
     assert [valid(record["text"]) for record in recorded()] == [True] * 3
     assert recorded()[0]["text"] == texts(stock())[0]
