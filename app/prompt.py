@@ -79,7 +79,7 @@ def read_prompts(path: str | Path) -> list[str]:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"cannot read the prompts of {str(path)!r}: {error}") from error
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
     if not lines:
         raise PromptError(f"{path} has no prompts; write one per line")
     return lines

@@ -86,7 +86,7 @@ def read(source: str, limit: int | None = None, seed: int = 0, clips: Clips | No
     if kind in DRAWN and rest.isdecimal():
         samples: Sequence[TrainingSample] = [DRAWN[kind](index, seed) for index in range(int(rest))]
     elif kind == "prompts" and Path(rest).is_file():
-        lines = enumerate(Path(rest).read_text(encoding="utf-8-sig").splitlines())
+        lines = enumerate(Path(rest).read_text(encoding="utf-8-sig").split("\n"))
         samples = [TrainingSample(list, line.strip(), 0, name=str(row)) for row, line in lines if line.strip()]
     elif kind == "hf":
         samples = _dataset(rest, clips)

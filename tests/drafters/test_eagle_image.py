@@ -21,6 +21,7 @@ from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper
 
 import mmspec
 from mmspec.app import cli
+from mmspec.app.prompt import read_prompts
 from mmspec.drafters import static_trees
 from mmspec.drafters.blocks import Rope, rotate
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
@@ -510,6 +511,9 @@ def test_prompts_are_sources(tmp_path: Path) -> None:
     assert len(set(drawn_prompts)) == 5 and drawn_prompts != [s.prompt for s in data.read("pictures:5", seed=3)]
     with pytest.raises(ValueError, match="prompts:FILE"):
         data.read(f"prompts:{tmp_path / 'nowhere.txt'}")
+    prompts, listed = ["a\u2028b\x0bc\x0cd\x85e", "f"], tmp_path / "list.txt"  # which str.splitlines would cut
+    listed.write_bytes("\r\n\n".join(prompts).encode())
+    assert [sample.prompt for sample in data.read(f"prompts:{listed}")] == read_prompts(listed) == prompts
 
 
 @pytest.mark.parametrize("options", [{"rope": "2d"}, {"tree": "naive_extend_57", "draws": True}])
