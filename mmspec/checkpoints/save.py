@@ -50,10 +50,14 @@ _TREE = """| depth | width | size |
 These are the recommended depth (longest drafted path), width (branches per node) and size (nodes sent to the target at
 once): the defaults of `enable`."""
 _WINDOW = "It recommends a window of {c.window} positions, the default of `enable`."
+_OURS = [
+    re.compile(re.sub(r"\\{[\w.\\]+\\}", r"[^\\n]*\\n?", re.escape(_CARD.replace("{drafts}", how))))
+    for how in (_TREE, _WINDOW)
+]  # such a card, of whatever drafter
 
 
 def save_drafter(drafter: TrainedDrafter, folder: str | Path, layout: str = "mmspec") -> None:
-    """Write model.safetensors, config.json and, unless there is one, a card.
+    """Write model.safetensors, config.json and, unless somebody has written one, a card.
 
     Args:
         drafter: one with weights.
@@ -77,7 +81,8 @@ def save_drafter(drafter: TrainedDrafter, folder: str | Path, layout: str = "mms
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     _replace(folder / CONFIG, lambda path: path.write_text(config, encoding="utf-8"))
-    if not (folder / CARD).exists():
+    kept = folder / CARD
+    if not kept.exists() or any(ours.fullmatch(kept.read_text(encoding="utf-8", errors="replace")) for ours in _OURS):
         text = card(layout, drafter.method, drafter.config)
         _replace(folder / CARD, lambda path: path.write_text(text, encoding="utf-8"))
 

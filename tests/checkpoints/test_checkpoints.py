@@ -240,9 +240,13 @@ def test_card(tmp_path):
     text = (tmp_path / "README.md").read_text()
     parts = ['base_model: "somebody/target"', "- speculative-decoding", "- eagle", "library_name: mmspec"]
     assert all(part in text for part in [*parts, "| 4 | 3 | 17 |"])
-    (tmp_path / "README.md").write_text("mine")
-    save.save_drafter(ours(), tmp_path)
-    assert (tmp_path / "README.md").read_text() == "mine"
+    save.save_drafter(ours(target="other", depth=5), tmp_path)  # its own card is that of the drafter beside it
+    other = (tmp_path / "README.md").read_text()
+    assert "eagle drafter for other\n" in other and "| 5 | 3 | 17 |" in other and "base_model" not in other
+    for mine in ("mine", other + "Trained by me.\n", other.replace("| 5 |", "| 6 | 3 | 20 |\n| 5 |")):
+        (tmp_path / "README.md").write_text(mine)
+        save.save_drafter(ours(), tmp_path)
+        assert (tmp_path / "README.md").read_text() == mine
     assert sorted(p.name for p in tmp_path.iterdir()) == ["README.md", "config.json", "model.safetensors"]
     save.save_drafter(ours(target="/somewhere/target"), tmp_path / "local")
     assert "base_model" not in (tmp_path / "local" / "README.md").read_text()
