@@ -1,6 +1,5 @@
 """The training loop of the zoo: Muon and AdamW on a step-based schedule, resumed exactly from its checkpoints."""
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 
 from benchmarks.zoo.recipes.schedule import Schedule
+from mmspec.replacing import replaced
 from mmspec.train.muon import Muon
 
 CHECKPOINT_SECONDS = 300.0
@@ -92,10 +92,9 @@ def seconds(checkpoint: Path) -> float:
 
 def save(path: Path, module: nn.Module, tools: list[torch.optim.Optimizer], step: int, spent: float) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
     state = {"module": module.state_dict(), "tools": [tool.state_dict() for tool in tools]}
-    torch.save({**state, "step": step, "seconds": spent}, partial)
-    os.replace(partial, path)
+    with replaced(path) as partial:
+        torch.save({**state, "step": step, "seconds": spent}, partial)
 
 
 def resume(path: Path, module: nn.Module, tools: list[torch.optim.Optimizer]) -> tuple[int, float]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from reprlib import repr as briefly
 
@@ -18,6 +16,7 @@ from mmspec.checkpoints.layout import Published
 from mmspec.checkpoints.weights import TrainedDrafter
 from mmspec.drafters.heads import HeadsConfig
 from mmspec.drafters.trained import TrainedConfig
+from mmspec.replacing import replaced
 
 CARD = "README.md"
 _CARD = """---
@@ -79,12 +78,14 @@ def save_drafter(drafter: TrainedDrafter, folder: str | Path, layout: str = "mms
         _check(layout, described, {key: tuple(tensor.shape) for key, tensor in tensors.items()}, drafter.config)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-    _replace(folder / CONFIG, lambda path: path.write_text(config, encoding="utf-8"))
+    with replaced(folder / WEIGHTS) as path:
+        save_file(tensors, path, metadata={"format": "pt"})
+    with replaced(folder / CONFIG) as path:
+        path.write_text(config, encoding="utf-8")
     kept = folder / CARD
     if not kept.exists() or any(ours.fullmatch(kept.read_text(encoding="utf-8", errors="replace")) for ours in _OURS):
-        text = card(layout, drafter.method, drafter.config)
-        _replace(folder / CARD, lambda path: path.write_text(text, encoding="utf-8"))
+        with replaced(kept) as path:
+            path.write_text(card(layout, drafter.method, drafter.config), encoding="utf-8")
 
 
 def push_drafter(
@@ -159,13 +160,3 @@ def _check(name: str, written: Settings, shapes: dict[str, tuple[int, ...]], con
             lost.append(f"{key} is {briefly(value)}, and would be read as {briefly(read)}")
     if lost:
         raise ValueError(f"the layout {name!r} cannot hold this drafter: {'; '.join(lost)}. Use layout 'mmspec'")
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Replace a file atomically, so that nobody reads an incomplete one."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(part)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

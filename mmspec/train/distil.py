@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.drafters.growth import TargetHead
 from mmspec.drafters.shape import USUAL
 from mmspec.progress import bar
+from mmspec.replacing import replaced
 from mmspec.train import gate
 from mmspec.train.data import TrainingSample, UnreadableError, batches, hold_out, lengths_sorted
 from mmspec.train.muon import Muon
@@ -342,9 +342,8 @@ class Distillation:
             "drafter": self.accelerator.unwrap_model(self.network).state_dict(),
             "optimizers": [o.state_dict() for o in self.optimizers],
         }
-        part = self.checkpoint.with_suffix(".part")
-        torch.save(state, part)
-        os.replace(part, self.checkpoint)
+        with replaced(self.checkpoint) as path:
+            torch.save(state, path)
 
     def stopped(self) -> KeyboardInterrupt:
         """What ends a run that was asked to stop, and has saved its last step."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from mmspec.config import Options
 from mmspec.drafters.heads import HeadsDrafter, HeadsMemory, View
 from mmspec.progress import bar
 from mmspec.protocols import SessionView, Target, TargetInfo
+from mmspec.replacing import replaced
 from mmspec.train.data import TrainingSample
 from mmspec.train.distil import Distillation, finite
 from mmspec.train.stop import Stop
@@ -83,9 +83,8 @@ class Rounds:
     features: Tensor  # [pictures, n, S·H], features whose logits are the target's distribution of each token
 
     def save(self, path: Path) -> None:
-        part = path.with_suffix(".part")
-        torch.save([*self.views, self.picture, self.emitted, self.features], part)
-        os.replace(part, path)
+        with replaced(path) as part:
+            torch.save([*self.views, self.picture, self.emitted, self.features], part)
 
     @classmethod
     def load(cls, path: Path) -> Rounds:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections import OrderedDict
 from pathlib import Path
 
@@ -253,10 +254,14 @@ def test_card(tmp_path):
 
 
 def test_a_failed_write_leaves_what_stood(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(file) or fsync(file))
     save.save_drafter(ours(), tmp_path)
+    assert len(synced) == 3  # each file is on the disk before it replaces another
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
 
     def full(tensors, path, metadata):
+        assert path.parent == tmp_path and "model.safetensors" in path.name and str(os.getpid()) in path.name
         path.write_bytes(b"half")
         raise OSError("no space left on device")
 

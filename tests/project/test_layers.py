@@ -25,6 +25,7 @@ INSIDE = {  # the order inside mmspec/: each part imports only its own rank and 
     "rules": 0,
     "statistics": 0,
     "progress": 0,
+    "replacing": 0,
     "session": 0,
     "config": 0,
     "registry": 0,
