@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
@@ -54,13 +54,16 @@ class TrainingSample:
 
 def hold_out(samples: Sequence[TrainingSample], count: int, seed: int) -> list[int]:
     """Indices of the samples to measure on: those whose names have the smallest hashes, so that they are a sample of
-    all and stay the same if others are added; of samples drawn at random the first ones, which are one, too."""
+    all and stay the same if others are added; of samples drawn at random the first ones, which are one, too. They are
+    `count`, and others of the same name as the last: all questions about a picture stand on one side."""
 
     def rank(index: int) -> str:
         name = samples[index].name
         return hashlib.sha256(f"{seed} {name}".encode("utf-8", "surrogatepass")).hexdigest() if name else ""
 
-    return sorted(range(len(samples)), key=rank)[:count]
+    ranks = sorted((rank(index), index) for index in range(len(samples)))
+    last = ranks[count - 1 : count]
+    return [index for place, (name, index) in enumerate(ranks) if place < count or (name and name == last[0][0])]
 
 
 def read(source: str, limit: int | None = None, seed: int = 0, clips: Clips | None = None) -> Sequence[TrainingSample]:
@@ -89,7 +92,7 @@ def read(source: str, limit: int | None = None, seed: int = 0, clips: Clips | No
         lines = enumerate(Path(rest).read_text(encoding="utf-8-sig").split("\n"))
         samples = [TrainingSample(list, line.strip(), 0, name=str(row)) for row, line in lines if line.strip()]
     elif kind == "hf":
-        samples = _dataset(rest, clips)
+        samples = _dataset(rest, clips, limit)
     elif Path(source).is_dir():
         samples = _folder(Path(source))
     elif Path(source).suffix == ".jsonl" and Path(source).is_file():
@@ -191,7 +194,7 @@ def video_of(row: Mapping[str, object], allowed: bool) -> object:
     return values[0]
 
 
-def _dataset(name: str, clips: Clips | None) -> list[TrainingSample]:
+def _dataset(name: str, clips: Clips | None, limit: int | None) -> list[TrainingSample]:
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -224,18 +227,35 @@ def _dataset(name: str, clips: Clips | None) -> list[TrainingSample]:
             raise UnreadableError(f"{where}: {error}") from error
         return _open_clip(video, folders, where, clips)()
 
-    def sample(index: int) -> TrainingSample:
+    def sample(index: int, cell: Any) -> TrainingSample:
         own = _question(texts[index]) if texts is not None else ""
-        prompt, name = own or _PROMPTS[index % len(_PROMPTS)], str(index)
+        prompt, name = own or _PROMPTS[index % len(_PROMPTS)], _mark(cell) or own or str(index)
         if videos is not None and clips is not None:
             return TrainingSample(partial(frames, index), prompt, clips.count, True, name)
-        count = 0 if pictures is None else len(bare[index][pictures][0]) if pictures == "images" else 1
+        count = 0 if pictures is None else len(cell.values or ()) if pictures == "images" else 1
         opened = partial(load, index, pictures) if count and pictures else list
         return TrainingSample(opened, prompt, count, name=name)
 
     texts = table.select_columns([questions]).with_format("arrow")[:][questions].to_pylist() if questions else None
     bare = table.with_format("arrow")  # so that the library decodes no media, and opens no file that a row names
-    return [sample(index) for index in range(len(table))]
+    shown = pictures if videos is None else videos
+    parts = (part[shown] for part in bare.select_columns([shown]).iter(1000)) if shown else [itertools.repeat(None)]
+    cells = itertools.chain.from_iterable(parts)
+    return [sample(index, cell) for index, cell in zip(range(len(table))[:limit], cells, strict=False)]
+
+
+def _mark(cell: Any) -> str:
+    """A name of the pictures or the video in an Arrow cell, the same in every row that shows them; empty if there are
+    none. Of bytes it takes their number and 4 KiB from the middle, so that a large data set is not read as a whole."""
+    if cell is None or not cell.is_valid:
+        return ""
+    if isinstance(cell, Mapping):
+        return _mark(cell.get("bytes")) or _mark(cell.get("path"))
+    if isinstance(cell, Sequence):
+        return " ".join(map(_mark, cell))
+    content = memoryview(cell.as_buffer()) if hasattr(cell, "as_buffer") else memoryview(str(cell).encode())
+    middle = content[max(0, len(content) // 2 - 2048) :][:4096]
+    return f"{len(content)}-{hashlib.sha256(middle).hexdigest()}" if len(content) else ""
 
 
 def _question(cell: object) -> str:

@@ -117,12 +117,6 @@ class Distillation:
         self.accelerator = accelerator
         self.drafter, self.teacher, self.recipe, self.out = drafter, teacher, recipe, out
         self.written, self.about, self.room = answers or out, about, room
-        if len(samples) <= recipe.held_out:
-            fewer = f", or hold fewer out: --set held_out={max(1, len(samples) // 3)}" if len(samples) > 1 else ""
-            raise ValueError(
-                f"{len(samples)} samples are too few: this recipe holds {recipe.held_out} out to measure τ, and learns "
-                f"from the others; give more{fewer}"
-            )
         if recipe.texts and not texts:
             raise ValueError(
                 "this recipe has stages of text only; give prompts without pictures (--text), or train without them "
@@ -139,6 +133,13 @@ class Distillation:
         self.named = state is None or "named" in state  # older runs held out the first samples, and go on so
         held = hold_out(samples, recipe.held_out, recipe.seed) if self.named else [*range(recipe.held_out)]
         left = sorted({*range(len(samples))} - {*held})
+        if not left:
+            few = max(1, len(samples) // 3)
+            fewer = f", or hold fewer out: --set held_out={few}" if few < min(recipe.held_out, len(samples)) else ""
+            raise ValueError(
+                f"{len(samples)} samples are too few: this recipe holds {recipe.held_out} out to measure τ, with all "
+                f"others that show the same pictures, and learns from the rest; give more pictures or prompts{fewer}"
+            )
         self.held_out, self.samples, self.texts = [prompted[i] for i in held], [prompted[i] for i in left], list(texts)
         self.optimizers = optimizers(drafter, recipe)
         self.network, *prepared = self.accelerator.prepare(drafter, *self.optimizers)

@@ -348,7 +348,7 @@ def _words(folder: Path, questions: Path) -> list[str]:
         (["--set", "speed=2"], "--set: there is no 'speed'; choose from anchors, batch, betas"),
         (["--out", __file__], "is a file; name a folder"),
         (["--limit", "3"], "3 samples are too few: this recipe holds 64 out to measure τ,"),
-        (["--limit", "12"], "give more, or hold fewer out: --set held_out=4"),
+        (["--limit", "12"], "give more pictures or prompts, or hold fewer out: --set held_out=4"),
         (["--data", "nowhere"], "unknown data source 'nowhere'"),
     ],
 )
@@ -380,9 +380,9 @@ def test_drawn_scenes_and_folders_are_sources(questions: Path) -> None:
 
 
 def test_what_is_held_out_is_a_sample_of_all(tmp_path: Path) -> None:
-    def held(source: object, seed: int = 0) -> list[str]:
+    def held(source: object, seed: int = 0, count: int = 8) -> list[str]:
         samples = data.read(str(source))
-        return [samples[i].name or samples[i].prompt for i in data.hold_out(samples, 8, seed)]
+        return [samples[i].name or samples[i].prompt for i in data.hold_out(samples, count, seed)]
 
     folder, rows = tmp_path / "set", tmp_path / "rows.jsonl"
     folder.mkdir()
@@ -394,6 +394,7 @@ def test_what_is_held_out_is_a_sample_of_all(tmp_path: Path) -> None:
     assert len({*held(folder)} & {*first}) >= 7
     rows.write_text("".join(f'{{"image": "b{n // 4:02}.png", "prompt": "{n}"}}\n' for n in range(80)))
     assert len({*held(rows)}) == 2  # all four questions about each of two pictures
+    assert len(held(rows, count=6)) == 8  # the second one's, too
     assert held("pictures:20") == [sample.prompt for sample in data.read("pictures:8")]
 
 
@@ -688,6 +689,22 @@ def test_a_dataset_of_conversations_is_a_source(column: str, tmp_path: Path) -> 
     assert [s.images for s in samples] == ([1, 1, 1] if column == "image" else [1, 2, 0])
     assert [len(s.load()) for s in samples] == [s.images for s in samples]
     assert samples[1].load()[-1].size == (9, 8)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_rows_of_a_dataset_about_one_picture_stand_on_one_side(several: bool, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    shown: list[Any] = [{"bytes": bytes([i]) * 9000, "path": "one.png"} for i in (1, 2, 1, 3, 2, 1)]
+    shown.append({"bytes": None, "path": "1.png"})
+    made = {"image": shown} if not several else {"images": [*[[each] for each in shown], None, []]}
+    made |= {"question": [f"w{i}" for i in range(9 if several else 7)]}
+    datasets.Dataset.from_dict(made).to_parquet(tmp_path / "data" / "train.parquet")
+    samples = data.read(f"hf:{tmp_path}")
+    one, two, _, three, _, _, named, *text = [sample.name for sample in samples]
+    assert [s.name for s in samples] == [one, two, one, three, two, one, named, *text]
+    assert len({one, two, three, named, *text}) == 4 + len(text) and text == ["w7", "w8"][: len(text)]
+    assert [s.images for s in samples[7:]] == [0] * len(text) and all(not s.load() for s in samples[7:])
+    assert len(data.read(f"hf:{tmp_path}", limit=2)) == 2
 
 
 def test_batches_hold_what_is_alike_and_every_sample_comes() -> None:
