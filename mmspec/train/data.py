@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,6 @@ from PIL import Image
 from mmspec import media
 from mmspec.media import MediaError
 
-_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif"}
 VIDEOS = ("video", "videos", "video_path", "video_paths")
 _PROMPTS = ("Describe this image in detail.", "What is shown in this picture? Please answer with at least 1000 words.")
 
@@ -103,7 +103,8 @@ def read(source: str, limit: int | None = None, seed: int = 0, clips: Clips | No
             f"{':N, '.join(DRAWN)}:N or, without images, prompts:FILE"
         )
     if not samples:
-        needs = "one prompt per line" if kind == "prompts" else f"a folder of images: {', '.join(sorted(_SUFFIXES))}"
+        images = f"a folder of images: {', '.join(sorted(media.EXTENSIONS))}"
+        needs = "one prompt per line" if kind == "prompts" else images
         raise ValueError(f"{source} holds no samples; it needs {needs}")
     return samples[:limit]
 
@@ -139,8 +140,15 @@ def _open_clip(cell: object, folders: list[Path], where: str, clips: Clips) -> C
 
 
 def _folder(folder: Path) -> list[TrainingSample]:
-    pictures = (p for p in folder.rglob("*") if p.suffix.lower() in _SUFFIXES)
-    paths = sorted(p for p in pictures if not any(part.startswith(".") for part in p.relative_to(folder).parts))
+    files = [p for p in folder.rglob("*") if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
+    paths = sorted(p for p in files if p.suffix.lower() in media.EXTENSIONS)
+    others = [p for p in files if p.suffix.lower() not in media.EXTENSIONS and p.is_file()]
+    if others:
+        films = sum(p.suffix.lower() in media.FILMS for p in others)
+        how = " (a .jsonl can name them, with prompts)" if films else ""
+        warnings.warn(
+            f"left out of {folder}, no pictures: videos: {films}{how}, others: {len(others) - films}", stacklevel=3
+        )
     return [
         TrainingSample(_open(path), _PROMPTS[i % len(_PROMPTS)], name=path.relative_to(folder).as_posix())
         for i, path in enumerate(paths)

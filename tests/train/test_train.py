@@ -412,11 +412,12 @@ def test_an_older_run_goes_on_with_what_it_held_out(questions: Path, tmp_path: P
     assert _split(older) == _split(_run(tmp_path, questions)) == [sample.prompt for sample in asked]
 
 
-def test_hidden_files_of_a_folder_are_left_out(tmp_path: Path) -> None:
-    for name in ("a.png", "below/b.JPG", "below/._b.JPG", ".cache/c.png", "notes.txt"):
+def test_files_of_a_folder_that_are_hidden_or_no_pictures_are_left_out(tmp_path: Path) -> None:
+    for name in ("a.png", "below/b.JPG", "c.tiff", "d.avif", "below/._b.JPG", ".cache/c.png", "notes.txt", "e.MP4"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert len(data.read(str(tmp_path))) == 2
+    with pytest.warns(UserWarning, match=r"left out of .*, no pictures: videos: 1 \(a .*\), others: 1$"):
+        assert len(data.read(str(tmp_path))) == 4
 
 
 @pytest.mark.parametrize(
