@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -50,6 +51,16 @@ class TrainingSample:
     images: int = 1  # number of images of `load`, of a video the largest
     clip: bool = False  # the images are the frames of a video
     name: str = ""  # by which `hold_out` chooses: its file, pictures, prompt or row; none if it was drawn at random
+    files: tuple[Path, ...] = ()  # of its pictures or video, as far as they are files of their own
+
+    def stamp(self) -> str:
+        """Size and modification time of its files, which change when one of them does; empty without files."""
+        facts = []
+        for path in self.files:
+            with contextlib.suppress(OSError, ValueError):  # ValueError: a zero byte in a name from a list
+                status = path.stat()
+                facts.append(f"{status.st_size}-{status.st_mtime_ns}")
+        return ",".join(facts)
 
 
 def hold_out(samples: Sequence[TrainingSample], count: int, seed: int) -> list[int]:
@@ -149,9 +160,11 @@ def _folder(folder: Path) -> list[TrainingSample]:
         warnings.warn(
             f"left out of {folder}, no pictures: videos: {films}{how}, others: {len(others) - films}", stacklevel=3
         )
+    prompts = itertools.cycle(_PROMPTS)
+    names = (path.relative_to(folder).as_posix() for path in paths)
     return [
-        TrainingSample(_open(path), _PROMPTS[i % len(_PROMPTS)], name=path.relative_to(folder).as_posix())
-        for i, path in enumerate(paths)
+        TrainingSample(_open(path), prompt, name=name, files=(path,))
+        for path, prompt, name in zip(paths, prompts, names, strict=False)
     ]
 
 
@@ -175,10 +188,11 @@ def _lines(path: Path, clips: Clips | None) -> Iterator[TrainingSample]:
             ) from error
         where = f"{path}, line {number}"
         name = str(video or images or prompt)  # the same for all questions about a picture
+        files = tuple(path.parent / cell for cell in (video, *images) if isinstance(cell, str))
         if video is not None and clips is not None:
-            yield TrainingSample(_open_clip(video, [path.parent], where, clips), prompt, clips.count, True, name)
+            yield TrainingSample(_open_clip(video, [path.parent], where, clips), prompt, clips.count, True, name, files)
         else:
-            yield TrainingSample(_open_cells(images, [path.parent], where), prompt, len(images), name=name)
+            yield TrainingSample(_open_cells(images, [path.parent], where), prompt, len(images), False, name, files)
 
 
 def video_of(row: Mapping[str, object], allowed: bool) -> object:

@@ -162,12 +162,15 @@ class Distillation:
         path = self.written / f"answers-{name}-{self._way(samples)}-{process}of{processes}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text().splitlines() if path.exists() else []
+        stamps = [sample.stamp() for sample in samples]
         done: dict[int, list[int]] = {}
         for line in lines:
             try:
-                done.update({int(k): v for k, v in json.loads(line).items()})
+                stored = [(*key.partition(" ")[::2], answer) for key, answer in json.loads(line).items()]
             except json.JSONDecodeError:
                 continue  # an incomplete last line: its answers are generated again
+            # one without a stamp is of no file, or older than stamps
+            done.update({int(i): answer for i, stamp, answer in stored if stamp in ("", stamps[int(i)])})
         mine = sorted(range(process, len(samples), processes), key=lambda i: (samples[i].images, samples[i].prompt))
         groups = [mine[at : at + self.recipe.writing] for at in range(0, len(mine), self.recipe.writing)]
         todo = [left for group in groups if (left := [i for i in group if i not in done])]
@@ -185,7 +188,7 @@ class Distillation:
                     texts = self.teacher.answers(list(opened.values()), self.recipe.max_new_tokens, temperature)
                     new = dict(zip(opened, texts, strict=True))
                     done.update(new)
-                    file.write(json.dumps(new) + "\n")
+                    file.write(json.dumps({f"{i} {stamps[i]}".strip(): new[i] for i in new}) + "\n")
                     file.flush()
         counts = torch.tensor([len(broken), len(mine)], device=self.accelerator.device)
         unread, count = self.accelerator.reduce(counts, "sum").tolist()  # of all processes, so that all stop together

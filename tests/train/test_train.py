@@ -236,6 +236,14 @@ def test_pictures_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="left out: 2 of 6"):
         again = _run(tmp_path / "again", questions, recipe, answers=shared).answers(run.samples, "train")
     assert again[:5] == found[:5] and again[5]
+    (path,) = shared.iterdir()
+    path.write_text(path.read_text().replace(f'"0 {run.samples[0].stamp()}"', '"0"'))  # as older runs wrote it
+    written = path.read_text()
+    Image.new("RGB", (56, 28), "red").save(tmp_path / f"{bad[2]}.png")  # another one in its place
+    with pytest.warns(UserWarning, match="left out: 2 of 6"):
+        last = _run(tmp_path / "last", questions, recipe, answers=shared).answers(run.samples, "train")
+    assert '"0"' in written and last[:5] == found[:5]
+    assert [key[:2] for key in json.loads(path.read_text().removeprefix(written))] == ["5 "]
 
 
 def test_training_goes_on_without_a_broken_picture(tmp_path: Path) -> None:
