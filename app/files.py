@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
-import os
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
+
+from mmspec.replacing import replaced
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -17,23 +17,10 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def replacing(path: Path, partial: Path | None = None, durable: bool = True) -> Iterator[BinaryIO]:
-    """A file to write that replaces `path` at the end: readers see the old file or the complete new one.
-
-    Args:
-        partial: the temporary file, on the same disk: one name per writer and file, by default by the process.
-    """
+    """A file to write in place of `path`, in a folder that is made if need be; see `replaced`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = partial or path.with_name(f".{os.getpid()}-{zlib.crc32(os.fsencode(path.name)):08x}.partial")
-    partial.unlink(missing_ok=True)
-    try:
-        with open(partial, "xb") as file:  # x: never write through an existing link
-            yield file
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replaced(path, partial, durable) as part, open(part, "xb") as file:  # x: never write through an existing link
+        yield file
 
 
 def write_whole(path: Path, data: bytes, partial: Path | None = None, durable: bool = True) -> None:

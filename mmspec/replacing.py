@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 
 @contextlib.contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """The path of a file to write beside `path`, which it replaces at the end, once it is on the disk; after an error
-    it is removed."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def replaced(path: Path, part: Path | None = None, durable: bool = True) -> Iterator[Path]:
+    """The path of a file to write, which replaces `path` at the end; after an error it is removed.
+
+    Args:
+        part: this file, on the same disk: one name per writer and file, by default by the process.
+        durable: it is on the disk before it replaces the other.
+    """
+    part = part or path.with_name(f".{os.getpid()}-{zlib.crc32(os.fsencode(path.name)):08x}.partial")
+    part.unlink(missing_ok=True)
     try:
         yield part
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())
+        if durable:
+            with part.open("rb+") as file:
+                os.fsync(file.fileno())
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

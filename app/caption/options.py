@@ -278,4 +278,5 @@ def _words(name: str, value: object) -> list[str]:
         return []
     if isinstance(value, bool):
         return [flag if value else flag.replace("--", "--no-")]
+    value = [f"{key}={one}" for key, one in value.items()] if isinstance(value, dict) else value
     return [f"{flag}={each}" for each in (value if isinstance(value, list) else [value])]

@@ -178,8 +178,7 @@ class Worker:
                 f"the device no longer works; run the same command again to resume. {answer.error}"
             ) from answer.error
         self._failures.append((task, media.content, answer.error))
-        self._answered = self._answered or getattr(answer, "finish", "") == "length"  # as JSON that was cut off
-        if self._answered:
+        if self._answered or getattr(answer, "finish", "") == "length":  # as JSON that was cut off
             self._record_failures()
         elif len(self._failures) == PATIENCE:
             why = f"{type(answer.error).__name__}: {answer.error}"

@@ -49,12 +49,11 @@ def _parts(content: object) -> object:
     return [{"type": "text", "text": content or ""}] if isinstance(content, str | None) else content
 
 
-def _listed(stop: object) -> object:
-    return [stop] if isinstance(stop, str) else stop or []
-
-
 _Part = Annotated[_Text | _Picture, Field(discriminator="type")]
-_Stop = Annotated[str, Field(max_length=SHORT)]
+_Stops = Annotated[
+    list[Annotated[str, Field(max_length=SHORT)]], Field(max_length=FEW),
+    BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop or []),
+]  # fmt: skip
 
 
 class _Message(BaseModel):
@@ -78,7 +77,7 @@ class ChatRequest(BaseModel, extra="allow"):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
     seed: int | None = None
-    stop: Annotated[list[_Stop], Field(max_length=FEW), BeforeValidator(_listed)] = []
+    stop: _Stops = []
     response_format: _Format | None = None
     chat_template_kwargs: dict[Literal["enable_thinking"], bool] | None = None
     stream: bool | None = None

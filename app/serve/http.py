@@ -55,7 +55,7 @@ class Service:
         if self.key is None and not is_local(request.url.hostname or ""):  # a web page in this machine's browser
             raise ChatError(403, f"without --key only this machine may ask, not {request.url.hostname!r} (Host)")
         if self.key is not None and not secrets.compare_digest(given.encode(), f"Bearer {self.key}".encode()):
-            raise ChatError(401, "an API key is required: Authorization: Bearer KEY", None, "invalid_api_key")
+            raise ChatError(401, "the right API key is required: Authorization: Bearer KEY", None, "invalid_api_key")
 
     def check_name(self, model: str | None) -> None:
         if model not in (None, self.name):

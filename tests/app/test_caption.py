@@ -814,12 +814,13 @@ def test_rows_that_are_mended_leave_the_list_of_failures(caption, photos: Path):
 
 
 def test_config(caption, photos: Path, capsys: pytest.CaptureFixture):
-    config = {"prompt": "w8", "out": "one", "resume": True, "batch-size": "auto", "limit": 2}
+    config = {"prompt": "w8", "out": "one", "resume": True, "batch-size": "auto", "limit": 2, "enable": {"depth": 3}}
     Path("run.yaml").write_text(yaml.safe_dump(config))
     assert caption("--config", "run.yaml", "--out", "two") == OK  # the command line wins
     assert len(captions("two")) == 2 and Path("two/a.txt").read_text().split()[2] == "w8"
     held = yaml.safe_load(Path("two/run.yaml").read_text())
     assert held["out"] == "two" and held["prompt"] == "w8" and "limit" not in held and held["inputs"] == ["photos"]
+    assert held["enable"] == ["depth=3"]
     assert cli.main(["caption", "--config", "two/run.yaml", "--limit", "9"]) == OK  # the same run again
     assert len(captions("two")) == 4 and len(journal("two")) == 4
     Path("frames.yaml").write_text("frames: 3")

@@ -371,7 +371,7 @@ def test_models_keys_and_strange_addresses(client: openai.OpenAI, base: str, ser
     assert foreign.status_code == 403 and "'evil.example'" in foreign.json()["error"]["message"]
     service.key = "secret"
     try:
-        with pytest.raises(openai.AuthenticationError, match="an API key is required"):
+        with pytest.raises(openai.AuthenticationError, match="the right API key is required"):
             client.models.list()
         assert client.with_options(api_key="secret").models.retrieve(embedded.MODEL).id == embedded.MODEL
         assert httpx.get(f"{base}/v1/models", headers={"Authorization": "secret"}).status_code == 401
