@@ -170,6 +170,6 @@ def load(
         return Engine(network, processor, chosen, max_new_tokens, temperature, options)
     except Exception as error:
         raise EngineError(
-            f"cannot use the drafter {drafter!r} with {model!r}: {first_line(error)}. Mend that, or choose another, "
-            f"'ngram' (needs no weights) or '{STOCK}' (no speed-up)"
+            f"cannot use the drafter {drafter!r} with {model!r}: {first_line(error)}; mend that, or choose another "
+            f"drafter, such as 'ngram' (needs no weights) or '{STOCK}' (no speed-up)"
         ) from error

@@ -30,18 +30,12 @@ def prefill(target: Target, drafter: Proposer, rows: list[Row], inputs: Any) -> 
 def start(target: Target, drafter: Proposer, rows: list[Row], inputs: Any) -> tuple[Session, Round]:
     """`prefill`, after which the drafter reads the prompts, too."""
     session, round_, prompt = prefill(target, drafter, rows, inputs)
-    _begin(session, target, drafter, prompt)
+    read(session, target, drafter, prompt)
     return session, round_
 
 
-def drafted(session: Session, target: Target, drafter: Proposer, prompt: Prompt) -> Iterator[Round]:
-    """`decode` after `prefill`: the drafter reads the prompts only now, so the first token does not wait for it."""
-    if not all(row.done for row in session.rows):
-        _begin(session, target, drafter, prompt)
-    yield from decode(session, target, drafter)
-
-
-def _begin(session: Session, target: Target, drafter: Proposer, prompt: Prompt) -> None:
+def read(session: Session, target: Target, drafter: Proposer, prompt: Prompt) -> None:
+    """Let the drafter read the prompts."""
     with session.timed("draft"):
         session.memory = drafter.start(session, target, prompt)
     session.stats.drafter = reported(session.memory)

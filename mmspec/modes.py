@@ -67,9 +67,9 @@ def computed_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def for_thread() -> Callable[[], AbstractContextManager[None]]:
-    """What makes a context for another thread that has this thread's autocast and current device there."""
+    """A function that makes a context in which another thread has this thread's autocast and current CUDA device."""
     casts = [cast for cast in ambient() if isinstance(cast, tuple)]
-    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # asking would initialize it
 
     @contextmanager
     def there() -> Iterator[None]:
@@ -77,7 +77,7 @@ def for_thread() -> Callable[[], AbstractContextManager[None]]:
             for kind, dtype in casts:
                 stack.enter_context(torch.autocast(kind, dtype))
             if device is not None:
-                stack.enter_context(torch.accelerator.device_index(device))
+                stack.enter_context(torch.cuda.device(device))
             yield
 
     return there

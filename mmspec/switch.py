@@ -63,12 +63,12 @@ class Prices:
     def costs(self, batch: int, device: str = "cpu") -> Price:
         """The time of a round by its number of nodes, relative to a round without a draft. A size that was not measured
         is interpolated, or extrapolated from the nearest size in proportion to `_usual`."""
-        plain = list(self._seconds[batch, 1])
-        usual = median(plain) if len(plain) >= SURE else 0.0
+        single = list(self._seconds[batch, 1])
+        plain = median(single) if len(single) >= SURE else 0.0
         measured = {
-            size: median(list(times)) / usual
+            size: median(list(times)) / plain
             for (rows, size), times in list(self._seconds.items())
-            if usual and rows == batch and size > 1 and len(times) >= SURE
+            if plain and rows == batch and size > 1 and len(times) >= SURE
         }
         sizes = sorted(measured)
 
@@ -191,7 +191,7 @@ class Switch:
         loses = memory.on and costs.pays(batch) is False
         if loses and not self.weighs:
             memory.on, memory.inner = False, None
-        costs.prices.margin = DOUBT if loses and self.weighs else MARGIN
+        costs.prices.margin = DOUBT if loses else MARGIN
         draft = None
         if memory.on:
             with holding(session, memory.inner):

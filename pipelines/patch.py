@@ -70,7 +70,7 @@ def enable(model_or_pipe: object, drafter: Any = None, **options: Any) -> Handle
         warnings.warn(f"mmspec leaves {type(model).__name__} as it is: {why}", stacklevel=2)
         return Handle(model, Patch(family, None, config), Patch.of(model))
     if config.kept_bytes and not family.keeps_prefixes:
-        raise ValueError(f"prefix_cache keeps prompts of text; {type(model).__name__} draws pictures, so leave it out")
+        raise ValueError(f"prefix_cache has no effect on {type(model).__name__}, which draws pictures; leave it out")
     target = family.describe(model)
     if target.device.type == "mps" and torch.__version__ < MPS:
         warnings.warn(f"torch {torch.__version__} may attend wrongly on MPS; use torch {MPS} or newer", stacklevel=2)

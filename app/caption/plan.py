@@ -26,6 +26,7 @@ class Task:
     stamp: str | None  # size and modification time of its file
     existing: str | None = None  # the caption that the item had before mmspec wrote one
     sidecar: str | None = None  # caption file to write
+    failed: bool = False  # in an earlier run
 
 
 @dataclass
@@ -105,7 +106,7 @@ class Planner:
                 "choose another --out, or --on-existing overwrite"
             )
         todo.again += same
-        todo.pending.append(Task(item, choice, ask, stamp, existing, sidecar))
+        todo.pending.append(Task(item, choice, ask, stamp, existing, sidecar, failure is not None))
 
     def _choice(self, item: Item, existing: str | None) -> tuple[PromptChoice, str]:
         """The prompt for an item, and the hash of everything that shapes the answer except the item's content."""

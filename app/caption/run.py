@@ -66,7 +66,7 @@ class Worker:
         self._asked: dict[str, tuple[Task, Media]] = {}
         self._failures: list[tuple[Task, str, Exception]] = []  # not recorded until the model has answered once
         self._results: list[Record] = []
-        self._answered, self._lost = options.retry_failed, False  # what failed before says nothing of the model
+        self._answered = self._lost = False
         self._writer = Writer(job.folder, slot)
         self._decoder = Decoder(self._decoders, options.limits(area), options.policy)
 
@@ -177,8 +177,11 @@ class Worker:
             raise FatalError(
                 f"the device no longer works; run the same command again to resume. {answer.error}"
             ) from answer.error
+        self._answered = self._answered or getattr(answer, "finish", "") == "length"  # as JSON that was cut off
+        if task.failed:  # before, too, so that it says nothing of the model
+            return self._fail(task, media.content, answer.error)
         self._failures.append((task, media.content, answer.error))
-        if self._answered or getattr(answer, "finish", "") == "length":  # as JSON that was cut off
+        if self._answered:
             self._record_failures()
         elif len(self._failures) == PATIENCE:
             why = f"{type(answer.error).__name__}: {answer.error}"

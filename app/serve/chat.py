@@ -13,7 +13,7 @@ from mmspec.media import MediaError
 # types of errors by status; others are invalid requests
 KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 PICTURES = 256  # maximum number of pictures in a request
-MANY, FEW, SHORT = 1024, 16, 256  # maximum number of messages and of their parts; of stop strings; their length
+MESSAGES, STOPS, STOP_LENGTH = 1024, 16, 256  # maximum number of messages, and of their parts; of stop strings
 NEUTRAL: dict[str, tuple[object, ...]] = {  # unsupported fields → values that have no effect, besides null
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},), "tools": ([],), "functions": ([],),
     "presence_penalty": (0,), "frequency_penalty": (0,), "tool_choice": ("none", "auto"), "audio": (),
@@ -50,15 +50,13 @@ def _parts(content: object) -> object:
 
 
 _Part = Annotated[_Text | _Picture, Field(discriminator="type")]
-_Stops = Annotated[
-    list[Annotated[str, Field(max_length=SHORT)]], Field(max_length=FEW),
-    BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop or []),
-]  # fmt: skip
+_Stop = Annotated[str, Field(max_length=STOP_LENGTH)]
+_LISTED = BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop or [])
 
 
 class _Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[_Part], Field(max_length=MANY), BeforeValidator(_parts)]
+    content: Annotated[list[_Part], Field(max_length=MESSAGES), BeforeValidator(_parts)]
 
 
 class _Format(BaseModel):
@@ -69,7 +67,7 @@ class _Format(BaseModel):
 class ChatRequest(BaseModel, extra="allow"):
     """The supported fields; null is as good as leaving a field out. For other fields, see NEUTRAL."""
 
-    messages: list[_Message] = Field(min_length=1, max_length=MANY)
+    messages: list[_Message] = Field(min_length=1, max_length=MESSAGES)
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -77,7 +75,7 @@ class ChatRequest(BaseModel, extra="allow"):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
     seed: int | None = None
-    stop: _Stops = []
+    stop: Annotated[list[_Stop], Field(max_length=STOPS), _LISTED] = []
     response_format: _Format | None = None
     chat_template_kwargs: dict[Literal["enable_thinking"], bool] | None = None
     stream: bool | None = None
@@ -118,10 +116,9 @@ class ChatRequest(BaseModel, extra="allow"):
         """The settings for `generate`; the arguments are defaults for what the request does not set."""
         warmth = temperature if self.temperature is None else self.temperature
         most = self.max_completion_tokens or self.max_tokens or most
-        given = self.model_extra or {}  # a neutral value replaces that of the model's generation_config
-        neutral = {name: given[name] for name in ("repetition_penalty", "min_p") if given.get(name) is not None}
         drawn = sampling_settings(warmth, top_p=self.top_p or 1.0, top_k=self.top_k or 0)
-        return neutral | {"max_new_tokens": most, **drawn}
+        own = {"repetition_penalty": 1.0} if (self.model_extra or {}).get("repetition_penalty") else {}
+        return own | {"max_new_tokens": most, **drawn}  # its own in place of that of the model's generation_config
 
     async def chat(self, pictures: PictureLoader) -> list[dict[str, Any]]:
         """The messages in the format of chat templates; ChatError if a picture cannot be loaded or all are too big.

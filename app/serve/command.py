@@ -29,7 +29,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=from_zero, default=0.0, metavar="T", help="default for requests (%(default)s)")
     add("--max-bytes", type=count, default=32 * 2**20, metavar="N", help="limit of a request or picture (%(default)s)")
     add("--max-pixels", type=count, default=MAX_PIXELS, metavar="N", help="limit of a request's pictures (%(default)s)")
-    add("--max-pixels-per-image", type=count, metavar="N", help="larger ones are made smaller; default: by the model")
+    add("--max-pixels-per-image", type=lambda text: text if text in ("auto", "none") else count(text), default="auto",
+        help="larger ones are scaled down; auto: to 1,280 visual tokens, none: never (%(default)s)")  # fmt: skip
     add("--allow-http", action="store_true", help="fetch pictures from any URL that this machine can reach")
     enabling.add(parser)
     where(parser)
@@ -53,7 +54,6 @@ def _serve(args: argparse.Namespace, key: str | None) -> None:
     import uvicorn
 
     from mmspec.app import engine as engines
-    from mmspec.app.caption.options import AUTO
     from mmspec.app.caption.run import area_for
     from mmspec.app.media.pictures import PictureLoader
     from mmspec.app.serve import http
@@ -62,7 +62,7 @@ def _serve(args: argparse.Namespace, key: str | None) -> None:
     drafter = args.drafter or embedded.drafter(args.model)
     options = enabling.given(args.enable, drafter, batches=True)
     engine = engines.load(args.model, drafter, args.device, args.dtype, args.max_new_tokens, 0.0, **options)
-    area, capped = area_for(args.max_pixels_per_image or AUTO, engine)
+    area, capped = area_for(args.max_pixels_per_image, engine)
     for note in filter(None, (*engine.notes, capped)):
         print(f"mmspec serve: {note}", file=sys.stderr)
     limits = MediaLimits(args.max_pixels, args.max_bytes, SECONDS, max_area=area)

@@ -65,7 +65,7 @@ class Service:
         """Read a request. ChatError if the queue is full, or the request is too large, late or invalid."""
         if self.open >= self.worker.batches.rows + self.queue:
             raise ChatError(429, f"{self.open} requests are open, the limit; try again later", None, "queue_full")
-        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ChatError(415, "a request needs the header Content-Type: application/json")  # no web page may send it
         if (length := request.headers.get("content-length")) is None:
             raise ChatError(411, "a request needs a Content-Length; send its body as a whole, not in chunks")
@@ -74,7 +74,8 @@ class Service:
         self.open += 1
         try:
             async with asyncio.timeout(UPLOAD):
-                body = await asyncio.to_thread(ChatRequest.parse, await request.body())
+                data = await request.body()
+            body = await asyncio.to_thread(ChatRequest.parse, data)
         except (TimeoutError, ClientDisconnect) as error:
             raise ChatError(408, f"the request has not arrived after {UPLOAD:g} s; send smaller pictures") from error
         finally:

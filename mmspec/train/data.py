@@ -274,7 +274,7 @@ def _mark(cell: Any) -> str:
     if isinstance(cell, Mapping):
         return _mark(cell.get("bytes")) or _mark(cell.get("path"))
     if isinstance(cell, Sequence):
-        return " ".join(map(_mark, cell))
+        return " ".join(filter(None, map(_mark, cell)))
     content = memoryview(cell.as_buffer()) if hasattr(cell, "as_buffer") else memoryview(str(cell).encode())
     middle = content[max(0, len(content) // 2 - 2048) :][:4096]
     return f"{len(content)}-{hashlib.sha256(middle).hexdigest()}" if len(content) else ""

@@ -346,7 +346,7 @@ class Distillation:
             "drafter": self.accelerator.unwrap_model(self.network).state_dict(),
             "optimizers": [o.state_dict() for o in self.optimizers],
         }
-        with replaced(self.checkpoint) as path:
+        with replaced(self.checkpoint, self.checkpoint.with_suffix(".part")) as path:  # no second one after a kill
             torch.save(state, path)
 
     def stopped(self) -> KeyboardInterrupt:

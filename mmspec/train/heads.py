@@ -83,7 +83,7 @@ class Rounds:
     features: Tensor  # [pictures, n, S·H], features whose logits are the target's distribution of each token
 
     def save(self, path: Path) -> None:
-        with replaced(path) as part:
+        with replaced(path, path.with_suffix(".part")) as part:  # no second one after a kill
             torch.save([*self.views, self.picture, self.emitted, self.features], part)
 
     @classmethod

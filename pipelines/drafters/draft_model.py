@@ -18,7 +18,7 @@ from mmspec.drafters.growth import ModelHead, draws, grown
 from mmspec.drafters.shape import ALL, TreeOptions
 from mmspec.pipelines.families.table import unwrap
 from mmspec.pipelines.host import loading, readable
-from mmspec.pipelines.host.call import Call
+from mmspec.pipelines.host.call import Call, calling
 from mmspec.pipelines.host.decoder import embedding
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.kinds import GenerativeModel
@@ -237,10 +237,11 @@ def _call(model: GenerativeModel, given: Options, prompt: Prompt) -> Call:
     if ids is None or ids.shape[1] < prompt.ids.shape[1]:
         ids, inputs = prompt.ids, {"attention_mask": prompt.valid.long()}
     answers = max(1, len(prompt.ids) // len(ids))  # for each prompt; `generate` requires sampling for several
-    call: Call = model.generate(
-        input_ids=_clamped(model, ids.to(model.device)), **inputs, num_return_sequences=answers, max_new_tokens=1,
-        do_sample=answers > 1, custom_generate=as_call, num_beams=1, stop_strings=None, cache_implementation=None,
-    )  # fmt: skip
+    with calling(picture=None):  # the target's call may generate an image, this one reads a prompt
+        call: Call = model.generate(
+            input_ids=_clamped(model, ids.to(model.device)), **inputs, num_return_sequences=answers, max_new_tokens=1,
+            do_sample=answers > 1, custom_generate=as_call, num_beams=1, stop_strings=None, cache_implementation=None,
+        )  # fmt: skip
     return call
 
 

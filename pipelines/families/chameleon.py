@@ -111,8 +111,9 @@ class Chameleon(DecoderOnly):
     guided = True
 
     def target(self, model: GenerativeModel, features: tuple[int, ...], guidance: Guidance | None) -> VlmTarget:
-        image = picture(PictureTokens) is not None
-        return ChameleonTarget(model, features, guidance) if image else super().target(model, features, guidance)
+        if picture(PictureTokens) is None:
+            return super().target(model, features, guidance)
+        return ChameleonTarget(model, features, guidance)
 
     def request(self, request: Request) -> Request:
         """Allows only the tokens of an image in image mode."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from mmspec.compile.version import unchanging
@@ -29,6 +31,12 @@ from mmspec.pipelines.target import captured_tower
 from mmspec.pipelines.target.vlm import VlmTarget
 from mmspec.protocols import TargetInfo
 from mmspec.rules import Rule, only
+
+
+@lru_cache(maxsize=8)
+def _only(rule: Rule, tokens: bytes) -> Rule:
+    """`only`, the same object for all calls, so that their rows may share a batch."""
+    return only(rule, torch.frombuffer(bytearray(tokens), dtype=torch.bool))
 
 
 def _keeps(model: GenerativeModel) -> bool:
@@ -126,7 +134,7 @@ class DecoderOnly(Family[GenerativeModel]):
     def rule(self, named: Rule, call: Call) -> Rule:
         """If a call's processors know which tokens are image tokens, a relaxed rule applies only to these."""
         tokens = None if named.lossless else followed.picture_tokens(call.logits_processor)
-        return named if tokens is None else only(named, tokens)
+        return named if tokens is None else _only(named, tokens.numpy().tobytes())
 
     def target(self, model: GenerativeModel, features: tuple[int, ...], guidance: Guidance | None) -> VlmTarget:
         patch = Patch.of(model)

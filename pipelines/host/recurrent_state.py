@@ -177,8 +177,7 @@ def _kind(*tensors: Tensor) -> Kind:
 
 def _for_each(rows: Tensor, group: Group) -> Tensor:
     """The same rows for every layer of a group."""
-    several = len(rows) > 1  # a single row need not be copied
-    return rows.repeat(len(group), *[1] * (rows.dim() - 1)) if several else rows.expand(len(group), *rows.shape[1:])
+    return rows.expand(len(group), *rows.shape).flatten(0, 1)  # a view of a single row
 
 
 def _fold_inputs(group: Group, path: AcceptedPath) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmspec.config import UnsupportedError
-from mmspec.loop import drafted, prefill
+from mmspec.loop import decode, prefill, read
 from mmspec.pipelines.drafters import forced
 from mmspec.pipelines.host import devices, reach, release
 from mmspec.pipelines.host.cache import RaggedCache
@@ -182,7 +181,8 @@ def requested(patch: Patch, call: Call, keep: bool) -> tuple[Request, Rule]:
 
 def _fixed_noise(patch: Patch, rule: Rule) -> Noise | None:
     """The noise that fixes a call's draws before anything is drafted: stock's noise with `reproducible`, else noise
-    from the row's own seed if drafts depend on other rows (`shares`), so that the output does not; else None."""
+    from the row's own seed if drafts depend on other rows (`shares`) and the rule is lossless, so that the output does
+    not depend on them; else None."""
     if patch.config.reproducible:
         return TorchNoise()
     return CounterNoise() if getattr(patch.drafter, "shares", False) and rule.lossless else None
@@ -191,9 +191,15 @@ def _fixed_noise(patch: Patch, rule: Rule) -> Noise | None:
 def rounds(target: Target, drafter: Proposer, rows: list[Row], inputs: Any) -> Iterator[tuple[Session, Round]]:
     """The prefill's round and all following rounds; each is also passed to the call's `watch` callback, if any."""
     watch = None if (now := current.get()) is None else now.watch
-    session, first, prompt = prefill(target, drafter, rows, inputs)
+    session, round_, prompt = prefill(target, drafter, rows, inputs)
     session.watched = watch is not None
-    for round_ in chain([first], drafted(session, target, drafter, prompt)):
+    if watch is not None:
+        watch(round_)
+    yield session, round_
+    if not all(row.done for row in rows):  # only now, so that the first token does not wait for the drafter
+        read(session, target, drafter, prompt)
+    del prompt, round_  # the features of whole prompts
+    for round_ in decode(session, target, drafter):
         if watch is not None:
             watch(round_)
         yield session, round_

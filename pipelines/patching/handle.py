@@ -89,7 +89,9 @@ class Patch:
                 return self
             special = Patch(self.family, ready, config, self.rule, proposer, given, target)
             special.stats, special.source = self.stats, request.drafter
-            if len(self.by_request) == REQUESTED:  # it keeps its draft model alive
+        with self._lock:
+            self.by_request.pop(request.key, None)
+            while len(self.by_request) >= REQUESTED:  # the oldest one; it keeps its draft model alive
                 del self.by_request[next(iter(self.by_request))]
             self.by_request[request.key] = special
         return special

@@ -48,7 +48,7 @@ _Send = Callable[[_Progress], object]
 class AsyncBatcher:
     """Answers prompts of many tasks in one batch; a context manager, whose thread runs the model until its end.
 
-    A prompt may come at any time; it joins the batch before the next round.
+    A prompt may come at any time; it joins the batch before the next round. The thread has no autocast.
     """
 
     def __init__(self, batches: Batcher, processor: Processor) -> None:
@@ -61,6 +61,7 @@ class AsyncBatcher:
         self._tokenizer: Any = getattr(processor, "tokenizer", processor)
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # between rounds; None: end the thread
         self._open: set[_Send] = set()
+        self._ended: RuntimeError | None = None  # why the thread has ended
         self._thread = threading.Thread(target=self._work, name="mmspec-model", daemon=True)
 
     def __enter__(self) -> AsyncBatcher:
@@ -121,8 +122,11 @@ class AsyncBatcher:
                 send(_Progress([], Stats(), True, error=error))
 
         if not self._thread.is_alive():
-            raise RuntimeError("an AsyncBatcher answers inside its `with` block only, where its thread runs the model")
+            why = "an AsyncBatcher answers inside its `with` block only, where its thread runs the model"
+            raise self._ended or RuntimeError(why)
         self._jobs.put(begin)
+        if self._ended is not None:  # the thread may not take this job
+            raise self._ended
         try:
             done = False
             while not done:
@@ -147,11 +151,18 @@ class AsyncBatcher:
         try:
             while self._turn():
                 pass
-            self._fail(RuntimeError("the `with` block of this AsyncBatcher has ended before the answer"))
-        except Exception as broken:  # of a device, such that not even a row can be removed
-            error = RuntimeError(f"the model's thread has ended: {type(broken).__name__}: {broken}")
-            for send in self._open:
-                send(_Progress([], Stats(), True, error=error))
+            self._ended = RuntimeError("the `with` block of this AsyncBatcher has ended before the answer")
+        except Exception as error:  # of a device, such that not even a row can be removed
+            self._ended = RuntimeError(f"the model's thread has ended: {type(error).__name__}: {error}")
+            self._ended.__cause__ = error
+        with contextlib.suppress(Exception):  # a device that is gone
+            while not self._jobs.empty():
+                if (job := self._jobs.get()) is not None:
+                    job()  # such as a prompt, which is then told
+        for send in [*self._open]:
+            send(_Progress([], Stats(), True, error=self._ended))
+            with contextlib.suppress(Exception):
+                self._leave(send)
 
     def _turn(self) -> bool:
         """Do the waiting jobs, then a step; False: it was the last one."""

@@ -44,8 +44,10 @@ class _PromptRow(Row):
     @property
     def stats(self) -> Stats:
         """The statistics of this row alone."""
-        rounds, lossless = self.counts.row_rounds, self.rule.lossless
-        return replace(self.counts, rounds=rounds, tokens=self.generated, lossless=lossless, spent=self.spent)
+        own = replace(self.counts, accepted_by_depth=self.counts.accepted_by_depth.copy())
+        own.rounds, own.tokens = own.row_rounds, self.generated
+        own.lossless, own.spent = self.rule.lossless, self.spent  # known once the row has ended
+        return own
 
 
 class ContinuousBatcher(Batcher):
@@ -88,6 +90,7 @@ class ContinuousBatcher(Batcher):
 
     def cancel(self, ticket: Hashable) -> None:
         super().cancel(ticket)
+        self._draining = False  # the prompt that waits may be gone; else the next step finds out
         for row in _rows(self._session):
             if row.prompt is not None and row.prompt.ticket == ticket:
                 row.prompt, row.done = None, True
@@ -205,6 +208,8 @@ class ContinuousBatcher(Batcher):
         self._kind = self._kind if self._session.rows else kind
         if kind != self._kind:
             self._draining, self._waiting = True, [*group, *self._waiting]
+            for one in group:
+                one.begun = 0.0
             return None
         ends, private = Endings(call.stopping_criteria, 1, call.input_ids.device), request.processors.private
         self._together = not (private or call.guidance) and call.generation_config.max_new_tokens is not None

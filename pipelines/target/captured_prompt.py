@@ -57,7 +57,7 @@ class Shapes(Generic[T]):
 
     def due(self, key: Hashable) -> bool:
         """Count a shape; whether it comes so often that it should be captured."""
-        if len(self.seen) == REMEMBERED:
+        if key not in self.seen and len(self.seen) >= REMEMBERED:
             self.seen.clear()
         self.seen[key] += 1
         self.last, self.row = key, self.row + 1 if key == self.last else 1

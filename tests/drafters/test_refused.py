@@ -140,7 +140,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (enabling(lambda _: "ngram", prune=0.5), "no use for prune"),
     *((enabling(lambda _, n=n: n, lookup=True), "leave lookup out") for n in ("plain", "ngram", "suffix", "recycle")),
     (enabling(lambda _: "ngram", lookup="yes"), "lookup must be True or False"),
-    (lambda: mmspec.enable(test_heads.pipeline(), prefix_cache="1MB"), "draws pictures, so leave it out"),
+    (lambda: mmspec.enable(test_heads.pipeline(), prefix_cache="1MB"), "draws pictures; leave it out"),
     # trees
     (enabling(eagle, adaptive=True, width=3, depth=3), TREES),
     (enabling(eagle, adaptive=True, tree="reverse_balanced_25"), TREES),
