@@ -368,6 +368,9 @@ def test_what_failed_before_says_nothing_of_the_model(caption, photos: Path, mon
             failing(patch, lambda number: RuntimeError("no") if first <= number < last else None)  # noqa: B023
             assert caption("--retry-failed") == SOME_FAILED
     assert len(captions()) == 2
+    for number in range(running.PATIENCE):
+        paint(photos / f"new{number}.png")
+    assert caption("--model", "broken", "--retry-failed") == FATAL  # for what is new, it does
 
 
 def test_a_torn_last_line_is_healed(caption, capsys: pytest.CaptureFixture):

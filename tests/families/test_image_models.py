@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -193,6 +194,16 @@ def forwards(module: Any, run: Any) -> list[int]:
     with module.register_forward_pre_hook(hook, with_kwargs=True):
         run()
     return seen
+
+
+def test_a_draft_model_reads_the_prompt_of_an_image() -> None:
+    """By a call of its own, which is not one for an image."""
+    model, call = tiny_image_models.model("chameleon"), PAINTERS["chameleon"].call(1)
+    with mmspec.enable(model, drafter="plain"):
+        plain = draw(model, call)
+    with mmspec.enable(model, drafter=copy.deepcopy(model)) as handle:
+        assert torch.equal(draw(model, call), plain)
+    assert handle.stats.drafted
 
 
 def test_emu3_runs_both_prompts_in_one_forward() -> None:

@@ -613,6 +613,20 @@ def test_prompts_of_another_rule_guidance_or_greed_run_apart() -> None:
     assert found[0] == found[1]
 
 
+def test_rows_are_free_again_once_the_prompt_that_waits_for_them_is_cancelled() -> None:
+    model, call = tiny_image_models.model("emu3"), tiny_image_models.PAINTERS["emu3"].call(1)
+    inputs = {name: call.pop(name) for name in ("input_ids", "attention_mask")}
+    with mmspec.enable(model, drafter="jacobi", rule="lantern(k=8, lam=4.0)"):
+        flow = ContinuousBatcher(model, None, 3, max_new_tokens=50)
+        for ticket, own in (("text", {}), ("picture", call), ("more", {})):
+            flow.add(ticket, inputs, **own)
+            flow.step()
+        assert [one.ticket for one in flow.running] == ["text"]
+        flow.cancel("picture")
+        flow.step()
+        assert [one.ticket for one in flow.running] == ["text", "more"]
+
+
 def test_chameleons_own_mode_for_pictures_is_refused_by_prompt() -> None:
     model, call = tiny_image_models.model("chameleon"), tiny_image_models.PAINTERS["chameleon"].call(1)
     inputs = {name: call.pop(name) for name in ("input_ids", "attention_mask")}
