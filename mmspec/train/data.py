@@ -160,11 +160,10 @@ def _folder(folder: Path) -> list[TrainingSample]:
         warnings.warn(
             f"left out of {folder}, no pictures: videos: {films}{how}, others: {len(others) - films}", stacklevel=3
         )
-    prompts = itertools.cycle(_PROMPTS)
-    names = (path.relative_to(folder).as_posix() for path in paths)
+    names = [path.relative_to(folder).as_posix() for path in paths]
     return [
-        TrainingSample(_open(path), prompt, name=name, files=(path,))
-        for path, prompt, name in zip(paths, prompts, names, strict=False)
+        TrainingSample(_open(path), _PROMPTS[i % len(_PROMPTS)], name=names[i], files=(path,))
+        for i, path in enumerate(paths)
     ]
 
 

@@ -143,8 +143,10 @@ class AsyncBatcher:
         self.batches.cancel(send)
 
     def _fail(self, error: Exception) -> None:
-        for send in [*self._open]:
+        failed = [*self._open]
+        for send in failed:  # all of them, before a row that cannot be removed raises an error
             send(_Progress([], Stats(), True, error=error))
+        for send in failed:
             self._leave(send)
 
     def _work(self) -> None:
@@ -155,14 +157,12 @@ class AsyncBatcher:
         except Exception as error:  # of a device, such that not even a row can be removed
             self._ended = RuntimeError(f"the model's thread has ended: {type(error).__name__}: {error}")
             self._ended.__cause__ = error
-        with contextlib.suppress(Exception):  # a device that is gone
-            while not self._jobs.empty():
+        while not self._jobs.empty():
+            with contextlib.suppress(Exception):  # a device that is gone
                 if (job := self._jobs.get()) is not None:
                     job()  # such as a prompt, which is then told
-        for send in [*self._open]:
-            send(_Progress([], Stats(), True, error=self._ended))
-            with contextlib.suppress(Exception):
-                self._leave(send)
+        with contextlib.suppress(Exception):
+            self._fail(self._ended)
 
     def _turn(self) -> bool:
         """Do the waiting jobs, then a step; False: it was the last one."""
