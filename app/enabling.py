@@ -50,16 +50,18 @@ def given(words: Iterable[str], drafter: object = None, batches: bool = False) -
     if not options:  # do not import torch in this case
         return {}
     from mmspec.config import SpecConfig, option_names
-    from mmspec.registry import check_rule
+    from mmspec.registry import check_options, check_rule, options_of
 
-    names = [*option_names(SpecConfig()), *names_of(drafter), *([DRAFT] if drafter in OF_MODEL else [])]
+    method = zoo.DRAFTERS[drafter].method if drafter in zoo.DRAFTERS else PLAIN if drafter == STOCK else drafter
+    own = options_of(method)
+    names = [*option_names(SpecConfig()), *own, *([DRAFT] if drafter in OF_MODEL else [])]
     if unknown := next((name for name in options if name not in names), None):
         whose = f" with the drafter {drafter}" if drafter else ""
-        raise EnableError(f"--enable has no {unknown!r}{whose}. It takes {', '.join(dict.fromkeys(names))}")
+        raise EnableError(f"--enable has no {unknown!r}{whose}. It takes {', '.join(names)}")
     if batches and options.get("reproducible"):
         raise EnableError("--enable reproducible fixes the noise of a whole call; here every row has its own seed")
     try:
-        SpecConfig.split(options)
+        check_options(own, SpecConfig.split(options)[1])
         if isinstance(rule := options.get("rule"), str):
             check_rule(rule)
     except ValueError as error:
@@ -100,20 +102,3 @@ def value_of(text: str) -> object:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
-
-
-def names_of(drafter: object) -> list[str]:
-    """The options of a drafter by its name; of all drafters if its method is unknown until it is loaded."""
-    from mmspec.config import option_names
-    from mmspec.drafters.block_config import BlockOptions
-    from mmspec.drafters.shape import TreeOptions
-    from mmspec.registry import DRAFTERS, drafter_class
-
-    known = zoo.DRAFTERS[drafter].method if drafter in zoo.DRAFTERS else PLAIN if drafter == STOCK else drafter
-    names: list[str] = []
-    for name in [known] if known in DRAFTERS else DRAFTERS:
-        if DRAFTERS[name].trained or DRAFTERS[name].from_model:  # the actual options come with its weights or model
-            names += option_names(BlockOptions() if name == "block" else TreeOptions())
-        else:
-            names += option_names(getattr(drafter_class(name), "options", None))
-    return names

@@ -192,7 +192,7 @@ def pipeline(model: str, device: torch.device, dtype: torch.dtype) -> Any:
         raise EngineError(
             f"cannot load the model {model!r}: {first_line(error).rstrip('.')}. It must be a LlamaGenPipeline; convert "
             "the authors' files with `mmspec convert llamagen`. For other image models name your own Python file, or "
-            "use mmspec.enable in Python"
+            "use mmspec.enable in Python. Models that describe pictures are for `mmspec caption`"
         ) from error
     for part in (pipe.transformer, pipe.text_encoder):  # the picture decoder keeps its dtype: it is cheap and exact
         if part is not None and part.dtype != dtype:  # transformers loads a text encoder in the dtype of its file

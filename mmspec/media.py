@@ -115,6 +115,8 @@ def read_url(url: str, max_bytes: int = MAX_BYTES) -> bytes:
     try:
         with urlopen("data:" + url.partition(":")[2]) as content:
             data: bytes = content.read()
+        if not data:  # of base64, other characters are left out
+            raise ValueError(url)
     except (OSError, ValueError) as error:
         advice = "write data:image/jpeg;base64, and the file in base64"
         raise MediaError("picture", "has a data URL that cannot be read", advice) from error

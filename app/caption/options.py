@@ -223,6 +223,13 @@ class Options:
             raise SettingsError("--push-to-hub uploads a whole folder; give --out a local folder of captions only")
         if self.json_schema is not None and (self.prepend or self.append):
             raise SettingsError("--json-schema cannot be combined with --prepend or --append; leave one of them out")
+        if self.engine == ENGINE and (schema := self.schema) is not None:
+            from mmspec.pipelines.json_schema import grammar_of
+
+            try:
+                grammar_of(schema)
+            except (ImportError, ValueError) as error:
+                raise SettingsError(f"--json-schema {self.json_schema}: {error}") from error
 
 
 OPTIONS = {one.name: one for one in fields(Options)}
@@ -253,7 +260,9 @@ def _from_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     try:
         entries = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SettingsError(f"{path} cannot be read as YAML ({error}); give lines like `model: name`") from error
+        mark = getattr(error, "problem_mark", None)
+        why = f"line {mark.line + 1}: {error.problem}" if mark else str(error)  # type: ignore[union-attr]
+        raise SettingsError(f"{path} cannot be read as YAML ({why}); give lines like `model: name`") from error
     if not isinstance(entries, dict):
         raise SettingsError(f"{path} is not a YAML mapping; give lines like `max-new-tokens: 64`")
     inputs = entries.pop("inputs", None) or []

@@ -31,6 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--max-pixels", type=count, default=MAX_PIXELS, metavar="N", help="limit of a request's pictures (%(default)s)")
     add("--max-pixels-per-image", type=lambda text: text if text in ("auto", "none") else count(text), default="auto",
         help="larger ones are scaled down; auto: to 1,280 visual tokens, none: never (%(default)s)")  # fmt: skip
+    add("--log-level", choices=("info", "warning"), default="info", help="info: a line for each request (%(default)s)")
     add("--allow-http", action="store_true", help="fetch pictures from any URL that this machine can reach")
     enabling.add(parser)
     where(parser)
@@ -72,4 +73,4 @@ def _serve(args: argparse.Namespace, key: str | None) -> None:
         app = http.build(http.Service(engine, worker, pictures, *shown))
         print(f"{args.model} is at http://{args.host}:{args.port}/v1 (Ctrl-C ends it)", flush=True)
         times: Any = {"timeout_keep_alive": http.KEEP_ALIVE, "timeout_graceful_shutdown": LAST}
-        uvicorn.run(app, host=args.host, port=args.port, log_level="warning", **times)
+        uvicorn.run(app, host=args.host, port=args.port, log_level=args.log_level, **times)

@@ -779,6 +779,9 @@ def test_a_schema_may_be_any_json_object(tmp_path: Path):
         assert options.schema == schema
         asks.add(ask_key(options.shaping))
     assert len(asks) == 3
+    Path(path).write_text('{"type": "thing"}')
+    with pytest.raises(settings.SettingsError, match="not supported: Invalid type: thing"):  # before a model is loaded
+        settings.Options(json_schema=path).check()
 
 
 def test_a_full_disk_ends_the_run_and_loses_nothing(caption, monkeypatch: pytest.MonkeyPatch, capsys):
@@ -828,8 +831,9 @@ def test_config(caption, photos: Path, capsys: pytest.CaptureFixture):
     assert len(captions("two")) == 4 and len(journal("two")) == 4
     Path("frames.yaml").write_text("frames: 3")
     assert caption("--config", "frames.yaml", "--frames", "fps:1") == OK
-    Path("wrong.yaml").write_text("[")
-    assert caption("--config", "wrong.yaml") == SENSELESS and "YAML" in capsys.readouterr().err
+    Path("wrong.yaml").write_text("model: x\nprompt: [")
+    assert caption("--config", "wrong.yaml") == SENSELESS
+    assert "read as YAML (line 2: expected the node content" in capsys.readouterr().err
     for key, near in {"modl": "model", "max_new_token": "max-new-tokens", "no-compar": "no-compare"}.items():
         Path("wrong.yaml").write_text(f"no-compare: true\n{key}: 3")
         assert caption("--config", "wrong.yaml") == SENSELESS

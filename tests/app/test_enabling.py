@@ -13,6 +13,7 @@ from PIL import Image
 
 import mmspec
 from benchmarks.suites import SUITES
+from mmspec import registry
 from mmspec.app import cli, embedded, enabling
 from mmspec.app.bench import drafters as named
 from mmspec.app.bench.command import BenchError
@@ -45,6 +46,9 @@ def test_words_become_values(word: str, drafter: str | None, value: Any) -> None
         ("tree=chain", "ngram", "no 'tree' with the drafter ngram"),
         ("compile=maybe", None, "compile must be True or False; got 'maybe'. Write True"),
         ("budget=-1", None, "budget must be a distance ≥ 0"),
+        ("depth=deep", None, "depth must be a whole number from 1 to 128"),
+        ("prune=9", "eagle", "prune must be a share from 0 to 1"),
+        ("window=0", "jacobi", "window must be a whole number ≥ 1"),
         ("depth", None, "takes NAME=VALUE, such as depth=6; got 'depth'"),
         ("depth=2", "model", "--drafter model needs --enable draft=FOLDER, the smaller model"),
     ],
@@ -56,7 +60,7 @@ def test_what_cannot_be_meant_says_what_can(word: str, drafter: str | None, said
 
 
 def test_no_word_needs_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(enabling, "names_of", lambda _: pytest.fail("looked up"))
+    monkeypatch.setattr(registry, "options_of", lambda _: pytest.fail("looked up"))
     assert enabling.given([]) == {}
 
 

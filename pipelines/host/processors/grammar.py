@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from torch.nn.functional import pad
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
 from mmspec.pipelines.host.kinds import Processor
+from mmspec.pipelines.json_schema import grammar_of
 from mmspec.session import Group, Row
 from mmspec.types import NO_TOKEN, Draft
 
@@ -147,20 +147,9 @@ def json_grammar(processor: Processor, schema: dict[str, object] | str) -> Gramm
         ImportError: llguidance is not installed.
         ValueError: an invalid schema, or one that llguidance does not support; a tokenizer without JSON's characters.
     """
-    try:
-        from llguidance import LLMatcher
-    except ImportError as error:
-        raise ImportError("grammars need llguidance: pip install llguidance (the extra json of mmspec)") from error
+    grammar_of(schema)  # before the tokenizer, which takes a second
     own = _tokenizer(getattr(processor, "tokenizer", processor))
-    try:
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the JSON schema cannot be read: {error}") from error
-    wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, own)
-    if wrong:
-        raise ValueError(f"the JSON schema is not supported: {'; '.join(messages)}")
-    return GrammarProcessor(own, grammar)
+    return GrammarProcessor(own, grammar_of(schema, own))
 
 
 @lru_cache(maxsize=4)
