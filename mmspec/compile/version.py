@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import chain, islice
-from operator import attrgetter, itemgetter
+from itertools import chain
+from operator import attrgetter, call, itemgetter
 from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -24,7 +24,6 @@ _ASIDE |= {"generation_config", "warnings_issued", "_previous_max_cache_length",
 Marks = list[Any]  # values that are compared by ==
 _READ: ContextVar[dict[int, tuple[nn.Module, Version]] | None] = ContextVar("mmspec_versions", default=None)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
-_BARE = tuple(vars(nn.Module()))  # attributes of every module, in this order
 # dicts of a module whose items are read
 _INSIDE = itemgetter("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
 _SEEN: WeakKeyDictionary[nn.Module, _Seen] = WeakKeyDictionary()  # the latest version, by module
@@ -155,23 +154,25 @@ class _Seen:
     def __init__(self, root: nn.Module) -> None:
         modules, self.version = list(each_module(root)), _version(root)
         self._modules = list(map(ref, modules))
-        self._lengths = list(map(len, map(vars, modules)))
-        # how many attributes a module has after those of every nn.Module
-        bare = [tuple(islice(vars(m), len(_BARE))) == _BARE for m in modules]
-        self._counts = [n - len(_BARE) * has for n, has in zip(self._lengths, bare, strict=True)]
-        outer = [value for m in modules for name, value in vars(m).items() if _is_config(name, value)]
-        inner = {id(one): one for config in outer for one in _with_nested(config)}
-        self._configs = [vars(one) for one in inner.values()]
-        self._names, values = self._attributes(list(map(vars, modules)))
-        named, own = list(enumerate(zip(self._names, values, strict=True))), sum(self._counts)
-        self._ignored = [i for i, (name, _) in named[:own] if name in _ASIDE]
-        self._results = [i for i, (_, value) in named[:own] if isinstance(value, Tensor)]
+        own = list(map(vars, modules))
+        self._lengths = list(map(len, own))
+        read = [[name for name in one if name not in _ASIDE] or ["_modules"] for one in own]
+        read = [[*some, some[0]] for some in read]  # at least two names, so that itemgetter gives a tuple
+        self._readers = [itemgetter(*some) for some in read]
+        configs = [value for one in own for name, value in one.items() if _is_config(name, value)]
+        nested = {id(one): one for config in configs for one in _with_nested(config)}
+        self._configs = [vars(one) for one in nested.values()]
+        self._names, values = self._attributes(own)
+        named = [*chain.from_iterable(read), *self._names]
+        outer = len(named) - len(self._names)
+        self._results = [i for i in range(outer) if isinstance(values[i], Tensor)]
         self._ids = self._compared(values)
         self._plain = [value for value in values if type(value) in PLAIN]
-        self._tensors = [i for i, (_, value) in named[own:] if isinstance(value, Tensor)]
+        self._tensors = [i for i in range(outer, len(values)) if isinstance(values[i], Tensor)]
         self._counted = [i for i in self._tensors if not values[i].is_inference()]
         self._placed = [i for i in self._tensors if _placed(values[i])]
-        self._containers = [i for i, (name, value) in named if isinstance(value, _CONTAINERS) and name not in _ASIDE]
+        held = [i for i, value in enumerate(values) if isinstance(value, _CONTAINERS)]
+        self._containers = [i for i in held if named[i] not in _ASIDE]
         self._state = self._state_of(modules, values)
 
     def unchanged(self) -> bool:
@@ -181,29 +182,27 @@ class _Seen:
         own = list(map(vars, modules))
         if list(map(len, own)) != self._lengths:
             return False
-        names, values = self._attributes(own)
+        try:
+            names, values = self._attributes(own)
+        except KeyError:  # an attribute was replaced by another one
+            return False
         same = names == self._names and self._compared(values) == self._ids
         return same and self._state_of(modules, values) == self._state
 
+    def _attributes(self, own: list[dict[str, Any]]) -> tuple[list[str], list[Any]]:
+        """The values of the modules' attributes, then those inside: of parameters, buffers, submodules, hooks and
+        configurations, whose names come first."""
+        values = [*chain.from_iterable(map(call, self._readers, own))]
+        inside = [*filter(None, chain.from_iterable(map(_INSIDE, own))), *self._configs]
+        values += chain.from_iterable(map(dict.values, inside))
+        return [*chain.from_iterable(inside)], values
+
     def _compared(self, values: list[Any]) -> list[int]:
-        """Ids of the values that are compared, 0 for the others."""
+        """Ids of the values; 0 for results."""
         ids = list(map(id, values))
-        for i in self._ignored:
-            ids[i] = 0
         for i in self._results:
             ids[i] = 0 if values[i] is None or isinstance(values[i], Tensor) else ids[i]
         return ids
-
-    def _attributes(self, own: list[dict[str, Any]]) -> tuple[list[str], list[Any]]:
-        """Names and values of the modules' attributes, the last ones first and without those of every nn.Module, then
-        of their parameters, buffers, submodules and hooks, and of configurations."""
-        inside = [*filter(None, chain.from_iterable(map(_INSIDE, own))), *self._configs]
-        names = map(islice, map(reversed, own), self._counts)
-        values = map(islice, map(reversed, map(dict.values, own)), self._counts)
-        return (
-            [*chain.from_iterable(names), *chain.from_iterable(inside)],
-            [*chain.from_iterable(values), *chain.from_iterable(map(dict.values, inside))],
-        )
 
     def _state_of(self, modules: list[Any], values: list[Any]) -> Any:
         """State that may change while all attributes keep their values."""
@@ -213,7 +212,6 @@ class _Seen:
             sum(_REFRESHED.get(module, 0) for module in modules) if _REFRESHED else 0,
             kinds,
             [kind.forward for kind in dict.fromkeys(kinds)],
-            list(map(attrgetter("training"), modules)),
             list(map(attrgetter("dtype"), tensors)),
             list(map(attrgetter("device"), tensors)),
             list(map(attrgetter("shape"), tensors)),
