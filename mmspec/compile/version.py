@@ -154,7 +154,7 @@ class _Seen:
     def __init__(self, root: nn.Module) -> None:
         modules, self.version = list(each_module(root)), _version(root)
         self._modules = list(map(ref, modules))
-        own = list(map(vars, modules))
+        own: list[Any] = list(map(vars, modules))
         self._lengths = list(map(len, own))
         read = [[name for name in one if name not in _ASIDE] or ["_modules"] for one in own]
         read = [[*some, some[0]] for some in read]  # at least two names, so that itemgetter gives a tuple
