@@ -166,6 +166,8 @@ class AsyncBatcher:
 
     def _turn(self) -> bool:
         """Do the waiting jobs, then a step; False: it was the last one."""
+        if not self.batches.busy:  # what took too much memory together has been answered
+            self.batches.rows = self.batches.most
         with contextlib.suppress(Empty):
             while (job := self._jobs.get(block=not self.batches.busy)) is not None:
                 job()

@@ -244,7 +244,7 @@ def test_requests_under_way_count_as_open(base: str, service: Service) -> None:
 
 
 def test_a_stream_goes_on_where_its_row_begins_again(
-    client: openai.OpenAI, engine: engines.Engine, monkeypatch: pytest.MonkeyPatch
+    client: openai.OpenAI, base: str, engine: engines.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Too little memory in a round: all rows are read once more, and what a client has it does not get again."""
     rounds, decode = iter(range(10**6)), continuous.decode
@@ -262,6 +262,8 @@ def test_a_stream_goes_on_where_its_row_begins_again(
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(one, messages)) == [stock(engine, path) for path in SAMPLES[:2]]
+    idle(base)
+    assert next(rounds) > 5 and httpx.get(f"{base}/health").json()["rows"] == ROWS  # no longer halved
 
 
 def test_a_compressed_answer_is_not_decompressed_here() -> None:
