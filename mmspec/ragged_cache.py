@@ -22,6 +22,9 @@ class Lengths:
     host: tuple[int, ...]
     device: Tensor  # int64 [B]
     _copies: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _slots: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @classmethod
     def of(cls, host: list[int] | tuple[int, ...], device: torch.device) -> Lengths:
@@ -34,6 +37,13 @@ class Lengths:
         if device not in self._copies:
             self._copies[device] = self.device.to(device)
         return self._copies[device]
+
+    def slots(self, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The rows [B, 1] and their next n slots [B, n], computed once for all layers."""
+        if (n, device) not in self._slots:
+            rows = torch.arange(len(self.host), device=device)[:, None]
+            self._slots[n, device] = rows, self.on(device)[:, None] + torch.arange(n, device=device)
+        return self._slots[n, device]
 
     @cached_property
     def longest(self) -> int:
@@ -75,8 +85,7 @@ class RaggedBuffer:
             self.keys[:, :, end - n : end] = keys
             self.values[:, :, end - n : end] = values
         else:
-            rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
-            slots = at.on(keys.device)[:, None] + torch.arange(n, device=keys.device)
+            rows, slots = at.slots(n, keys.device)
             self.keys[rows, :, slots] = keys.transpose(1, 2)
             self.values[rows, :, slots] = values.transpose(1, 2)
         return self.keys[:, :, :end], self.values[:, :, :end]
