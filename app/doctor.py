@@ -75,8 +75,7 @@ def _guarded(about: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Find
 def _software() -> Iterator[Finding]:
     yield Finding(GOOD, "mmspec", mmspec.__version__)
     yield Finding(GOOD, "python", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
-    for name in PACKAGES:
-        yield _package(name)
+    yield from map(_package, PACKAGES)
     for name in ("peft", "triton"):
         yield Finding(GOOD, name, version(name) or "not installed")
     from mmspec.app import provenance

@@ -1,15 +1,21 @@
-"""Writes files atomically, reads their stamps, and encodes pictures as data URLs."""
+"""Writes files atomically, locks them, reads their stamps, and encodes pictures as data URLs."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
 import io
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from mmspec.replacing import replaced
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -36,6 +42,23 @@ def stamp(path: Path) -> str | None:
     except OSError:
         return None
     return f"{facts.st_size}-{facts.st_mtime_ns}"
+
+
+def hold(handle: int, shared: bool = False, patience: float = 0) -> bool:
+    """Lock an open file until it is closed or the process ends; false if it is still taken after `patience` seconds."""
+    if fcntl is None:
+        return True
+    give_up = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= give_up:
+                return False
+            time.sleep(0.05)
+        except OSError:  # a network file system without locks
+            return True
 
 
 def inline(picture: Image.Image, kind: str = "PNG", **how: object) -> str:

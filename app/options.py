@@ -3,56 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ipaddress
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
+T = TypeVar("T")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
+def _checked(kind: Callable[[str], T], fits: Callable[[T], bool], what: str) -> Callable[[str], T]:
+    """The type of an option; `what` is what its values are."""
+
+    def parse(text: str) -> T:
+        with contextlib.suppress(ValueError):
+            if fits(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+
+    return parse
 
 
-def seed_value(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**62:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a seed; one is a whole number from 0 on, below 2**62")
-    return int(text)
-
-
-def port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port; one is a number from 1 to 65535")
-    return int(text)
+count = _checked(int, lambda n: n >= 1, "a whole number from 1 on")
+seed_value = _checked(int, lambda n: 0 <= n < 2**62, "a seed; one is a whole number from 0 on, below 2**62")
+port = _checked(int, lambda n: 1 <= n < 2**16, "a port; one is a number from 1 to 65535")
+from_zero = _checked(float, lambda x: 0 <= x < math.inf, "a number from 0 on")
+above_zero = _checked(float, lambda x: 0 < x < math.inf, "a number above 0")
 
 
 def is_local(host: str) -> bool:
     """Whether a server that listens on this host can be reached from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a host name
-        return False
-
-
-def from_zero(text: str) -> float:
-    return _number(text, "from 0 on", open_end=False)
-
-
-def above_zero(text: str) -> float:
-    return _number(text, "above 0", open_end=True)
-
-
-def _number(text: str, allowed: str, open_end: bool) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (0 < value < math.inf or (value == 0 and not open_end)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number {allowed}")
-    return value
+    with contextlib.suppress(ValueError):  # a host name
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    return False
 
 
 def where(parser: argparse._ActionsContainer) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,7 @@ from mmspec.app.devices import EngineError, find_device, find_model, first_line,
 from mmspec.app.embedded import resolve
 from mmspec.app.enabling import value_of
 from mmspec.app.extras import terminable
-from mmspec.app.files import write_whole
+from mmspec.app.files import hold, write_whole
 from mmspec.app.media.decoder import HELP, USUAL, VideoReader
 from mmspec.app.media.video import FramePolicy
 from mmspec.app.options import count, from_zero
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from mmspec.pipelines.host.kinds import Processor
 
 DRAW = {"guidance_scale": 3.0, "temperature": 1.0, "top_k": 0, "image_area": 0}  # names of --draw, with their types
+OWN = {"intermediate": 0}  # of --shape: by default the target's
 KINDS = {
     bool: "true or false", int: "a whole number from 0 on", float: "a number from 0 on", tuple: "a list", str: "a word",
 }  # fmt: skip
@@ -151,9 +154,9 @@ def train(
     texts = read(text, limit, recipe.seed) if text else ()
     began = time.monotonic()
     features, of = drafter.features, getattr(drafter.config, "target", "") or model.config._name_or_path
-    about = f"{of} {data}" + (f" {frames}" if any(sample.clip for sample in samples) else "")
-    about += f" {sorted(drawing.items())}" if drawing else ""
-    about += f" {model.about}" if getattr(model, "about", "") else ""
+    clipped = frames if any(sample.clip for sample in samples) else ""
+    drawn = sorted(drawing.items()) if drawing else ""
+    about = " ".join(filter(None, map(str, [of, data, clipped, drawn, getattr(model, "about", "")])))
     context: Any = Teacher(model, processor, features) if processor else ImageTeacher(model, features, drawing)
     if context.dtype != torch.float32 and not recipe.bf16:  # its features come in half precision
         recipe = recipe.with_(bf16=True)
@@ -221,6 +224,16 @@ def _report(run: Distillation, tau: float, seconds: float, facts: dict[str, Any]
     print(f"held-out tau {tau:.2f} ({what}, bonus token included); drafter in {out / 'drafter'}")
 
 
+@contextlib.contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """ValueError if another run trains in this folder; the processes of one run share it."""
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / ".lock", "wb") as file:
+        if not hold(file.fileno(), shared="RANK" in os.environ):
+            raise ValueError(f"another run trains in {out}; wait until it has ended, or choose another --out")
+        yield
+
+
 def _opened(target: str, pictures: bool, device: torch.device) -> tuple[Any, Any]:
     """Load a model and its processor; for a model that draws, the processor is None.
 
@@ -243,8 +256,7 @@ def _opened(target: str, pictures: bool, device: torch.device) -> tuple[Any, Any
 
 def run(args: argparse.Namespace) -> int:
     config = getattr(drafter_class("block" if args.method in block_config.PUBLISHED else args.method), "Config", None)
-    known = {name: one for name, one in config.usual().items() if one is not MISSING} if config else {}
-    known |= {"intermediate": 0} if config else {}  # by default the target's
+    known = {name: one for name, one in config.usual().items() if one is not MISSING} | OWN if config else {}
     try:
         if args.out.exists() and not args.out.is_dir():
             raise ValueError(f"--out {str(args.out)!r} is a file; name a folder, which may be new")
@@ -255,11 +267,12 @@ def run(args: argparse.Namespace) -> int:
         drawing = {name: value_of(text) for name, _, text in words} if own else _values("--draw", args.draw, DRAW)
         with terminable():
             model, processor = _opened(args.target, draws(args.target, args.data), find_device(args.device))
-            train(
-                model, processor, args.method, args.data, args.out, recipe, shape=shape, limit=args.limit,
-                text=None if args.text == "none" else args.text, answers=args.answers, keep=args.keep,
-                frames=args.video_frames, drawing=drawing,
-            )  # fmt: skip
+            with _alone(args.out):
+                train(
+                    model, processor, args.method, args.data, args.out, recipe, shape=shape, limit=args.limit,
+                    text=None if args.text == "none" else args.text, answers=args.answers, keep=args.keep,
+                    frames=args.video_frames, drawing=drawing,
+                )  # fmt: skip
     except (ValueError, EngineError, OSError) as error:  # OSError: no such target or data set, a full disk
         print(f"mmspec train: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

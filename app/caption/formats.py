@@ -102,4 +102,6 @@ def _source(record: Record, sources: Mapping[str, Source]) -> Source:
 
 def _unicode(value: object) -> object:
     """A value without the characters of file names that are not valid Unicode."""
+    if isinstance(value, list):
+        return [_unicode(one) for one in value]
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value

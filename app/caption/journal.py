@@ -7,15 +7,11 @@ import hashlib
 import json
 import os
 import stat
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from mmspec.app.files import hold
 
 Record = dict[str, Any]
 STATE = ".mmspec"  # folder in the output folder: journals, locks, partial files
@@ -160,23 +156,6 @@ def time_of(record: Record) -> float:
     """When a line was written; 0 if it has no valid time stamp."""
     written = record.get("time")
     return float(written) if isinstance(written, int | float) and abs(written) < 2**63 else 0.0
-
-
-def hold(handle: int, shared: bool = False, patience: float = 0) -> bool:
-    """Lock an open file until it is closed or the process ends; false if it is still taken after `patience` seconds."""
-    if fcntl is None:
-        return True
-    give_up = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= give_up:
-                return False
-            time.sleep(0.05)
-        except OSError:  # a network file system without locks
-            return True
 
 
 def _heal(file: BinaryIO) -> None:

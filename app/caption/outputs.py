@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 from mmspec.app.caption import formats
-from mmspec.app.caption.journal import FAILED, STATE, Journal, Ledger, Record, digest, hold, line_of, parse
-from mmspec.app.files import write_whole
+from mmspec.app.caption.journal import FAILED, STATE, Journal, Ledger, Record, digest, line_of, parse
+from mmspec.app.files import hold, write_whole
 from mmspec.app.media.items import Item, need
 from mmspec.media import MediaError
 

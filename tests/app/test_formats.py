@@ -83,11 +83,12 @@ def test_metadata_loads_as_a_videofolder(tmp_path: Path):
 
 
 def test_parquet_has_a_row_a_record(pictures: Path):
-    odd = [record("\udcff.png", "no Unicode in the name", seed=None)]
+    odd = [record("\udcff.png", "no Unicode in the name", seed=None, prompts=["What is \udcff?"])]
     (path,) = make("parquet", records(pictures) + odd, pictures)
     table = pq.read_table(path)
     assert table.column_names == list(formats.COLUMNS)
     assert table["file_name"].to_pylist() == [*TEXTS, r"\udcff.png"]
+    assert table["prompts"].to_pylist()[-1] == [r"What is \udcff?"]
     assert table["text"].to_pylist()[:4] == list(TEXTS.values())
     assert table["tokens"].to_pylist() == [3] * 5 and table["seconds"][0].as_py() == 0.5
 

@@ -22,6 +22,7 @@ from stopped import goes_on
 import mmspec
 from benchmarks.zoo import sources
 from mmspec.app import cli
+from mmspec.app.files import hold
 from mmspec.app.train import train
 from mmspec.checkpoints.save import save_drafter
 from mmspec.drafters.eagle import EagleDrafter
@@ -366,6 +367,17 @@ def test_the_command_says_what_is_wrong(
     assert cli.main([*_words(tmp_path, questions), *words]) == 1
     last = capsys.readouterr().err.splitlines()[-1]  # below the bars of what was loaded
     assert last.startswith("mmspec train: ") and told in last
+
+
+def test_one_run_at_a_time_trains_in_a_folder(
+    tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*_words(tmp_path, questions), "--set", "steps=1", "batch=2", "held_out=4", "max_new_tokens=8"]
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / ".lock").open("wb") as file:
+        assert hold(file.fileno()) and cli.main(words) == 1
+        assert "another run trains in" in capsys.readouterr().err
+    assert cli.main(words) == 0
 
 
 def test_a_signal_stops_the_command_after_its_step_and_the_same_command_resumes(
