@@ -81,6 +81,7 @@ class Rule:
         name: with all parameters, in a form that `resolve_rule` reads.
         lossless: the output distribution is p itself, whatever q is.
         budget: the most that a row may cost; as it runs out, tests are relaxed less, and then not at all.
+        vocab: the number of tokens whose codes it compares; None: it has no codes.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Rule:
     greedy: Callable[[Trial], Tensor] | None = None
     charge: Callable[[Trial], Tensor] | None = None
     budget: float | None = None
+    vocab: int | None = None
 
     def __post_init__(self) -> None:
         if self.budget is None:
@@ -208,8 +210,9 @@ def lantern(
 
     limit = f"delta={delta}" if lam is None else f"lam={lam}"
     rule = _relaxed(
-        f"lantern(k={k}, {limit})", relaxed=relaxed, greedy=lambda trial: reaches(trial) >= trial.p.all.amax(-1)
-    )
+        f"lantern(k={k}, {limit})", relaxed=relaxed, greedy=lambda trial: reaches(trial) >= trial.p.all.amax(-1),
+        vocab=len(codebook),
+    )  # fmt: skip
     if residual == "ordinary":
         return rule
     return replace(rule, name=f"lantern(k={k}, {limit}, residual='published')", residual=published, charge=charge)
@@ -269,14 +272,15 @@ def gsd(
     if gap is not None:
         _check("gap", gap, lambda gap: 0 < gap <= 1, "in (0, 1], or None")
     _among("space", space, ("codes", "embeddings"))
-    codes = None
+    codes, table = None, None
     if distance is not None:
         _check("distance", distance, lambda distance: distance > 0, "above 0, or None")
-        if (codebook if space == "codes" else embeddings) is None:
+        table = codebook if space == "codes" else embeddings
+        if table is None:
             what = "a codebook [V, c] is" if space == "codes" else "input embeddings [V, H] are"
             raise ValueError(f"{what} needed to measure distance; pass one, or leave distance out")
         unit = torch.nn.functional.normalize
-        codes = _DeviceTable(embeddings.detach() if space != "codes" else unit(codebook.float(), dim=-1))  # type: ignore
+        codes = _DeviceTable(table.detach() if space != "codes" else unit(table.float(), dim=-1))
 
     def relaxed(trial: Trial) -> Tensor:
         if trial.p.lines is not None:
@@ -294,7 +298,8 @@ def gsd(
         return ops.exact_ratio(torch.where(member, p, 0.0).sum(-1), torch.where(member, q, 0.0).sum(-1))
 
     where = "" if space == "codes" else f", space={space!r}"
-    return _relaxed(f"gsd(group={group}, distance={distance}, gap={gap}{where})", relaxed=relaxed)
+    vocab = None if table is None else len(table)
+    return _relaxed(f"gsd(group={group}, distance={distance}, gap={gap}{where})", relaxed=relaxed, vocab=vocab)
 
 
 def grouped(codebook: Tensor, *, radius: float | None = None, cells: int | None = None) -> Rule:
@@ -314,7 +319,8 @@ def grouped(codebook: Tensor, *, radius: float | None = None, cells: int | None 
     def residual(trial: Trial) -> Tensor:
         return ops.cell_residual(trial.p.all, trial.q.all, cell.on(trial.x.device))
 
-    return Rule(name, ops.exact_ratio, residual, relaxed=partial(_cell_ratio, cell=cell), charge=charge)
+    relaxed = partial(_cell_ratio, cell=cell)
+    return Rule(name, ops.exact_ratio, residual, relaxed=relaxed, charge=charge, vocab=len(codebook))
 
 
 def pooled(codebook: Tensor, *, radius: float | None = None, cells: int | None = None) -> Rule:
@@ -324,7 +330,7 @@ def pooled(codebook: Tensor, *, radius: float | None = None, cells: int | None =
     def relaxed(trial: Trial) -> Tensor:
         return torch.maximum(ops.exact_ratio(trial.p_x, trial.q_x), _cell_ratio(trial, cell))
 
-    return _relaxed(name, relaxed=relaxed)
+    return _relaxed(name, relaxed=relaxed, vocab=len(codebook))
 
 
 def _in_cell(trial: Trial, cell: _DeviceTable) -> tuple[Tensor, Tensor]:

@@ -78,6 +78,12 @@ def enable(model_or_pipe: object, drafter: Any = None, **options: Any) -> Handle
     ready, given, target = _chosen(drafter, given, target, family, model)  # may raise: nothing is patched yet
     codes, table = (None, None) if config.rule == "exact" else (family.codebook(model), family.embeddings(model))
     rule = resolve_rule(config.rule, codes, config.budget, table)
+    known = [one.vocab for one in (family.describe(model), family.pictures(model)) if one is not None]
+    if rule.vocab is not None and rule.vocab not in known:
+        raise ValueError(
+            f"the rule {rule.name} compares codes of {rule.vocab} tokens, but the model draws from {known[-1]}; its "
+            "codebook needs a row for every token id"
+        )
     proposer = drafting.proposer(model, ready, config, target, family.captures_drafts)
     patch = Patch(family, ready, config, rule, proposer, given, target)
     if (note := family.note(model)) is not None:

@@ -169,7 +169,8 @@ def leftover_chance(log_qp: Tensor, eta: Tensor | float = 1.0) -> Tensor:
     return 1 - torch.minimum(log_qp.exp(), torch.as_tensor(eta, dtype=log_qp.dtype, device=log_qp.device))
 
 
-TRIALS = 100_000  # limit on the trials for one token; only a network that returns NaN needs as many
+TRIALS = 100_000  # limit on the trials for one token
+NOT_NUMBERS = "the model returns NaN. If it overflows in float16, run it in bfloat16 or float32"
 Draw = Callable[[Net, Chain, Tensor, float], Path]
 Fresh = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # rows [r], number of the trial → noise [r, K + 1, C], u [r]
 
@@ -208,7 +209,9 @@ def leftover(
         kept = (torch.cat(u) < leftover_chance(ratio, eta[again])).view(at_once, -1)
         trial = kept.int().argmax(0)
         tokens[rows] = path.x.unflatten(0, (at_once, -1))[trial, torch.arange(len(rows), device=device)]
-        taken = torch.where(kept.any(0), trial + 1, 0).tolist()
+        taken = torch.where(kept.any(0), trial + 1, -ratio.view(at_once, -1).isnan().any(0).int()).tolist()
+        if min(taken) < 0:
+            raise ValueError(NOT_NUMBERS)
         for row, count in zip(waiting, taken, strict=True):
             trials[row] = first + count if count else 0
         waiting, first = [row for row, count in zip(waiting, taken, strict=True) if not count], first + at_once

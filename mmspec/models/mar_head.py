@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.continuous.denoising import Chain, Output
+from mmspec.modes import uncast
 
 SHAPES: dict[str, dict[str, int]] = {  # the published sizes, of the transformer too
     "base": {"dim": 768, "layers": 12, "heads": 12, "head_layers": 6, "head_width": 1024},
@@ -54,8 +55,12 @@ class _Last(nn.Module):
 
     def forward(self, h: Tensor, y: Tensor) -> Tensor:
         shift, scale = self.adaLN_modulation(y).float().chunk(2, -1)
-        h = F.layer_norm(h.float(), h.shape[-1:], eps=EPS) * (1 + scale) + shift
-        return F.linear(h, self.linear.weight.float(), self.linear.bias.float())
+        return self.out(F.layer_norm(h.float(), h.shape[-1:], eps=EPS) * (1 + scale) + shift)
+
+    def out(self, h: Tensor) -> Tensor:
+        """The layer itself, in float32, under autocast too."""
+        with uncast(h.device):
+            return F.linear(h, self.linear.weight.float(), self.linear.bias.float())
 
 
 class _Network(nn.Module):
@@ -101,12 +106,11 @@ class MARHead(nn.Module):
             u = torch.addcmul(shift, F.layer_norm(h, width, eps=EPS), scale)
             h = torch.addcmul(h, gate, block.mlp[2](F.silu(block.mlp[0](u))))
         h = torch.addcmul(on.float(), F.layer_norm(h.float(), width, eps=EPS), by.float())
-        last = net.final_layer.linear
-        return F.linear(h, last.weight.float(), last.bias.float())
+        return net.final_layer.out(h)
 
     @torch.no_grad()
-    def bind(self, chain: Chain) -> Bound:
-        """Precompute the parts of the head's outputs at the steps of a chain that do not depend on the token."""
+    def folded(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias of the modulation of all layers, see `Bound`; three fifths of the head's weights."""
         net = self.net
         rows, biases = [], []
         for block in net.blocks:
@@ -118,8 +122,16 @@ class MARHead(nn.Module):
         weight, bias = net.final_layer.adaLN_modulation[1].parameters()
         rows += [*weight.float().chunk(2)[::-1]]
         shift, scale = bias.float().chunk(2)
-        times, table = net.time_embed(chain.timesteps), torch.cat(rows).to(weight.dtype)
-        return Bound(self, chain, times, table, torch.cat([*biases, 1 + scale, shift]).to(weight.dtype))
+        return torch.cat(rows).to(weight.dtype), torch.cat([*biases, 1 + scale, shift]).to(weight.dtype)
+
+    @torch.no_grad()
+    def bind(self, chain: Chain, folded: tuple[Tensor, Tensor] | None = None) -> Bound:
+        """Precompute the parts of the head's outputs at the steps of a chain that do not depend on the token.
+
+        `folded` is the result of `self.folded`, if it serves several chains.
+        """
+        weight, bias = self.folded() if folded is None else folded
+        return Bound(self, chain, self.net.time_embed(chain.timesteps), weight, bias)
 
 
 class PlainHead:
@@ -172,7 +184,7 @@ class Bound:
 @dataclass
 class Denoiser:
     """The head bound to tokens and steps: the modulation, which depends only on these, is computed for many steps at
-    once. It has three fifths of the head's weights. Equal to `PlainHead` up to rounding.
+    once. Equal to `PlainHead` up to rounding.
     """
 
     bound: Bound

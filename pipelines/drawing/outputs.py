@@ -1,4 +1,4 @@
-"""Common code of mmspec's image pipelines: class labels, output types, and a seed for each image."""
+"""Common code of mmspec's image pipelines: their base, class labels, output types, and a seed for each image."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from diffusers import DiffusionPipeline
 from PIL import Image
 from torch import Tensor
 
@@ -16,6 +17,17 @@ Generators = torch.Generator | list[torch.Generator] | tuple[torch.Generator, ..
 Labels = int | str | Sequence[int | str] | Tensor | np.ndarray  # class numbers or names
 
 
+class OffloadedWhole(DiffusionPipeline):
+    """A pipeline whose models are offloaded as a whole, or not at all."""
+
+    def enable_sequential_cpu_offload(self, *_: object, **__: object) -> None:
+        """Raise ValueError: weights are also read outside of the forwards of their layers."""
+        raise ValueError(
+            "the models of this pipeline are not offloaded layer by layer, since each token would move all weights; "
+            "call enable_model_cpu_offload()"
+        )
+
+
 def class_ids(given: Labels, classes: int, names: Mapping[str, int] | None = None) -> list[int]:
     """The numbers of one or several classes, given by number or by name.
 
@@ -23,7 +35,8 @@ def class_ids(given: Labels, classes: int, names: Mapping[str, int] | None = Non
         ValueError: an unknown name, or a number out of range.
     """
     plain: Any = given.reshape(-1).tolist() if hasattr(given, "reshape") else given  # a tensor or an array
-    table, each = names or {}, [plain] if isinstance(plain, (int, float, str)) else list(plain)
+    table, single = names or {}, isinstance(plain, (int, float, str, type(None)))
+    each: list[Any] = [plain] if single else list(plain)
     ids = [table.get(one, one) if isinstance(one, str) else one for one in each]
     wrong = [one for one in ids if one not in range(classes)]
     if wrong or not ids:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from mmspec.config import UnsupportedError
 from mmspec.pipelines.families.decoder_only import DecoderOnly, DecoderOnlyPatch
+from mmspec.pipelines.host.assisted import setting
 from mmspec.pipelines.host.call import Call, calling, picture
 from mmspec.pipelines.host.exotic import pictures
 from mmspec.pipelines.host.forward import Read
@@ -98,8 +100,14 @@ class ChameleonPatch(DecoderOnlyPatch):
         if ids is None:
             raise ValueError("a picture needs a prompt of token ids; pass input_ids")
         image = PictureTokens.of(self, ids)
-        limit = kwargs.get("max_new_tokens")
-        kwargs["max_new_tokens"] = image.length if limit is None else min(limit, image.length)
+        config = copy(kwargs.get("generation_config"))
+        limit = kwargs.get("max_new_tokens") or setting("max_new_tokens", config)
+        limit = image.length if limit is None else min(limit, image.length)
+        if config is None or "max_new_tokens" in kwargs:
+            kwargs["max_new_tokens"] = limit
+        else:
+            config.max_new_tokens = limit
+            kwargs["generation_config"] = config
         with calling(picture=image):
             return stock(self).generate(self, inputs, *args, **kwargs)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
 from diffusers.utils import BaseOutput
@@ -18,7 +17,7 @@ from mmspec.drafters.plain import Plain
 from mmspec.loop import decode, start
 from mmspec.models.llamagen import LlamaGenTransformer
 from mmspec.models.llamagen_vq import LlamaGenVQ
-from mmspec.pipelines.drawing.outputs import OUTPUTS, Generators, Labels, Pictures, class_ids, seeds
+from mmspec.pipelines.drawing.outputs import OUTPUTS, Generators, Labels, OffloadedWhole, Pictures, class_ids, seeds
 from mmspec.pipelines.host import devices
 from mmspec.pipelines.host.loading import PreTrainedTokenizerFast, T5EncoderModel
 from mmspec.pipelines.host.processors.guidance import Guidance
@@ -69,7 +68,7 @@ class DecodingPlan:
     add_stats: Callable[[Stats], None] = lambda stats: None
 
 
-class LlamaGenPipeline(DiffusionPipeline):
+class LlamaGenPipeline(OffloadedWhole):
     """Generates images with LlamaGen (Sun et al. 2024, arXiv 2406.06525), text- or class-conditional.
 
     Args:
@@ -185,7 +184,7 @@ class LlamaGenPipeline(DiffusionPipeline):
                 raise ValueError(f"{name} must be {allowed}; got {args[name]!r}")
         if not is_whole(pictures, 1):
             raise ValueError(f"num_images_per_prompt must be a whole number ≥ 1; got {pictures!r}")
-        return args
+        return args | {"top_k": int(args["top_k"])}
 
     def _condition(
         self, prompt: str | Sequence[str] | None, class_labels: Labels | None, clean_caption: bool

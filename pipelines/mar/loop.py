@@ -127,11 +127,12 @@ class MarRunner:
     draw: denoising.Draw = field(init=False)
 
     def __post_init__(self) -> None:
-        device = self.model.device
-        self.chain = cache(lambda steps: self.scheduler.chain(steps, device))
-        steps = mar_compiled.of(self.model.diffloss, self.compile)
+        scheduler, head, device = self.scheduler, self.model.diffloss, self.model.device
+        chain = self.chain = cache(lambda steps: scheduler.chain(steps, device))  # without `self`, which would keep
+        steps = mar_compiled.of(head, self.compile)  # a call's tensors alive until the next garbage collection
         self.draw = denoising.draw if steps is None else steps.draw
-        self._bound = cache(lambda steps: self.model.diffloss.bind(self.chain(steps)))
+        folded = cache(head.folded)
+        self._bound = cache(lambda steps: head.bind(chain(steps), folded()))
         self._guidance = torch.tensor(self.distribution.guidance, dtype=torch.float32, device=device)
 
     def work(self) -> dict[str, int]:

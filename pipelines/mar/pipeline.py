@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, DiffusionPipeline
+from diffusers import AutoencoderKL
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
 from diffusers.utils import BaseOutput
 from torch import Tensor
 
 from mmspec.config import Options, is_number, is_whole, option_names
+from mmspec.continuous.denoising import NOT_NUMBERS
 from mmspec.models.mar import MARTransformer2DModel
 from mmspec.models.mar_scheduler import MARScheduler
 from mmspec.modes import Mode, each_in
-from mmspec.pipelines.drawing.outputs import OUTPUTS, Generators, Labels, Pictures, class_ids, seeds
+from mmspec.pipelines.drawing.outputs import OUTPUTS, Generators, Labels, OffloadedWhole, Pictures, class_ids, seeds
 from mmspec.pipelines.host import devices
 from mmspec.pipelines.host.devices import mode_of
 from mmspec.pipelines.mar.loop import GUIDANCE, STEPS, MarRunner, MarState, canvas, distribution, plain
@@ -52,7 +53,7 @@ class MAROutput(BaseOutput):
     stats: MarStats | None = None
 
 
-class MARPipeline(DiffusionPipeline):
+class MARPipeline(OffloadedWhole):
     """Generates class-conditional images with MAR (Li et al. 2024, arXiv 2406.11838).
 
     Args:
@@ -126,15 +127,18 @@ class MARPipeline(DiffusionPipeline):
         runner, speculation, stats = self._runner(args, fast_head, compile), self._speculation, None
         draft_runner = runner
         if speculation is not None:
+            speculation.check(self.transformer.tokens, runner.distribution, self.scheduler)
             stats = tally(self.transformer.tokens)
             if speculation.draft is not None:
-                draft_runner = replace(runner, model=speculation.draft)
+                draft_runner = replace(runner, model=speculation.draft.to(self.transformer.device))
         state = canvas(self.transformer, labels, seeds(generator, len(labels)))
         if speculation is None or stats is None:
             rounds = plain(runner, state)
         else:
             rounds = draw(runner, state, speculation, draft_runner, stats)
         self._follow(mode_of(runner.model, draft_runner.model), rounds, callback_on_step_end)
+        if state.tokens.isnan().any():
+            raise ValueError(NOT_NUMBERS)
         images = state.tokens if output_type == "latent" else self.picture(state.tokens, output_type)
         self.maybe_free_model_hooks()
         work = runner.work()
@@ -173,15 +177,13 @@ class MARPipeline(DiffusionPipeline):
             raise ValueError(f"speculation has no setting {unknown!r}; choose from {', '.join(known)}")
         speculation = Speculation(model, **settings)
         if model is not None:
+            if not isinstance(model, MARTransformer2DModel):
+                raise ValueError(f"a draft must be a MAR or a pipeline with one; got a {type(draft).__name__}")
             for name in ("channels", "grid", "classes"):
                 own, its = getattr(self.transformer.config, name), getattr(model.config, name)
                 if own != its:
                     raise ValueError(f"a draft must have the model's {name}, {own}; this one has {its}")
-        if speculation.rule == "gaussian_path" and not self.scheduler.config.final_noise:
-            raise ValueError(
-                "the exact rule needs noise at every step: pipe.scheduler = "
-                "MARScheduler.from_config(pipe.scheduler.config, final_noise=True, skip_terminal=True)"
-            )
+        speculation.check_noise(self.scheduler)
         self._speculation = speculation
 
     def disable_speculation(self) -> None:
@@ -192,7 +194,7 @@ class MARPipeline(DiffusionPipeline):
         if compile and not fast:
             raise ValueError("compile=True compiles the fast head; leave fast_head=False out")
         steps = args["num_diffusion_steps"]
-        steps = steps if isinstance(steps, int) else tuple(steps)
+        steps = tuple(map(int, steps)) if isinstance(steps, (list, tuple)) else int(steps)
         definition = distribution(
             self.transformer.tokens, args["num_inference_steps"], args["guidance_scale"], args["guidance_schedule"],
             steps, args["annealing"], args["temperature"],
@@ -209,6 +211,11 @@ class MARPipeline(DiffusionPipeline):
             ("output_type", output_type in OUTPUTS, f"one of {', '.join(OUTPUTS)}"),
             ("guidance_schedule", args["guidance_schedule"] in GUIDANCE, f"one of {', '.join(GUIDANCE)}"),
             ("annealing", args["annealing"] in STEPS, f"one of {', '.join(STEPS)}"),
+            (
+                "annealing",
+                given["annealing"] is None or isinstance(args["num_diffusion_steps"], (list, tuple)),
+                "left out, or num_diffusion_steps two numbers, between which it is the schedule",
+            ),
             ("guidance_scale", is_number(args["guidance_scale"]), "a number"),
             (
                 "num_inference_steps",

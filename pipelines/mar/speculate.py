@@ -22,17 +22,8 @@ Refused = tuple[MarDraft, Tensor]  # a rejected draft, and the model's condition
 def draw(
     runner: MarRunner, state: MarState, plan: Speculation, draft_runner: MarRunner, stats: MarStats
 ) -> Iterator[MarState]:
-    """Draw all images; `draft_runner` is the runner of the draft model, or `runner` itself.
-
-    Raises:
-        ValueError: the exact rule, with a distribution that draws several tokens in an iteration.
-    """
-    L, turns = state.order.shape[1], runner.distribution.turns
-    if plan.rule != "cspd" and len(turns) != L:
-        raise ValueError(
-            f"the exact rule keeps the distribution of one token per iteration; pass num_inference_steps={L} (got "
-            f"{len(turns)}), or call disable_speculation()"
-        )
+    """Draw all images; `draft_runner` is the runner of the draft model, or `runner` itself."""
+    turns = runner.distribution.turns
     if plan.prefill:
         yield from plain(runner, state, turns[min(len(turns) - 1, math.floor(len(turns) * plan.prefill))][1])
     if plan.rule == "cspd":

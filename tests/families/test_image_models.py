@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -334,6 +335,11 @@ def test_chameleon_draws_what_its_head_says() -> None:
         for prompt in (ids, begun):
             call = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
             assert draw(model, call, multimodal_generation_mode="image-only")[0].tolist() == expected
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of a length beside a generation_config
+            short = T.GenerationConfig(max_new_tokens=5, do_sample=False)
+            shown = model.generate(**call, multimodal_generation_mode="image-only", generation_config=short)
+        assert shown[0].tolist() == expected[: prompt.shape[1] + 5] and short.max_new_tokens == 5
 
 
 def test_chameleon_writes_as_before() -> None:

@@ -15,6 +15,7 @@ import hostile_drafters
 import pytest
 import tiny_image_models
 import tiny_llamagen
+import tiny_mar
 import tiny_vlms
 import torch
 from accelerate import dispatch_model
@@ -326,6 +327,23 @@ def test_janus_draws_over_two_devices(drafter: str) -> None:
         with mmspec.enable(model, made) as handle:
             assert torch.equal(tiny_image_models.draw(model, there).cpu(), stock)
         assert handle.stats.rounds
+
+
+@pytest.mark.parametrize("how", ["moved", "offloaded"])
+def test_a_mar_and_its_draft_draw_where_the_pipeline_is(how: str) -> None:
+    """Speculation was enabled before the pipeline was moved."""
+    pipe = tiny_mar.pipeline()
+    pipe.enable_speculation(draft=tiny_mar.transformer(2), ahead=3)
+    with Pretend():
+        if how == "moved":
+            place(pipe.transformer, FIRST)
+            place(pipe.vae, FIRST)
+        else:
+            with pytest.raises(ValueError, match="not offloaded layer by layer"):
+                pipe.enable_sequential_cpu_offload(device=FIRST)
+            pipe.enable_model_cpu_offload(device=FIRST)
+        drawn = pipe([1], generator=tiny_mar.seeded(1))
+        assert home(drawn.tokens) == FIRST and drawn.images
 
 
 @pytest.mark.parametrize("drafter", ["jacobi", "eagle"])

@@ -321,6 +321,16 @@ def test_every_picture_says_what_a_relaxed_rule_spent(rule, budget):
     assert handle.stats.spent == pytest.approx(sum(made.spent)) and not handle.stats.lossless
 
 
+@pytest.mark.parametrize("rule", ["lantern", "gsd", "grouped", "pooled"])
+@pytest.mark.parametrize("size", [0.5, 2])
+def test_a_rule_needs_the_codes_of_all_tokens(rule, size):
+    pipe = tiny.pipeline("class")
+    codes = torch.randn(int(pipe.transformer.config.vocab * size), 4)
+    own = {"lantern": {"k": 3, "lam": 2.0}, "gsd": {"group": 3, "distance": 1.0}}.get(rule, {"cells": 4})
+    with pytest.raises(ValueError, match="needs a row for every token id"):
+        mmspec.enable(pipe, "jacobi", rule=getattr(mmspec.rules, rule)(codes, **own))
+
+
 def test_features_are_streams_side_by_side():
     pipe, seen = tiny.pipeline(), []
 

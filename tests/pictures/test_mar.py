@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_mar as tiny
 import torch
@@ -17,7 +20,7 @@ from mmspec.compile.capture import PiecewiseFunction
 from mmspec.continuous import denoising
 from mmspec.models import mar_head
 from mmspec.models.mar import mar
-from mmspec.models.mar_head import SHAPES, PlainHead
+from mmspec.models.mar_head import SHAPES, MARHead, PlainHead
 from mmspec.models.mar_scheduler import MARScheduler, alpha_bar
 from mmspec.pipelines.mar import loop as mar_loop
 from mmspec.pipelines.mar.pipeline import MARPipeline
@@ -263,6 +266,8 @@ def test_outputs_and_callback():
     ({"class_labels": 0, "num_inference_steps": 17}, "from 1 to the picture's 16 tokens; got 17"),
     ({"class_labels": 0, "guidance_schedule": "cubic"}, "one of linear, constant; got 'cubic'"),
     ({"class_labels": 0, "annealing": "cubic"}, "annealing must be one of"),
+    ({"class_labels": 0, "annealing": "cosine"}, "annealing must be left out, or num_diffusion_steps two numbers"),
+    ({"class_labels": None}, r"numbers from 0 to .*; got \[None\]"),
     *(({"class_labels": 0, "temperature": wrong}, "temperature must be ≥ 0") for wrong in (-1, "1")),
     ({"class_labels": 0, "output_type": "gif"}, "output_type must be one of"),
     ({"class_labels": 0, "num_diffusion_steps": 1}, "number of steps must be from"),
@@ -309,6 +314,37 @@ def test_tables_in_chunks_change_nothing(budget, monkeypatch):
     for one, other in zip(parts.along(states), along, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     assert len(parts.table[1]) < len(chain)
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+def test_a_call_folds_the_head_once_and_frees_it(speculative, monkeypatch):
+    """Without the garbage collector; of a large head these are hundreds of megabytes."""
+    pipe, folded, weights = tiny.pipeline(), MARHead.folded, list[Any]()
+
+    def watched(self: MARHead) -> tuple[torch.Tensor, torch.Tensor]:
+        made = folded(self)
+        weights.append(weakref.ref(made[0]))
+        return made
+
+    monkeypatch.setattr(MARHead, "folded", watched)
+    if speculative:
+        pipe.enable_speculation()
+    gc.collect()
+    gc.disable()
+    try:
+        pipe([0], output_type="latent", num_diffusion_steps=(np.int64(9), 5), num_inference_steps=16)
+        assert len(weights) == 1 and weights[0]() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_autocast_leaves_the_last_layer_in_float32(fast):
+    pipe = tiny.pipeline()
+    pipe.enable_speculation(ahead=3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        tokens = pipe([0], generator=tiny.seeded(1), output_type="latent", fast_head=fast).tokens
+    assert tokens.dtype == torch.float32 and tokens.isfinite().all()
 
 
 @torch.no_grad()

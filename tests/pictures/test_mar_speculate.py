@@ -46,7 +46,8 @@ class Toy:
     @property
     def diffloss(self) -> Any:
         on = SimpleNamespace
-        return on(bind=lambda chain: on(on=lambda z, null, weight: Steered(chain, self.std, z, null, weight)))
+        bind = lambda chain, _: on(on=lambda z, null, weight: Steered(chain, self.std, z, null, weight))  # noqa: E731
+        return on(bind=bind, folded=tuple)
 
 
 @dataclass
@@ -291,6 +292,9 @@ def test_no_tensor_is_indexed_by_a_list(draft):
     ({"rule": "cspd"}, "needs a draft model"),
     ({"window": 3}, "no setting 'window'; choose from ahead, rule, eta, prefill, width"),
     ({"draft": tiny.transformer(grid=3)}, "a draft must have the model's grid, 4; this one has 3"),
+    ({"draft": tiny.vae()}, "a draft must be a MAR or a pipeline with one; got a AutoencoderKL"),
+    ({"width": 3.0}, "width must be left out, since only the rule cspd has it; got 3.0"),
+    ({"draft": tiny.transformer(2), "rule": "cspd", "eta": 0.5}, "eta must be left out, since the rule cspd has none"),
 ])  # fmt: skip
 def test_senseless_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
@@ -300,3 +304,21 @@ def test_senseless_settings_are_refused(settings, message):
 def test_what_has_no_density_is_refused():
     with pytest.raises(ValueError, match="final_noise=True"):
         tiny.pipeline(final_noise=False).enable_speculation()
+    pipe, steps = tiny.pipeline(), []
+    pipe.enable_speculation(prefill=0.5)
+    with pytest.raises(ValueError, match="a temperature above 0; got 0"):
+        pipe([0], temperature=0, callback_on_step_end=lambda *step: steps.append(step))
+    pipe.scheduler = tiny.scheduler(final_noise=False)
+    with pytest.raises(ValueError, match="final_noise=True"):
+        pipe([0], callback_on_step_end=lambda *step: steps.append(step))
+    assert not steps  # before anything is drawn
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+def test_a_model_that_overflows_says_so(speculative):
+    pipe = tiny.pipeline()
+    if speculative:
+        pipe.enable_speculation()
+    torch.nn.init.constant_(pipe.transformer.decoder_norm.weight, torch.nan)
+    with pytest.raises(ValueError, match=r"returns NaN\. If it overflows in float16"):
+        pipe([0], generator=tiny.seeded(1))
