@@ -82,9 +82,7 @@ def defined(operation: str, tensor: Tensor) -> bool:
     return chosen(operation, tensor.device.type, os.environ.get(VARIABLE, "")) is getattr(reference, operation)
 
 
-def _few_nodes(
-    logits: Tensor, tokens: Tensor, parents: Tensor, ancestors: Tensor | None = None, noise: Any = None
-) -> bool:
+def _few_nodes(logits: Tensor, tokens: Tensor, parents: Tensor, ancestors: Tensor | None, u: Tensor) -> bool:
     return ancestors is None or tokens.shape[1] <= TREE_NODES
 
 

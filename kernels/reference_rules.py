@@ -141,8 +141,8 @@ def lantern_accept(
     near: Tensor,
     delta: float | None = None,
     lam: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The chance to accept x [B, K], exact and with the mass that x borrows from its neighbours (`borrowed`).
+) -> Tensor:
+    """The chance [B, K], like q_x, to accept x with the mass that it borrows from its neighbours (`borrowed`).
 
     Args:
         logits: [B, N, V] of p, with their logsumexp `log_z` [B, N].
@@ -151,16 +151,13 @@ def lantern_accept(
         q_x: float64 (float32 on MPS) [B, K], its probability in the draft's distribution.
         near: int32 [V, k], the nearest codes of each, nearest first.
         delta, lam: the bound of the borrowed mass: delta, or (lam − 1)·p(x); exactly one of them.
-
-    Returns:
-        [B, K] twice, like q_x.
     """
     p_x = token_mass(logits, log_z, nodes, x)
     masses = token_mass(logits, log_z, nodes, near[x.clamp(min=0)].long())
     bound = delta if lam is None else (lam - 1) * p_x
     assert bound is not None
     more = borrowed(masses, bound)
-    return exact_ratio(p_x, q_x), torch.where(p_x > 0, exact_ratio(p_x + more, q_x), 0.0)
+    return torch.where(p_x > 0, exact_ratio(p_x + more, q_x), 0.0)
 
 
 def logit_window(logits: Tensor, nodes: Tensor, x: Tensor, size: int) -> tuple[Tensor, Tensor]:

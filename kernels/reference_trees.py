@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mmspec.kernels.reference_noise import NOTHING, Noise, categorical, gumbel, remaining, uniform, widest
+from mmspec.kernels.reference_noise import NOTHING, Noise, categorical, gumbel, remaining, widest
 from mmspec.kernels.reference_rules import positive_residual, token_mass
 
 
@@ -90,15 +90,14 @@ class Verified(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # [B], accepted nodes; hides tuple.count
     last: Tensor  # [B], the deepest of them
     token: Tensor  # [B], the next token
-    log_z: Tensor  # float32 [B, N], logsumexp of each node's logits
 
 
-def draw(logits: Tensor, noise: Noise | None = None) -> Tensor:
-    """One token per node, int64 [B, N]: the likeliest, or with Gumbel noise of (seed [B], position [B, N]) a sample.
+def draw(logits: Tensor, noise: Noise) -> Tensor:
+    """A sample for each node, int64 [B, N], by the Gumbel noise of (seed [B], position [B, N]).
 
-    A sample is NOTHING where the logits hold NaN or +inf, or all are −inf.
+    It is NOTHING where the logits hold NaN or +inf, or all are −inf.
     """
-    return likeliest(logits) if noise is None else noisiest(logits, gumbel(*noise, logits.shape[-1]))
+    return noisiest(logits, gumbel(*noise, logits.shape[-1]))
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -112,13 +111,7 @@ def noisiest(logits: Tensor, noise: Tensor) -> Tensor:
     return torch.where(best.isfinite(), drawn, NOTHING)
 
 
-def verify_point_mass(
-    logits: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    ancestors: Tensor | None = None,
-    noise: Tensor | Noise | None = None,
-) -> Verified:
+def verify_point_mass(logits: Tensor, tokens: Tensor, parents: Tensor, ancestors: Tensor | None, u: Tensor) -> Verified:
     """Draw a token after every node and descend while a child has it; path and next token have the distribution p.
 
     Args:
@@ -127,25 +120,23 @@ def verify_point_mass(
             accepted.
         parents: int64 [B, N], parents before their children; the root is its own parent.
         ancestors: bool [B, N, N], a node is its own ancestor; None: the draft is a chain.
-        noise: None: the likeliest token; (seed [B], position [B, N]): Gumbel noise; uniform numbers [B, N]: inverse
-            CDF in the order "children first, then the vocabulary".
+        u: uniform numbers [B, N], float64 (float32 on MPS), for an inverse CDF in the order "children first, then the
+            vocabulary".
     """
     log_z = logits.float().logsumexp(-1)
-    if not isinstance(noise, Tensor):
-        return Verified(*follow(draw(logits, noise), tokens, parents, ancestors), log_z)
     siblings, repeated = _family(tokens, parents)
     mass = token_mass(logits, log_z, parents, tokens) * ~repeated
-    low, u = sibling_mass(mass, siblings), noise.gather(1, parents)
-    match = (low <= u) & (u < low + mass)
+    low, here = sibling_mass(mass, siblings), u.gather(1, parents)
+    match = (low <= here) & (here < low + mass)
     if ancestors is not None:  # if slices of siblings overlap by rounding, the first is accepted
         match &= ~(siblings & match[:, None]).any(-1)
     accepted, count, last = standing(match, ancestors)
     refused = torch.where(parents == last[:, None], tokens, -1)
     refused[:, 0] = -1
     taken = torch.where(refused >= 0, mass, 0.0).sum(-1)
-    rest = remaining(noise.gather(1, last[:, None])[:, 0], taken)
+    rest = remaining(u.gather(1, last[:, None])[:, 0], taken)
     token = residual_sample(logits[torch.arange(len(last), device=last.device), last], rest, refused=refused)
-    return Verified(accepted, count, last, token, log_z)
+    return Verified(accepted, count, last, token)
 
 
 def follow(
@@ -195,7 +186,7 @@ def sibling_mass(mass: Tensor, siblings: Tensor) -> Tensor:
 
 def residual_sample(
     p: Tensor,
-    u: Tensor | Noise,
+    u: Tensor,
     q: Tensor | None = None,
     refused: Tensor | None = None,
     rows: Tensor | None = None,
@@ -204,7 +195,7 @@ def residual_sample(
 
     Args:
         p: logits [B, V].
-        u: float64 (float32 on MPS) [B] in [0, 1), or the arguments (seed, counter) of `uniform`, int64 [B] each.
+        u: float64 (float32 on MPS) [B] in [0, 1).
         q: logits [B, V] of the distribution that the rejected draft was drawn from.
         refused: int64 [B, K], the rejected tokens, negative for none; instead of q.
         rows: bool [B], false if nothing was rejected and the draw is from p; None: all true.
@@ -223,4 +214,4 @@ def residual_sample(
         left = positive_residual(weights, q.to(wide).softmax(-1))
     if rows is not None:
         left = torch.where(rows[:, None], left, weights)
-    return categorical(left, uniform(*u) if isinstance(u, tuple) else u)
+    return categorical(left, u)

@@ -14,7 +14,7 @@ _BLOCK = 4096
 
 @triton.jit
 def _lantern(
-    X, LOG_Z, NODES, TOKENS, Q, NEAR, STRICT, CHANCE, K, k, x_b, x_n, nodes_b, tokens_b, q_b, near_v, log_b,
+    X, LOG_Z, NODES, TOKENS, Q, NEAR, CHANCE, K, k, x_b, x_n, nodes_b, tokens_b, q_b, near_v, log_b,
     BOUND: tl.constexpr, RELATIVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One drafted token: its own mass, and the longest prefix of its neighbours' masses within the bound."""
@@ -33,7 +33,6 @@ def _lantern(
         limit = (limit - 1.0) * p_x
     more = tl.max(tl.where((sums <= limit) & (j < k), sums, 0.0), 0)
     q_x = tl.load(Q + b * q_b + i)
-    tl.store(STRICT + b * K + i, tl.where(p_x > 0, tl.minimum(p_x / q_x, 1.0), 0.0))
     tl.store(CHANCE + b * K + i, tl.where(p_x > 0, tl.minimum((p_x + more) / q_x, 1.0), 0.0))
 
 
@@ -46,7 +45,7 @@ def lantern_accept(
     near: Tensor,
     delta: float | None = None,
     lam: float | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """See `reference.lantern_accept`; [B, K, k] masses are never written to memory."""
     dim = sizes(
         "lantern_accept",
@@ -61,16 +60,16 @@ def lantern_accept(
         raise ValueError(f"lantern_accept takes delta or lam, exactly one of them; got delta={delta!r}, lam={lam!r}")
     bound = delta if lam is None else lam
     assert bound is not None
-    strict, chance = torch.empty(2, dim["B"], dim["K"], dtype=torch.float64, device=logits.device)
-    if strict.numel():
+    chance = torch.empty(dim["B"], dim["K"], dtype=torch.float64, device=logits.device)
+    if chance.numel():
         with at_home(logits):
-            _lantern[(strict.numel(),)](
-                logits, log_z, nodes, x, q_x, near, strict, chance, dim["K"], dim["k"],
+            _lantern[(chance.numel(),)](
+                logits, log_z, nodes, x, q_x, near, chance, dim["K"], dim["k"],
                 *logits.stride()[:2], nodes.stride(0), x.stride(0), q_x.stride(0), near.stride(0), log_z.stride(0),
                 BOUND=float(bound), RELATIVE=lam is not None,  # a literal keeps all its bits
                 BLOCK=triton.next_power_of_2(dim["k"]),
             )  # fmt: skip
-    return strict, chance
+    return chance
 
 
 @triton.jit

@@ -8,9 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmspec.kernels.checks import BOOL, DOUBLE, FLOATS, INDEX, PARTS, at_home, sizes, splits_for
-from mmspec.kernels.noise import hashed, unit
 from mmspec.kernels.reference import NOTHING as _NOTHING
-from mmspec.kernels.reference import Noise
 
 _BLOCK = 2048
 NOTHING = tl.constexpr(_NOTHING)
@@ -100,10 +98,10 @@ def _weigh(
 
 @triton.jit(do_not_specialize=["parts", "parts_p", "parts_q"])
 def _pick(
-    P, Q, NODE, REFUSED, ROWS, PM, PL, QM, QL, LEFT, WHOLE, U, COUNTER, OUT,
+    P, Q, NODE, REFUSED, ROWS, PM, PL, QM, QL, LEFT, WHOLE, U, OUT,
     V, N, K, chunk, parts, p_b, p_n, q_b, refused_b, parts_p, parts_q,
     HAS_Q: tl.constexpr, HAS_NODE: tl.constexpr, HAS_REFUSED: tl.constexpr, HAS_ROWS: tl.constexpr,
-    HASHED: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr, PARTS_Q: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, PARTS_P: tl.constexpr, PARTS_Q: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first token whose cumulated weight exceeds u times the total: its part by the sums, then inside it."""
     b = tl.program_id(0).to(tl.int64)
@@ -123,11 +121,7 @@ def _pick(
     left = tl.where(some, left, whole)
     subtract = subtract & some
     cumulated = tl.cumsum(left, 0)
-    if HASHED:
-        u = unit(hashed(tl.load(U + b), tl.load(COUNTER + b)))
-    else:
-        u = tl.load(U + b)
-    threshold = u * tl.max(cumulated, 0)
+    threshold = tl.load(U + b) * tl.max(cumulated, 0)
     most = tl.max(tl.where(left > 0, i, 0), 0)
     part = tl.minimum(tl.sum((cumulated <= threshold).to(tl.int32), 0), most)
     base = tl.sum(tl.where(i == part - 1, cumulated, 0.0), 0)
@@ -152,7 +146,7 @@ def pick(
     node: Tensor | None,
     stat_p: tuple[Tensor, Tensor],
     refused: Tensor | None,
-    u: Tensor | Noise,
+    u: Tensor,
     q: Tensor | None = None,
     stat_q: tuple[Tensor, Tensor] | None = None,
     rows: Tensor | None = None,
@@ -164,7 +158,6 @@ def pick(
     left, whole = torch.empty(2, B, parts, dtype=torch.float64, device=p.device)
     out = torch.empty(B, dtype=torch.long, device=p.device)
     stat_q = stat_q or stat_p
-    u, counter = u if isinstance(u, tuple) else (u, None)
     read = (
         p, p if q is None else q, out if node is None else node, out if refused is None else refused,
         out if rows is None else rows.view(torch.uint8), *stat_p, *stat_q, left, whole,
@@ -185,16 +178,13 @@ def pick(
     }
     with at_home(p):
         _weigh[(B, parts)](*read, *shape, **kinds)
-        _pick[(B,)](
-            *read, u, u if counter is None else counter, out, *shape,
-            HASHED=counter is not None, PARTS=PARTS, **kinds,
-        )  # fmt: skip
+        _pick[(B,)](*read, u, out, *shape, PARTS=PARTS, **kinds)
     return out
 
 
 def residual_sample(
     p: Tensor,
-    u: Tensor | Noise,
+    u: Tensor,
     q: Tensor | None = None,
     refused: Tensor | None = None,
     rows: Tensor | None = None,
@@ -204,13 +194,10 @@ def residual_sample(
     Two passes over the logits, and one part of them a third time: (p − q)+ cannot be summed before both normalisers are
     known. Three launches, four with q.
     """
-    seed, counter = u if isinstance(u, tuple) else (None, None)
     dim = sizes(
         "residual_sample",
         p=(p, "B V", FLOATS),
-        u=(None if isinstance(u, tuple) else u, "B", DOUBLE),
-        seed=(seed, "B", INDEX),
-        counter=(counter, "B", INDEX),
+        u=(u, "B", DOUBLE),
         q=(q, "B V", FLOATS),
         refused=(refused, "B K", INDEX),
         rows=(rows, "B", BOOL),

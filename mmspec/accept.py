@@ -48,8 +48,7 @@ def verify_point_mass(draft: Draft, distribution: Categorical, u: Tensor | None)
     above = None if tree.is_chain else tree.ancestors
     if distribution.ids is not None:  # greedy: every distribution is a point mass and u does not matter
         return Acceptance(*ops.follow(distribution.ids, tokens, tree.parents, above))
-    path = dispatch.verify_point_mass(distribution.logits, tokens, tree.parents, above, u)
-    return Acceptance(path.accepted, path.count, path.last, path.token)
+    return Acceptance(*dispatch.verify_point_mass(distribution.logits, tokens, tree.parents, above, u))
 
 
 def verify_greedy(draft: Draft, distribution: Categorical, rule: Rule, spent: Tensor | None) -> Acceptance:

@@ -193,7 +193,7 @@ def lantern(
     def relaxed(trial: Trial) -> Tensor:
         if trial.p.lines is not None:
             here = near.on(trial.x.device)
-            chance: Tensor = dispatch.lantern_accept(*trial.p.lines, trial.x, trial.q_x, here, delta, lam)[1]
+            chance: Tensor = dispatch.lantern_accept(*trial.p.lines, trial.x, trial.q_x, here, delta, lam)
             return chance
         return ops.exact_ratio(reaches(trial), trial.q_x)
 
