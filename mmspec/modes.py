@@ -30,8 +30,13 @@ def each_module(*models: Any) -> Iterator[Any]:
 
 
 def stock_class(kind: type[T]) -> type[T]:
-    """The original of a class that `pipelines/host/hooks.py` swapped in; any other class itself."""
+    """The original of a class that `pipelines/host/hooks.py` swapped in, also of its subclasses; any other itself."""
     return getattr(kind, "_mmspec_stock", None) or kind
+
+
+def own_class(kind: type[T]) -> type[T]:
+    """Like `stock_class`, but the class itself if somebody else subclassed the one that was swapped in."""
+    return kind.__dict__.get("_mmspec_stock", kind)
 
 
 def hooked(module: nn.Module) -> bool:

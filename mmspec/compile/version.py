@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from mmspec.modes import each_module, hooked, hooked_everywhere, stock_class
+from mmspec.modes import each_module, hooked, hooked_everywhere, own_class
 
 PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 # Ignored attributes: those of every module (parameters and buffers are read separately), and those set by `generate`.
@@ -90,7 +90,7 @@ def _latest(root: nn.Module) -> Version:
 
 def _version(root: nn.Module, kept: bool = False) -> Version:
     modules, alive, configs = list(each_module(root)), list[ref[Any]](), dict[int, Any]()
-    classes = [stock_class(type(module)) for module in modules]  # another thread may swap them
+    classes = [own_class(type(module)) for module in modules]  # another thread may swap them
     weights: Marks = []
     written: Marks = []
     state: Marks = [sum(_REFRESHED.get(module, 0) for module in modules) if _REFRESHED else 0]

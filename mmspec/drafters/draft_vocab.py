@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.functional import Linear, linear
-from mmspec.modes import lasting, stock_class
+from mmspec.modes import lasting, own_class
 from mmspec.protocols import TargetInfo
 
 _State = list[tuple[int, int, torch.dtype, torch.device]]  # of a head's tensors: address, version, dtype, device
@@ -84,5 +84,5 @@ class DraftVocab:
 def _plain(head: nn.Module) -> bool:
     """Whether the head is a plain Linear: not quantized, without hooks or adapters."""
     own, hooks = vars(head), (head._forward_hooks, head._forward_pre_hooks)
-    linear_one = stock_class(type(head)) in (nn.Linear, Linear) and type(head.weight) is nn.Parameter
+    linear_one = own_class(type(head)) in (nn.Linear, Linear) and type(head.weight) is nn.Parameter
     return linear_one and "forward" not in own and not any(hooks)

@@ -24,46 +24,67 @@ def swap(instance: object, mixin: type, **attributes: object) -> None:
     The class name is kept, so transformers' registries still find the class. `attributes` are stored on the new class,
     so that `vars(instance)` is unchanged; they are deleted with the mixin or the instance.
     """
-    base = stock(instance)
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    subclass: Any = type(base.__name__, (mixin, _Swapped, base), {**names, **attributes, "_mmspec_stock": base})
-    subclass._mmspec_named = tuple(attributes)
-    clear = _clear  # a model that lives until the interpreter exits outlives this module's globals
-    subclass._mmspec_instance = weakref.ref(instance, lambda _: clear(subclass))
     with _LOCK:
-        before, instance.__class__ = type(instance), subclass
+        before, base = _swapped(instance), _without(instance)
+        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        subclass: Any = type(base.__name__, (mixin, _Swapped, base), {**names, **attributes, "_mmspec_stock": base})
+        subclass._mmspec_named = tuple(attributes)
+        clear = _clear  # a model that lives until the interpreter exits outlives this module's globals
+        subclass._mmspec_instance = weakref.ref(instance, lambda _: clear(subclass))
+        instance.__class__ = subclass
         _clear(before)
 
 
 def restore(instance: object) -> None:
     """Give the instance its own class back; does nothing if it was not swapped."""
     with _LOCK:
-        before, instance.__class__ = type(instance), stock(instance)
+        before, instance.__class__ = _swapped(instance), _without(instance)
         _clear(before)
+
+
+def _swapped(instance: object) -> Any:
+    """The class that `swap` made for the instance, which may have been subclassed since; None: there is none."""
+    return next((kind for kind in type(instance).__mro__ if "_mmspec_stock" in kind.__dict__), None)
+
+
+def _without(instance: object) -> type:
+    """The instance's class without the one that `swap` made.
+
+    A subclass that somebody else made of that one meanwhile, as fully_shard and parametrizations do, stays and gets the
+    stock class as its base.
+    """
+    kind: Any = type(instance)
+    ours = _swapped(instance)
+    if kind is ours:
+        return stock(instance)
+    for each in kind.__mro__:
+        if ours in each.__bases__:
+            each.__bases__ = tuple(ours._mmspec_stock if base is ours else base for base in each.__bases__)
+    return kind
 
 
 def _clear(kind: Any) -> None:
     """Delete a swapped class's attributes now: the class refers to itself, so only the garbage collector frees it."""
-    for name in kind.__dict__.get("_mmspec_named", ()):
+    for name in getattr(kind, "_mmspec_named", ()):
         delattr(kind, name)
-    if "_mmspec_named" in kind.__dict__:
+    if kind is not None:
         kind._mmspec_named = ()
 
 
 def hold(instance: Any, mixin: type, **attributes: object) -> None:
     """Like `swap`, with a count of users: only the first one swaps. Each has to call `release`."""
     with _LOCK:
-        if (count := getattr(type(instance), "_mmspec_count", 0)) == 0:
+        if (count := getattr(_swapped(instance), "_mmspec_count", 0)) == 0:
             swap(instance, mixin, **attributes)
-        type(instance)._mmspec_count = count + 1
+        _swapped(instance)._mmspec_count = count + 1
 
 
 def release(instance: Any) -> None:
     """Undo one `hold`; the last one restores the class."""
     with _LOCK:
-        count = getattr(type(instance), "_mmspec_count", 0)
+        count = getattr(_swapped(instance), "_mmspec_count", 0)
         if count > 1:
-            type(instance)._mmspec_count = count - 1
+            _swapped(instance)._mmspec_count = count - 1
         elif count == 1:
             restore(instance)
 

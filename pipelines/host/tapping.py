@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor, nn
 
 from mmspec.functional import fits, linear
-from mmspec.modes import each_module
+from mmspec.modes import each_module, own_class
 from mmspec.pipelines.host import tree_attention
 from mmspec.pipelines.host.forward import Tap, now
 from mmspec.pipelines.host.hooks import Taps, stock
@@ -31,7 +31,7 @@ class FewRows:
 def _gaining(*modules: nn.Module | None) -> Iterator[nn.Module]:
     """All linear layers among these modules and their submodules that become faster; none on a GPU."""
     for module in each_module(*(m for m in modules if m is not None)):
-        if stock(module) is nn.Linear and "forward" not in vars(module) and fits(module.weight):
+        if own_class(type(module)) is nn.Linear and "forward" not in vars(module) and fits(module.weight):
             yield module
 
 

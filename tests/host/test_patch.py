@@ -19,9 +19,11 @@ import tiny_vlms
 import torch
 import transformers as T
 from hostile_drafters import DRAFTERS, Oracle, Scripted, eagle
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import mmspec
+from mmspec.compile.version import version
 from mmspec.drafters.ngram import NgramDrafter
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.types import Draft
@@ -324,6 +326,40 @@ def test_another_attention_after_enable() -> None:
         assert torch.equal(tiny_vlms.generate(model, prompt()), want)
         model.set_attn_implementation("sdpa")
         assert torch.equal(tiny_vlms.generate(model, prompt()), want) and handle.stats.tokens == 48
+
+
+class Halved(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+class Louder:
+    """What others put in front of a module's class."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs) * 1.5  # type: ignore[misc]
+
+
+def test_a_class_that_others_put_on_meanwhile_stays() -> None:
+    """As `fully_shard` puts one on the model, and parametrizations on layers; over one of mmspec's, or under it."""
+    model, ids = tiny_vlms.text(intermediate_size=512, vocab_size=512), torch.randint(5, 90, (1, 9))
+    options = {"max_new_tokens": 16, "do_sample": False}
+    mmspec.enable(model)
+    projection, before = model.model.layers[0].mlp.up_proj, version(model)
+    projection.__class__ = type("LouderLinear", (Louder, type(projection)), {})
+    assert version(model) != before, "captures and prefixes of the other class are no longer used"
+    model.__class__ = type("Sharded", (type(model),), {"own": 1})
+    parametrize.register_parametrization(model.lm_head, "weight", Halved())
+    found = [model.generate(ids, **options)]
+    handle = mmspec.enable(model, drafter="ngram")
+    found.append(model.generate(ids, **options))
+    assert handle.stats.tokens == 16 and model.own == 1
+    mmspec.disable(model)
+    assert [type(each).__name__ for each in (model, projection, model.lm_head)] == [
+        "Sharded", "LouderLinear", "ParametrizedLinear",
+    ]  # fmt: skip
+    assert not any("_mmspec_stock" in vars(kind) for part in model.modules() for kind in type(part).__mro__)
+    assert all(torch.equal(model.generate(ids, **options), each) for each in found)
 
 
 def test_an_enabled_model_as_another_ones_assistant() -> None:
