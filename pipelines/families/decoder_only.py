@@ -84,16 +84,18 @@ class DecoderOnlyPatch(loops(_run, _leave, _keeps, _encoding)):  # type: ignore[
     @like_generate
     def generate(self, *args: object, **kwargs: object) -> object:
         args, kwargs = by_name(stock(self).generate, args, translated(kwargs))
+        enabled = patch = Patch.of(self)
+        if patch is None:  # it was disabled after this call began
+            return stock(self).generate(self, *args, **kwargs)
         custom = kwargs.get("custom_generate")
         if callable(custom) and not str(getattr(custom, "__module__", "")).startswith("mmspec."):
-            kwargs["custom_generate"] = watched(custom, type(self)._mmspec_patch)
-        patch, drafts = Patch.of(self), assisted.requested(self, kwargs)
-        if patch is not None and drafts is not None:
+            kwargs["custom_generate"] = watched(custom, self, patch)
+        if (drafts := assisted.requested(self, kwargs)) is not None:
             patch, kwargs = patch.for_request(self, drafts[0]), drafts[1]
         given = {**dict(zip(("inputs",), args, strict=False)), **kwargs}
         with unchanging(), calling(given=given, patch=patch, reached=False) as call:
-            answer = super().generate(*args, **kwargs)  # type: ignore[misc]
-        if patch is not None and custom is None and not call.reached:
+            answer = stock(self).generate(self, *args, **kwargs)
+        if custom is None and not call.reached and Patch.of(self) is enabled:
             patch.warn_once(f"mmspec took no part in this call: generate never ran the loop it replaces. {advice()}")
         return answer
 

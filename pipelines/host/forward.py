@@ -86,10 +86,10 @@ class Tap:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context, run = now(), partial(stock_class(type(self)).__call__, self)
-        read, layer = context.read, self._mmspec_layer
-        if read is None:
+        read = context.read
+        if read is None:  # no call of ours, which would hold this class: another thread may put the stock one back
             return run(*args, **kwargs)
-        if layer is not None:
+        if (layer := self._mmspec_layer) is not None:
             read.layers[layer] = args[0] if args else kwargs["hidden_states"]
             return run(*args, **kwargs)
         output = run(*args, **kwargs) if context.decode is None else context.decode(run, *args, **kwargs)

@@ -205,7 +205,7 @@ def rounds(target: Target, drafter: Proposer, rows: list[Row], inputs: Any) -> I
         yield session, round_
 
 
-def watched(custom: Callable[..., object], handle: Patch) -> Callable[..., object]:
+def watched(custom: Callable[..., object], model: GenerativeModel, handle: Patch) -> Callable[..., object]:
     """The same `custom_generate`, with a warning if it makes no call that mmspec could accelerate."""
 
     @functools.wraps(custom)
@@ -217,7 +217,7 @@ def watched(custom: Callable[..., object], handle: Patch) -> Callable[..., objec
             output = custom(*args, **kwargs)
         finally:
             now.custom = before
-        if not seen.called:
+        if not seen.called and Patch.of(model) is handle:  # else it was disabled, or enabled again, meanwhile
             handle.warn_once("mmspec does not accelerate this custom_generate, which has a loop of its own")
         return output
 

@@ -423,6 +423,30 @@ def test_a_running_call_ends_as_it_began(drafter: str, how: str) -> None:
     assert {name: type(part) for name, part in model.named_modules()} == before
 
 
+def test_a_call_that_begins_while_the_model_is_disabled() -> None:
+    """By another thread, which a look at the call's settings stands for; or long ago, of a model made of its class."""
+    model, ids, options = tiny_vlms.text(), torch.randint(5, 90, (1, 9)), {"max_new_tokens": 12, "do_sample": False}
+
+    class Leaving(T.GenerationConfig):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "num_beams":
+                mmspec.disable(model)
+            return super().__getattribute__(name)
+
+    want = model.generate(ids, **options)
+    mmspec.enable(model)
+    twin, forward = type(model)(model.config).eval(), type(model.model).__call__
+    twin.load_state_dict(model.state_dict())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "mmspec")
+        handed_on = {"custom_generate": lambda model, *args, **kwargs: model._sample(*args, **kwargs)}
+        for more in ({}, handed_on):
+            mmspec.enable(model)
+            assert torch.equal(model.generate(ids, generation_config=Leaving(**options), **more), want)
+        assert Patch.of(model) is None and forward(model.model, ids).last_hidden_state.isfinite().all()
+        assert torch.equal(twin.generate(ids, **options, **handed_on), want)
+
+
 @pytest.mark.full
 def test_threads_that_switch_while_others_generate() -> None:
     model = fresh()
