@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from mmspec.checkpoints import load
 from mmspec.drafters.feature import FeatureDrafter
+from mmspec.pipelines.drawing.weight_files import listed
 from mmspec.pipelines.host.kinds import GenerativeModel, PretrainedConfig, Processor
 from mmspec.protocols import TargetInfo
 
@@ -54,16 +55,22 @@ def draft_model(name: str | Path) -> GenerativeModel:
     """Load a model from a folder or from the hub's cache; nothing is downloaded.
 
     Raises:
-        ValueError: there is none on this machine.
+        ValueError: there is none on this machine, or it is damaged or incomplete.
     """
+    said = f"draft={str(name)!r} is no model on this machine that can be loaded"
+    here: dict[str, Any] = {"local_files_only": True}
     try:
-        auto = _auto(AutoConfig.from_pretrained(name, local_files_only=True))
-        return auto.from_pretrained(name, local_files_only=True, dtype="auto").eval()
-    except (OSError, ValueError) as error:
+        auto = _auto(AutoConfig.from_pretrained(name, **here))
+        model, info = auto.from_pretrained(name, **here, dtype="auto", output_loading_info=True)
+    except Exception as error:  # of any kind: it depends on what is damaged
+        why = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"draft={str(name)!r} is no model on this machine ({str(error).splitlines()[0]}), and enable downloads "
-            "nothing: load it with from_pretrained, and pass the model"
+            f"{said} ({type(error).__name__}: {why}), and enable downloads nothing: "
+            "load it with from_pretrained, and pass the model"
         ) from error
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"{said}: its files lack {listed(missing)}. Is the checkpoint complete?")
+    return model.eval()
 
 
 def _auto(config: PretrainedConfig) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ import torch
 import transformers as T
 from compared import as_alone, as_stock
 from hostile_drafters import eagle
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import mmspec
+from mmspec.checkpoints.files import CONFIG, WEIGHTS
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.suffix import SuffixDrafter
 from mmspec.pipelines.drafters.draft_model import ModelDrafter
@@ -82,6 +86,37 @@ def test_what_is_broken_is_left_alone_and_told(tmp_path: Path, said: Any) -> Non
         assert isinstance(handle.drafter, SuffixDrafter)
     warned = [r.message for r in said.records if r.levelname == "WARNING" and r.name == "mmspec"]
     assert len(warned) == 2 and "dflash" in warned[0] and "missing: layers.0.eh_proj.weight" in warned[1]
+
+
+def changed(**settings: Any) -> Callable[[dict[str, Tensor], dict[str, Any]], object]:
+    return lambda tensors, config: config.update(settings)
+
+
+DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], object], str]] = {
+    "no heads": (changed(num_attention_heads=0), "ZeroDivisionError"),
+    "a word for a number": (changed(hidden_size="x"), "hidden_size"),
+    "another shape": (lambda tensors, _: tensors.update({"model.norm.weight": torch.ones(3)}), "RuntimeError"),
+    "a tensor missing": (lambda tensors, _: tensors.pop("model.norm.weight"), r"lack model\.norm\.weight"),
+    "cut": (lambda tensors, _: tensors.clear(), "SafetensorError"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_draft_model_is_passed_over_and_refused_by_name(damage: str, tmp_path: Path, said: Any) -> None:
+
+    model, folder, (break_, words) = fresh("llava"), tmp_path / "assistant", DAMAGE[damage]
+    model.config._name_or_path = str(tmp_path)
+    tiny_vlms.text().save_pretrained(folder)
+    tensors, config = load_file(folder / WEIGHTS), json.loads((folder / CONFIG).read_text())
+    break_(tensors, config)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    if not tensors:
+        (folder / WEIGHTS).write_bytes(b"cut off")
+    (folder / CONFIG).write_text(json.dumps(config))
+    with mmspec.enable(model) as handle:
+        assert isinstance(handle.drafter, SuffixDrafter) and str(folder) in said.text
+    with pytest.raises(ValueError, match=f"{folder}.*{words}"):
+        mmspec.enable(model, "model", draft=folder)
 
 
 def test_a_published_drafter_is_suggested_once_and_not_fetched(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
