@@ -52,20 +52,20 @@ def encoder_and_tokenizer(where: str | Path) -> tuple[T5EncoderModel, Any]:
 
 
 def draft_model(name: str | Path) -> GenerativeModel:
-    """Load a model from a folder or from the hub's cache; nothing is downloaded.
+    """Load a model from a folder or from the hub's cache; nothing is downloaded, and no code of a checkpoint runs.
 
     Raises:
-        ValueError: there is none on this machine, or it is damaged or incomplete.
+        ValueError: there is none on this machine, or it is damaged, incomplete or needs code of its own.
     """
     said = f"draft={str(name)!r} is no model on this machine that can be loaded"
-    here: dict[str, Any] = {"local_files_only": True}
+    here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         auto = _auto(AutoConfig.from_pretrained(name, **here))
         model, info = auto.from_pretrained(name, **here, dtype="auto", output_loading_info=True)
     except Exception as error:  # of any kind: it depends on what is damaged
         why = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"{said} ({type(error).__name__}: {why}), and enable downloads nothing: "
+            f"{said} ({type(error).__name__}: {why}), and enable downloads nothing and runs no code of a checkpoint: "
             "load it with from_pretrained, and pass the model"
         ) from error
     if missing := sorted(info["missing_keys"]):

@@ -92,9 +92,11 @@ def changed(**settings: Any) -> Callable[[dict[str, Tensor], dict[str, Any]], ob
     return lambda tensors, config: config.update(settings)
 
 
+REMOTE = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
 DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], object], str]] = {
     "no heads": (changed(num_attention_heads=0), "ZeroDivisionError"),
     "a word for a number": (changed(hidden_size="x"), "hidden_size"),
+    "code of its own": (changed(**REMOTE), "runs no code of a checkpoint"),
     "another shape": (lambda tensors, _: tensors.update({"model.norm.weight": torch.ones(3)}), "RuntimeError"),
     "a tensor missing": (lambda tensors, _: tensors.pop("model.norm.weight"), r"lack model\.norm\.weight"),
     "cut": (lambda tensors, _: tensors.clear(), "SafetensorError"),
@@ -102,9 +104,12 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], object], s
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_draft_model_is_passed_over_and_refused_by_name(damage: str, tmp_path: Path, said: Any) -> None:
-
+def test_a_damaged_draft_model_is_passed_over_and_refused_by_name(
+    damage: str, tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is asked whether to run its code, either."""
     model, folder, (break_, words) = fresh("llava"), tmp_path / "assistant", DAMAGE[damage]
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question on stdin"))
     model.config._name_or_path = str(tmp_path)
     tiny_vlms.text().save_pretrained(folder)
     tensors, config = load_file(folder / WEIGHTS), json.loads((folder / CONFIG).read_text())
