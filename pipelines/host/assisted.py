@@ -46,12 +46,10 @@ def requested(model: GenerativeModel, kwargs: Mapping[str, Any]) -> tuple[DraftR
     Only stock drafts with a model of another tokenizer (`assistant_tokenizer`) or with the model's first layers
     (`assistant_early_exit`). Beam search takes no drafts.
     """
-    config = kwargs.get("generation_config") or model.generation_config
-    assistant = kwargs.get("assistant_model")
+    passed, own, assistant = kwargs.get("generation_config"), model.generation_config, kwargs.get("assistant_model")
 
     def value(name: str) -> Any:
-        given = kwargs.get(name)
-        return setting(name, config) if given is None else given
+        return kwargs[name] if name in kwargs else setting(name, passed, own)
 
     only_stock = value("assistant_early_exit") or kwargs.get("assistant_tokenizer") is not None
     if only_stock or (value("num_beams") or 1) > 1:
@@ -69,8 +67,8 @@ def requested(model: GenerativeModel, kwargs: Mapping[str, Any]) -> tuple[DraftR
     else:
         return None
     rest = {name: each for name, each in kwargs.items() if name not in ("assistant_model", *_FIELDS)}
-    if any(getattr(config, name, None) for name in _FIELDS):
-        rest["generation_config"] = copy.deepcopy(config)
-        for name in _FIELDS:
-            setattr(rest["generation_config"], name, None)
-    return found, rest
+    if passed is not None:
+        rest["generation_config"] = copy.deepcopy(passed)
+        vars(rest["generation_config"]).update(dict.fromkeys(_FIELDS))
+    filled_in = [name for name in _FIELDS if setting(name, own) is not None]  # by stock, unless the call says None
+    return found, rest | dict.fromkeys(filled_in)

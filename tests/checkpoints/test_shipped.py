@@ -185,6 +185,27 @@ def test_use_mtp(tmp_path: Path) -> None:
         assert handle.stats.drafted > 0
 
 
+OWN = {"use_mtp": True, "prompt_lookup_num_tokens": 3, "speculation_type": "dflash"}
+
+
+@pytest.mark.parametrize("field", OWN)
+def test_what_the_models_own_generation_config_asks_for(field: str, tmp_path: Path) -> None:
+    """Stock fills in its fields where a call or a passed config leaves them open; None in a call turns them off."""
+    model, inputs = fresh(), tiny_vlms.prompt(NAME, "several images")
+    published_mtp.shipped(model, tmp_path, published_mtp.qwen_heads(model))
+    call = {"assistant_model": block()} if field == "speculation_type" else {}
+    full = tiny_vlms.generate(model, inputs)
+    model.generation_config.update(**{field: OWN[field]})
+    with mmspec.enable(model, "plain") as handle:
+        for passed in ({}, {"generation_config": T.GenerationConfig(pad_token_id=0)}):
+            before = handle.stats.drafted
+            assert torch.equal(tiny_vlms.generate(model, inputs, **call, **passed), full)
+            assert handle.stats.drafted > before
+        drafted = handle.stats.drafted
+        assert torch.equal(tiny_vlms.generate(model, inputs, **{field: None}), full)
+        assert handle.stats.drafted == drafted and getattr(model.generation_config, field) == OWN[field]
+
+
 def block(**more: Any) -> Any:
     """transformers' own DFlash drafter, with random weights: of `tiny_vlms.text`-sized models, layers 0 and 1."""
     torch.manual_seed(2)
