@@ -65,8 +65,8 @@ def _instance(drafter: Any, given: Options) -> tuple[Any, dict[str, Any]]:
         if "draft" not in rest:
             raise ValueError(f"drafter={drafter!r} needs draft=…: a loaded model of transformers, or its folder")
         drafter = rest.pop("draft")
-    elif not loading.is_model(drafter):
-        return drafter, rest
+    elif not (loading.is_model(drafter) or (hasattr(drafter, "generate") and hasattr(drafter, "config"))):
+        return drafter, rest  # a model may be wrapped by PEFT or torch.compile
     if loading.is_model(drafter) and not hasattr(drafter, "generate"):  # a network in a published layout
         return drafter_of(drafter.config.to_dict(), drafter.state_dict()), rest
     from mmspec.pipelines.drafters import assistant, draft_model

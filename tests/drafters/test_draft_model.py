@@ -11,6 +11,8 @@ import torch
 import vlm_classes as zoo
 from compared import as_stock
 
+import mmspec
+
 
 @pytest.mark.parametrize("name", ["blip-2", "instructblip", "instructblipvideo"])
 def test_a_model_that_hands_the_writing_on_drafts_by_the_one_that_writes(name: str) -> None:
@@ -52,3 +54,20 @@ def test_its_own_generation_config_does_not_decide_how_it_drafts(setting: dict[s
     small.generation_config.update(**setting)
     handle = as_stock(model, tiny_vlms.prompt("llava", "image first"), small)
     assert handle.stats.tokens_per_target_call > 2
+
+
+@pytest.mark.parametrize("wrapper", ["peft", "compile"])
+def test_a_model_in_a_wrapper_drafts(wrapper: str) -> None:
+    model, small = tiny_vlms.text(), tiny_vlms.text()
+    if wrapper == "peft":
+        peft = pytest.importorskip("peft")
+        wrapped = peft.get_peft_model(small, peft.LoraConfig(r=4, task_type="CAUSAL_LM")).eval()
+    else:
+        wrapped = torch.compile(small, backend="eager")
+    call = {"input_ids": torch.randint(5, 90, (2, 9)), "max_new_tokens": 20, "do_sample": False}
+    want = model.generate(**call)
+    with mmspec.enable(model) as handle:
+        assert torch.equal(model.generate(**call, assistant_model=wrapped), want)
+        assert handle.stats.tokens_per_target_call > 2
+    with mmspec.enable(model, wrapped) as handle:
+        assert torch.equal(model.generate(**call), want) and handle.stats.tokens_per_target_call > 2
