@@ -41,7 +41,17 @@ def chosen(drafter: Any, given: Options, target: TargetInfo, model: GenerativeMo
     built = _built(_shipped(model, target) if named is None else named, target, model)
     if drafter is None or isinstance(drafter, (str, Path)):
         rest = _flat(built, rest, target)
-    return fitted(built, rest, target), rest
+    if isinstance(built, type):
+        raise ValueError(f"drafter={built.__name__} is a class; pass an instance of it, as {built.__name__}()")
+    if lacking := [name for name in _NEEDED if not hasattr(built, name)]:
+        raise ValueError(f"a drafter has {', '.join(_NEEDED)}; {type(built).__name__} has no {', '.join(lacking)}")
+    own = option_names(getattr(built, "options", None))
+    others = {name for name in rest if name not in own}
+    every = (option_names(getattr(drafter_class(name), "options", None)) for name in (DRAFTERS if others else ()))
+    if unknown := others.difference(*every):
+        shared = option_names(SpecConfig)
+        raise TypeError(f"unknown option {min(unknown)!r}; choose from {', '.join([*own, *shared])}")
+    return built.fit(target, rest), rest
 
 
 def _flat(drafter: Any, given: dict[str, Any], target: TargetInfo) -> dict[str, Any]:
@@ -75,22 +85,6 @@ def _instance(drafter: Any, given: Options) -> tuple[Any, dict[str, Any]]:
     smaller = draft_model.ModelDrafter.of(drafter)
     name = hooks.stock(smaller.model).__name__
     return (assistant.AssistantDrafter(smaller.model) if name in gemma4_assistant.CLASSES else smaller), rest
-
-
-def fitted(drafter: Any, given: Options, target: TargetInfo, model: Any = None) -> Any:
-    """A drafter fitted to the target; raises the errors of `chosen`."""
-    built = _built(drafter, target, model)
-    if isinstance(built, type):
-        raise ValueError(f"drafter={built.__name__} is a class; pass an instance of it, as {built.__name__}()")
-    if lacking := [name for name in _NEEDED if not hasattr(built, name)]:
-        raise ValueError(f"a drafter has {', '.join(_NEEDED)}; {type(built).__name__} has no {', '.join(lacking)}")
-    own = option_names(getattr(built, "options", None))
-    others = {name for name in given if name not in own}
-    every = (option_names(getattr(drafter_class(name), "options", None)) for name in (DRAFTERS if others else ()))
-    if unknown := others.difference(*every):
-        shared = option_names(SpecConfig)
-        raise TypeError(f"unknown option {min(unknown)!r}; choose from {', '.join([*own, *shared])}")
-    return built.fit(target, given)
 
 
 def _built(drafter: Any, target: TargetInfo, model: GenerativeModel) -> Any:

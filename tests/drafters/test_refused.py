@@ -20,7 +20,7 @@ from mmspec.drafters.msd import MsdConfig
 from mmspec.drafters.specvlm import SpecVlmConfig
 from mmspec.drafters.vispec import ViSpecConfig, ViSpecDrafter
 from mmspec.pipelines.drafters.untrained import build_for_pictures
-from mmspec.pipelines.patching.choose import fitted
+from mmspec.pipelines.patching.choose import chosen
 from mmspec.protocols import TargetInfo
 from tests.drafters import test_eagle_image as pictures
 from tests.drafters import test_eagle_pictures, test_eagle_vlm, test_flash, test_heads
@@ -77,7 +77,7 @@ def heads(shape: Options | None = None, **options: Any) -> Callable[[], Any]:
 
 def named(name: str, **options: Any) -> Callable[[], Any]:
     info = TargetInfo("toy", 4, 1, 1, 1, torch.device("cpu"), torch.float32)
-    return lambda: fitted(name, SpecConfig.split(options)[1], info)
+    return lambda: chosen(name, SpecConfig.split(options)[1], info, None)
 
 
 def image(**options: Any) -> Callable[[], Any]:
