@@ -17,7 +17,6 @@ wheel. It needs no model and no network, and imports none of the packages. The s
 
 from __future__ import annotations
 
-import re
 import sys
 import tomllib
 from collections.abc import Collection
@@ -238,25 +237,6 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
     ("peft.config.PromptLearningConfig", "holds", "is_prompt_learning", "Adapters that add virtual tokens are refused", "host/adapters", "PeftModel"),
 ))
 # fmt: on
-
-# Names that releases change, besides the private names in ROWS; no code outside `pipelines/host/` uses them
-_RENAMED = """
-    past_key_values past_key_values_length cache_params cache_length logits_to_keep next_sequence_length model_kwargs
-    is_first_iteration mm_encoder_outputs mm_token_type_ids moe_mm_token_type_ids block_sequence_ids prefill_chunk_size
-    last_hidden_state is_encoder_decoder layer_types sliding_window use_sliding_window attention_chunk_size
-    cross_attention_layers num_kv_shared_layers is_kv_shared_layer shared_kv_states hc_mult hc_count index_kpool
-    index_block_size indexer_compress_ratio gradient_checkpointing original_max_seq_len get_rope_index get_decoder
-    get_input_embeddings get_output_embeddings get_text_config num_assistant_tokens use_mtp prompt_lookup_num_tokens max_matching_ngram_size
-    speculation_type assistant_early_exit assistant_tokenizer is_assistant active_peft_config peft_config
-    is_prompt_learning get_base_model base_layer adapter_names
-"""
-
-
-def unstable() -> set[str]:
-    """Names of transformers, accelerate and peft that a release may change, and that only this folder may use."""
-    rows = (row for row in ROWS if not row.what.startswith("diffusers."))
-    words = (word for row in rows for word in re.findall(r"\w+", f"{row.what.rpartition('.')[2]} {row.names}"))
-    return {*_RENAMED.split(), *(word for word in words if word.startswith("_") and not word.startswith("__"))}
 
 
 def broken(where: str | Path | None = None, models: Collection[str] = ()) -> list[Assumption]:

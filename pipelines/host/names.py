@@ -32,8 +32,6 @@ def has(function: Callable[..., object], parameter: str) -> bool:
 CACHE = next((name for name in _CACHES if has(GenerationMixin.prepare_inputs_for_generation, name)), "")
 if not CACHE:
     raise ImportError(f"prepare_inputs_for_generation takes no KV cache under a known name: {', '.join(_CACHES)}")
-# Kosmos-2.5's name for the number of cached tokens
-CACHED = "cache_length" if CACHE == "cache" else "past_key_values_length"
 
 FEATURES = "last_hidden_state"  # in a decoder's output
 LOGITS = "logits_to_keep"  # the tokens for which a forward returns logits: the number of last ones (0: all), or a list

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import mmspec
-from mmspec.pipelines.host import contract, names
+from mmspec.pipelines.host import names
+from mmspec.pipelines.host.contract import ROWS
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "app", "pipelines", "mmspec", "kernels")  # each imports itself and what stands to its right
@@ -50,8 +51,23 @@ DIFFUSERS = ("mmspec/models/", "pipelines/")
 HOST = "pipelines/host/"
 ONE_PLACE = ("/names.py", "/contract.py")  # where a name that a release may change stands
 HOSTS = {"transformers", "peft", "accelerate"}
-UNSTABLE = contract.unstable()
-RENAMED = {*names._CACHES[1:], names.CACHED, names.FEATURES, names.LOGITS}  # "cache" means much else
+# names that releases change, besides the private ones in the contract
+CHANGED = """
+    past_key_values past_key_values_length cache_params cache_length logits_to_keep next_sequence_length
+    model_kwargs is_first_iteration mm_encoder_outputs mm_token_type_ids moe_mm_token_type_ids block_sequence_ids
+    prefill_chunk_size last_hidden_state is_encoder_decoder layer_types sliding_window use_sliding_window
+    attention_chunk_size cross_attention_layers num_kv_shared_layers is_kv_shared_layer shared_kv_states hc_mult
+    hc_count index_kpool index_block_size indexer_compress_ratio gradient_checkpointing original_max_seq_len
+    get_rope_index get_decoder get_input_embeddings get_output_embeddings get_text_config num_assistant_tokens
+    use_mtp prompt_lookup_num_tokens max_matching_ngram_size speculation_type assistant_early_exit
+    assistant_tokenizer is_assistant active_peft_config peft_config is_prompt_learning get_base_model base_layer
+    adapter_names
+"""
+ASSUMED = (f"{row.what.rpartition('.')[2]} {row.names}" for row in ROWS if not row.what.startswith("diffusers."))
+PRIVATE = {word for each in ASSUMED for word in re.findall(r"\w+", each) if re.match("_[^_]", word)}
+UNSTABLE = {*CHANGED.split(), *PRIVATE}
+CACHED = "cache_length" if names.CACHE == "cache" else "past_key_values_length"  # Kosmos-2.5's number of cached tokens
+RENAMED = {*names._CACHES[1:], CACHED, names.FEATURES, names.LOGITS}  # "cache" means much else
 SPELLED_BELOW = {  # by the core, of modules that accelerate or transformers have hooked
     "mmspec/modes.py": {"transformers.utils.output_capturing"},
     "mmspec/compile/version.py": {"_hf_hook", "accelerate.hooks"},
