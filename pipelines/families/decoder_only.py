@@ -48,7 +48,7 @@ def _run(model: GenerativeModel, call: Call) -> tuple[object, ...]:
     patch, now = Patch.of(model), current.get()
     if patch is None:  # it was disabled after this call began
         return ()
-    if now is not None and now.patch in patch.by_request.values():
+    if now is not None and now.patch is not None and now.patch.stats is patch.stats:  # the drafter that the call names
         patch = now.patch
     with or_stock(patch, call):
         why = obstacle(model, call, patch)

@@ -23,7 +23,7 @@ from mmspec.rules import Rule, exact
 from mmspec.statistics import Stats
 
 ENOUGH, LITTLE = 256, 1.2  # rounds until drafts are judged, and tokens a round below which hardly any was accepted
-REQUESTED = 8  # the maximum number of drafters that are kept because calls have named them
+REQUESTED = 2  # the maximum number of drafters that are kept because calls have named them
 _switching = threading.RLock()  # enable and disable may be called from any thread
 
 
@@ -161,8 +161,10 @@ def put_on(model: object, patch: Patch | None) -> Patch | None:
             swap(model, patch.family.mixin, _mmspec_patch=patch, _mmspec_taps=taps)
         if tapped is not None:
             tapped.__exit__()
-        if before is not None and before is not patch and before.prefixes is not None:
-            before.prefixes.clear()
+        if before is not None and before is not patch:
+            before.by_request.clear()  # a Handle keeps `before`, and these keep draft models
+            if before.prefixes is not None:
+                before.prefixes.clear()
         handle = None if before is None else before.handle()
         now = None if patch is None else patch.handle()
         if now is not None:

@@ -104,6 +104,21 @@ def test_a_handle_keeps_its_model_while_it_is_in_force() -> None:
     assert handle.stats.tokens == 24
 
 
+def test_assistants_that_calls_named_go() -> None:
+    """All but the last two, and these with `disable`, though the handle is kept."""
+    model, call = tiny_vlms.text(), {"input_ids": torch.randint(5, 90, (1, 9)), "max_new_tokens": 4}
+    handle, alive = mmspec.enable(model), weakref.WeakSet[Any]()
+    for _ in range(4):
+        alive.add(assistant := tiny_vlms.text(num_hidden_layers=1))
+        model.generate(**call, assistant_model=assistant)
+    del assistant
+    gc.collect()
+    assert len(alive) == 2
+    mmspec.disable(model)
+    gc.collect()
+    assert not alive and handle.stats.rounds > 0
+
+
 def test_many_rounds_of_on_and_off_leave_nothing(no_collector: None) -> None:
     model = fresh()
     drafters = [of("ngram", model), of("eagle tree", model)]
