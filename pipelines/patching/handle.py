@@ -40,7 +40,7 @@ class Patch:
         self.drafter, self.target = drafter, target  # fitted to `target`; both None if the model stays unchanged
         self.proposer = drafter if proposer is None else proposer  # see Handle
         self.fitted: dict[TargetInfo, Proposer] = {}  # for images, where the model generates these besides text
-        self.stats = Stats()  # of all calls so far
+        self.stats, self.own_stats = Stats(), Stats()  # of all calls so far; of those that this drafter drafted for
         self.by_request: dict[Hashable, Patch] = {}  # for calls that name another drafter, see `for_request`
         self.prefixes = PrefixStore(config.kept_bytes) if config.kept_bytes else None  # the prefix cache
         self.source: object = None  # in a patch of `by_request`: keeps the object alive that the drafter was made of
@@ -88,7 +88,7 @@ class Patch:
                 self.decline(Obstacle(str(error)))
                 return self
             special = Patch(self.family, ready, config, self.rule, proposer, given, target)
-            special.stats, special.source = self.stats, request.drafter
+            special.stats, special.source, special._warned = self.stats, request.drafter, self._warned
         with self._lock:
             self.by_request.pop(request.key, None)
             while len(self.by_request) >= REQUESTED:  # the oldest one; it keeps its draft model alive
@@ -97,16 +97,19 @@ class Patch:
         return special
 
     def add_stats(self, stats: Stats) -> None:
-        """Add the statistics of a call; warns once if drafts have hardly been accepted so far."""
+        """Add the statistics of a call; warns once for each kind of drafter whose drafts have hardly been accepted."""
+        own = self.own_stats
         with self._lock:
             self.stats.add(stats)
-        judged = self.stats.drafted and self.stats.row_rounds >= ENOUGH and not drafting.switches(self.proposer)
-        if judged and self.stats.tokens_per_target_call < LITTLE:
+            own.add(stats)
+        judged = own.drafted and own.row_rounds >= ENOUGH and not drafting.switches(self.proposer)
+        if judged and own.tokens_per_target_call < LITTLE:
+            name = type(self.drafter).__name__
             self.warn_once(
-                f"drafts are hardly accepted: {self.stats.row_rounds} rounds gained "
-                f"{self.stats.tokens_per_target_call:.2f} tokens each with {type(self.drafter).__name__}. Was it made "
-                "for this model, and for such prompts? With auto=True drafting is turned off while it does not pay",
-                "hardly accepted",
+                f"drafts are hardly accepted: {own.row_rounds} rounds gained {own.tokens_per_target_call:.2f} tokens "
+                f"each with {name}. Was it made for this model, and for such prompts? With auto=True drafting is "
+                "turned off while it does not pay",
+                f"hardly accepted {name}",
             )
 
     def rule_of(self, call: Call, sample: bool) -> Rule:

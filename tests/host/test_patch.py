@@ -562,9 +562,11 @@ def test_drafts_that_are_hardly_accepted_are_reported_once(drafter: str) -> None
         warnings.simplefilter("always")
         for _ in range(2):
             assert torch.equal(model.generate(ids, **call), stock)
+        assert handle.stats.row_rounds >= (512 if drafter == "hostile" else 64)
+        short = model.generate(ids, max_new_tokens=4, do_sample=False, assistant_model=copy.deepcopy(model))
+        assert torch.equal(short, stock[:, :10])
     said = [str(each.message) for each in caught if "hardly accepted" in str(each.message)]
-    assert len(said) == (drafter == "hostile"), said
-    assert handle.stats.row_rounds >= (512 if drafter == "hostile" else 64)
+    assert len(said) == (drafter == "hostile") and all("with Scripted" in each for each in said), said
 
 
 WRONG: dict[str, tuple[Callable[[Draft], Any], type[Exception], str]] = {
