@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 import weakref
@@ -104,12 +105,10 @@ class Patch:
             own.add(stats)
         judged = own.drafted and own.row_rounds >= ENOUGH and not drafting.switches(self.proposer)
         if judged and own.tokens_per_target_call < LITTLE:
-            name = type(self.drafter).__name__
             self.warn_once(
                 f"drafts are hardly accepted: {own.row_rounds} rounds gained {own.tokens_per_target_call:.2f} tokens "
-                f"each with {name}. Was it made for this model, and for such prompts? With auto=True drafting is "
-                "turned off while it does not pay",
-                f"hardly accepted {name}",
+                f"each with {type(self.drafter).__name__}. Was it made for this model, and for such prompts? With "
+                "auto=True drafting is turned off while it does not pay"
             )
 
     def rule_of(self, call: Call, sample: bool) -> Rule:
@@ -141,10 +140,11 @@ class Patch:
             )
         self.warn_once(f"mmspec runs the stock path: {why.reason}")
 
-    def warn_once(self, message: str, topic: str = "") -> None:
-        """Warn, once for each enabled model and message; with a topic, once for each topic."""
-        if (topic or message) not in self._warned:
-            self._warned.add(topic or message)
+    def warn_once(self, message: str) -> None:
+        """Warn, once for each enabled model and message, whatever numbers are in it: those of the first call."""
+        topic = re.sub(r"\d+", "", message)
+        if topic not in self._warned:
+            self._warned.add(topic)
             warnings.warn(message, stacklevel=5)
 
 

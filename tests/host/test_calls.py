@@ -243,6 +243,10 @@ def test_rotary_frequencies_that_change_with_the_length(name: str, drafter: str)
         assert (handle.stats.tokens > 0) == (new == 13)
     with mmspec.enable(model), pytest.raises(UnsupportedError, match="may reach 33"):
         model.generate(ids, max_new_tokens=14, do_sample=False)
+    with mmspec.enable(model, on_unsupported="fallback"), pytest.warns(UserWarning, match="may reach") as told:
+        for new in (14, 15, 16):
+            model.generate(ids, max_new_tokens=new, do_sample=False)
+    assert len(told) == 1, "once, though each call would reach another position"
 
 
 def test_rotary_frequencies_of_a_padded_batch() -> None:
