@@ -225,7 +225,8 @@ class PrefixStore:
 
 def _root() -> Segment:
     """The empty segment before all texts."""
-    return Segment(torch.empty(0, 0, dtype=torch.long), torch.ones(1, dtype=torch.bool), 0, {})
+    key = torch.empty(0, 0, dtype=torch.long, device="cpu")
+    return Segment(key, torch.ones(1, dtype=torch.bool, device="cpu"), 0, {})
 
 
 def _token(key: Tensor, at: int) -> bytes:

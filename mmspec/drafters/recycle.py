@@ -245,7 +245,7 @@ class RecycleDrafter:
         assert last.scores.likeliest is not None
         tokens, before = last.draft.tokens, None
         if self.prices is not None and tokens.device.type == "cpu":  # on a GPU this would wait for the device
-            ends = torch.tensor([path[-1] for path in last.path])
+            ends = torch.tensor([path[-1] for path in last.path], device=tokens.device)
             before = successors.table[tokens.gather(1, ends[:, None])[:, 0]].tolist()
         successors.learn(tokens, last.scores.likeliest)
         streaks = []

@@ -51,7 +51,8 @@ def splice(valid: Tensor, spans: Sequence[Span], counts: Sequence[int]) -> tuple
         left.
     """
     (B, L), new = valid.shape, sum(counts)
-    real, every = torch.cat([valid.flatten().cpu(), torch.ones(new, dtype=torch.bool)]), torch.arange(B * L + new)
+    real = torch.cat([valid.flatten().cpu(), torch.ones(new, dtype=torch.bool, device="cpu")])
+    every = torch.arange(B * L + new, device="cpu")
     lines: list[list[Tensor]] = [[] for _ in range(B)]
     reached, first = [0] * B, B * L
     for (b, start, stop), count in zip(spans, counts, strict=True):

@@ -90,7 +90,8 @@ def by_row(pictures: Mapping[str, Tensor], ids: Tensor, config: PretrainedConfig
         if images is None or (grid is None and images.dim() != _AXES[kind]):
             continue
         if grid is None:
-            patches, sizes = torch.ones(len(images), dtype=torch.long), _sizes(kind, config, pictures, int(here.sum()))
+            patches = torch.ones(len(images), dtype=torch.long, device="cpu")
+            sizes = _sizes(kind, config, pictures, int(here.sum()))
         else:
             patches = grid.prod(1).cpu()
             sizes = patches // getattr(config.vision_config, "spatial_merge_size", 1) ** 2
@@ -136,10 +137,10 @@ def _sizes(kind: str, config: PretrainedConfig, arguments: Mapping[str, Any], to
         return (grid[:, 1] * grid[:, 2] // merge**2).repeat_interleave(grid[:, 0])
     encoded = getattr((arguments.get("mm_encoder_outputs") or {}).get(kind), "pooler_output", None)
     if encoded is not None and len(encoded) and all(isinstance(one, Tensor) and one.dim() == 2 for one in encoded):
-        return torch.tensor([len(one) for one in encoded])
+        return torch.tensor([len(one) for one in encoded], device="cpu")
     if isinstance(images, Tensor) and images.dim() == _AXES[kind]:
         count = images.shape[:-3].numel()
-        return torch.full((count,), tokens // count) if count and tokens % count == 0 else None
+        return torch.full((count,), tokens // count, device="cpu") if count and tokens % count == 0 else None
     return None
 
 

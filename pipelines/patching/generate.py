@@ -237,7 +237,7 @@ def _ignored(model: GenerativeModel, call: Call) -> Iterator[str]:
 
 def row_seeds(model: GenerativeModel, count: int, drawing: bool) -> list[int]:
     """Seeds of the rows' noise from torch's global generator; zeros, and no use of it, if nothing is drawn by them."""
-    return devices.agreed(model, torch.randint(2**62, (count,)).tolist() if drawing else [0] * count)
+    return devices.agreed(model, torch.randint(2**62, (count,), device="cpu").tolist() if drawing else [0] * count)
 
 
 class _Collected:
@@ -280,7 +280,7 @@ class _Collected:
         ready = min([self.length(), *(row.generated for row in self.rows if not row.done)])
         self.call.begun = True
         for index in range(self.streamed, ready):
-            self.call.streamer.put(torch.tensor(self._column(index)))
+            self.call.streamer.put(torch.tensor(self._column(index), device="cpu"))
         self.streamed = max(self.streamed, ready)
 
     def result(self, state: State | None) -> Tensor | ModelOutput:

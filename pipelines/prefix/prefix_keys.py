@@ -47,15 +47,15 @@ class Text:
     @property
     def allowed(self) -> Tensor:
         """bool [L + 1], whether reading may start after so many tokens: at least `LEAST`, with at least one left."""
-        place = torch.arange(len(self.free))
+        place = torch.arange(len(self.free), device=self.free.device)
         return self.free & (place >= LEAST) & (place < len(self.key))
 
     def grown(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
         """Key and cuts of the prompt followed by these tokens."""
         assert self.cuts is not None
         more = self.onward.repeat(len(tokens), 1)
-        more[:, 0] = torch.tensor(tokens, dtype=torch.long)
-        more[:, POSITIONS:] += torch.arange(len(tokens))[:, None]
+        more[:, 0] = more.new_tensor(tokens)
+        more[:, POSITIONS:] += torch.arange(len(tokens), device=more.device)[:, None]
         return torch.cat([self.key, more]), pad(self.cuts, (0, len(tokens)), value=True)
 
 
@@ -90,19 +90,19 @@ def texts(target: Any, call: Call) -> tuple[list[Text], str | None]:
     if own is None or any(bool(one) != bool(seen.any()) for one, seen in zip(own, visual, strict=True)):
         return [], "it is unknown which pictures belong to which row and tokens"
     places = arguments["position_ids"]
-    shown = torch.tensor([_digest(one) for one in own])[:, None] * (visual > 0)[..., None]
+    shown = visual.new_tensor([_digest(one) for one in own])[:, None] * (visual > 0)[..., None]
     others = _digest({name: v for name, v in arguments.items() if name not in tower | ASIDE})
     types = [arguments.get(name) for name in TYPES]
     columns = [ids, *(torch.full_like(ids, -1) if t is None else t for t in types)]
     columns += [places] if places.dim() == 2 else [*places]
     token, *more = torch.stack([c.expand_as(ids).to(ids) for c in columns], -1).cpu().split([1, len(columns) - 1], -1)
-    key = torch.cat([token, shown, torch.tensor(others).expand(*ids.shape, 2), *more], -1)
+    key = torch.cat([token, shown, visual.new_tensor(others).expand(*ids.shape, 2), *more], -1)
     return [_text(key[b], visual[b], pads[b], own[b], age, b) for b in range(B)], None
 
 
 def _text(key: Tensor, visual: Tensor, padding: int, pictures: Mapping[str, Tensor], age: int, row: int) -> Text:
     key, seen = key[padding:], visual[padding:].nonzero()[:, 0]
-    place, L = torch.arange(len(key) + 1), len(key)
+    place, L = torch.arange(len(key) + 1, device=key.device), len(key)
     first, behind = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (L, 0)
     free = (place <= first) | (place >= behind)
     onward = key[-1].clone()

@@ -103,7 +103,7 @@ def _resumed(
     target: Any, call: Call, text: Text, reserve: int, at: int, cached: Segment | None
 ) -> tuple[Text, State, Tensor]:
     """Read one row from its token number `at` on: its text with all cuts, its state, and raw logits [1, 1, V]."""
-    slots, cuts = RaggedCache(1, call.input_ids.device, reserve), torch.ones(1, dtype=torch.bool)
+    slots, cuts = RaggedCache(1, call.input_ids.device, reserve), text.free.new_ones(1)
     if cached is not None:
         slots.resume(cached.first(at), cached.state)
         cuts = cached.cuts[: at + 1]

@@ -16,6 +16,7 @@ from mmspec.types import Draft
 
 SMALL = 1 << 15  # the largest vocabulary whose noise is cached, and how many numbers are computed in advance: one call
 # for many takes little longer than one for a few
+_HOST = torch.device("cpu")  # the default device may be another
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,15 @@ class CounterNoise:
         first, end = min(at), max(at) + 1
         begin, kept = self._lines.get(seed, (first, None))
         if kept is None or first < begin or kept.shape[1] != vocab:
-            begin, kept = first, torch.empty(0, vocab, dtype=ops.widest(torch.device("cpu")))
+            begin, kept = first, torch.empty(0, vocab, dtype=ops.widest(_HOST), device=_HOST)
         if end > begin + len(kept):
             with lasting():
-                new = torch.arange(max(first, begin + len(kept)), end + SMALL // vocab)
-                kept = torch.cat([kept[first - begin :], ops.gumbel(torch.tensor([seed]), new[None], vocab)[0]])
+                new = torch.arange(max(first, begin + len(kept)), end + SMALL // vocab, device=_HOST)
+                kept = torch.cat([kept[first - begin :], ops.gumbel(new.new_tensor([seed]), new[None], vocab)[0]])
             self._lines[seed] = begin, kept = first, kept
         if end - first == len(at):
             return kept[first - begin : end - begin]
-        return kept[torch.tensor(at) - begin]
+        return kept[torch.tensor(at, device=_HOST) - begin]
 
 
 class TorchNoise:

@@ -92,6 +92,26 @@ def test_weights_that_accelerate_offloads(drafter: str) -> None:
         assert {t.device.type for t in own.parameters()} == {"cpu"}
 
 
+@pytest.mark.parametrize(
+    ("drafter", "call", "options"),
+    [
+        ("recycle", {}, {}),
+        ("recycle", {}, {"prefix_cache": "4MB"}),
+        ("flash", {}, {}),
+        ("suffix", {"do_sample": True}, {}),
+        ("ngram", {"do_sample": True}, {"reproducible": True}),
+    ],
+)
+def test_the_default_device_is_another(drafter: str, call: dict[str, Any], options: dict[str, Any]) -> None:
+    own, prompts, found = model(), [inputs(kind="ragged"), *[inputs(kind="image first")] * 2], []
+    made = feature_drafter(drafter, own) if drafter == "flash" else drafter
+    for device in ("cpu", "meta"):
+        torch.manual_seed(3)
+        with torch.device(device), mmspec.enable(own, made, **options):
+            found += [tiny_vlms.generate(own, prompt, **SHORT, **call) for prompt in prompts]
+    assert all(torch.equal(a, b) for a, b in zip(found[:3], found[3:], strict=True))
+
+
 def test_a_rule_carries_its_table_to_a_device_once() -> None:
     table = rules._DeviceTable(torch.arange(4))
     away = table.on(torch.device("meta"))

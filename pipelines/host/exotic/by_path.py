@@ -99,9 +99,9 @@ class Paths:
 
         Which of several equal scores `topk` takes depends on the width on a CPU; on a GPU it takes the first.
         """
-        places = torch.tensor(rest)[:, None].repeat(1, k)
+        places = torch.tensor(rest, device=scores.device)[:, None].repeat(1, k)
         for width in set(widths):
-            rows = torch.tensor([i for i, own in enumerate(widths) if own == width])
+            rows = torch.tensor([i for i, own in enumerate(widths) if own == width], device=scores.device)
             most = min(k, width)
             places[rows, :most] = scores[rows, :width].topk(most).indices
         return places

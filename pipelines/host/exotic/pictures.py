@@ -56,7 +56,7 @@ def _by_token(codes: Tensor, place: dict[int, int], vocab: int) -> Tensor:
         vocab: the number of tokens of the head.
     """
     K, c = codes.shape
-    index = torch.tensor([(code, token) for code, token in place.items() if code < K and token < vocab])
+    index = torch.tensor([(code, token) for code, token in place.items() if code < K and token < vocab], device="cpu")
     rows = torch.zeros(vocab, c + 1, dtype=torch.float32, device=codes.device)
     rows[:, c] = 1.0
     code, token = index.to(codes.device).unbind(1)

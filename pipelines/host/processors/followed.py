@@ -73,7 +73,7 @@ def picture_tokens(processors: Iterable[Any]) -> Tensor | None:
         if listed is None and isinstance(first, int):
             listed = range(first, p.model.config.vocab_size)
         if listed:
-            tokens = torch.zeros(max(listed) + 1, dtype=torch.bool)
+            tokens = torch.zeros(max(listed) + 1, dtype=torch.bool, device="cpu")
             tokens[list(listed)] = True
             return tokens
     return None
