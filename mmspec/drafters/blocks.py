@@ -125,8 +125,8 @@ class Rope:
         if self.rope_kind in ("llama3", "yarn") and not self.rope_trained:
             raise ValueError(f"rope_kind {self.rope_kind!r} needs rope_trained, the length that it was trained for")
         turned = self.turned(width)
-        if turned < 2 or turned % 2:
-            raise ValueError(f"rope_share {self.rope_share} of {width} dimensions is not an even number ≥ 2")
+        if not 2 <= turned <= width or turned % 2:
+            raise ValueError(f"rope_share {self.rope_share} of {width} dimensions is no even number from 2 to {width}")
         if self.mrope and (len(self.mrope) != 3 or sum(self.mrope) != turned // 2):
             raise ValueError(f"the three sections of mrope must add up to {turned // 2}; got {list(self.mrope)}")
 

@@ -33,6 +33,7 @@ CONFIGS: list[tuple[type, Options, str]] = [
     (ViSpecConfig, {"parallel_norm": True}, "EAGLE-1/2's layer"),
     (ViSpecConfig, {"features": (0, 1)}, "final feature"),
     (ViSpecConfig, {"rope": "2d", "grid": 2}, "rope '1d'"),
+    *((ViSpecConfig, {"rope_share": share}, "is no even number from 2 to") for share in (0.01, 3)),
     (MsdConfig, {"parallel_norm": True}, "EAGLE-1/2's layer"),
     (SpecVlmConfig, {"branches": ("pool", "crop")}, "branches are some of prune"),
     (SpecVlmConfig, {"branches": ("pool", "pool")}, "each once"),
