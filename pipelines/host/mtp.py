@@ -55,8 +55,11 @@ def filled(model: GenerativeModel, tensors: dict[str, Tensor]) -> MtpHeads:
     """Heads of the target's own classes with exactly these tensors, converted by transformers as the target's are.
 
     Raises:
-        ValueError: tensors are missing, or have other names or shapes.
+        ValueError: tensors are missing, or have other names, shapes or dtypes.
     """
+    odd = [f"{name} is {t.dtype}" for name, t in tensors.items() if not t.is_floating_point() or t.itemsize < 2]
+    if odd:  # transformers would cast them
+        raise ValueError(f"{listed(sorted(odd))}; mmspec reads heads in float16, bfloat16, float32 or float64")
     count = len({key.split(".")[1] for key in tensors})
     heads = MtpHeads(model, count)
     load = LoadStateDictConfig(weight_mapping=_conversions(model), device_map={"": "cpu"}, dtype=model.dtype)

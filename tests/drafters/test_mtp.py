@@ -138,6 +138,10 @@ def _written(tmp_path: Path, change: Any) -> Any:
         (lambda heads: heads.update({"mtp.fc.weight": torch.ones(64, 64)}), r"eh_proj.weight is \[64, 64\]"),
         (lambda heads: heads.update({"mtp.layers.2.x.weight": torch.ones(2)}), r"numbered \[0, 2\]"),
         (lambda heads: heads.clear(), "have none"),
+        *(
+            (lambda heads, dtype=dtype: heads.update({"mtp.fc.weight": heads["mtp.fc.weight"].to(dtype)}), str(dtype))
+            for dtype in (torch.int8, torch.bool, torch.float8_e4m3fn)
+        ),
     ],
 )
 def test_a_bad_file_is_refused_by_name(change: Any, says: str, tmp_path: Path) -> None:
