@@ -96,9 +96,7 @@ class CaptureCache:
             quiet: no warning if it raises.
         """
         if self._why is not None:
-            if self._why != self._warned:  # once, until it changes
-                self._warned = self._why
-                warnings.warn(f"mmspec runs {self.name} uncompiled: {self._why}", stacklevel=2)
+            self._warn(self._why)
             return None
         captures, key = self._captures, (key, ambient())  # another thread may replace the dictionary
         if key not in captures and not _SETTLED.get():
@@ -124,8 +122,14 @@ class CaptureCache:
             name = "" if isinstance(error, Uncapturable) else f"{type(error).__name__}: "
             why = name + str(error).strip().partition("\n")[0]
         if not quiet:
-            warnings.warn(f"mmspec runs {self.name} uncompiled: {why}", stacklevel=2)
+            self._warn(why)
         return None
+
+    def _warn(self, why: str) -> None:
+        """Warn that the module runs uncompiled, once until the reason changes."""
+        if why != self._warned:
+            self._warned = why
+            warnings.warn(f"mmspec runs {self.name} uncompiled: {why}", stacklevel=3)
 
 
 _OF: WeakKeyDictionary[nn.Module, CaptureCache] = WeakKeyDictionary()

@@ -184,6 +184,15 @@ def test_why_nothing_is_captured_is_said_once(change: Callable[[Model], Undo], m
     assert len(told) == 1 and not any(captures.of(model)._captures.values())
 
 
+def test_adapters_are_said_once_for_all_shapes(model: Model) -> None:
+    peft = pytest.importorskip("peft")
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with mmspec.enable(model, Plain(), compile=True), pytest.warns(UserWarning, match="it has adapters") as told:
+        for kind in ("text only", "ragged"):
+            tiny_vlms.generate(model, tiny_vlms.prompt("llava", kind), max_new_tokens=4)
+    assert len(told) == 1
+
+
 @pytest.mark.parametrize("change", FOLLOWED, ids=lambda change: change.__name__)
 @pytest.mark.every(24)
 def test_what_a_forward_reads_is_captured_anew(change: Callable[[Model], Undo], model: Model) -> None:
