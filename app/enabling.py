@@ -50,7 +50,8 @@ def given(words: Iterable[str], drafter: object = None, batches: bool = False) -
     if not options:  # do not import torch in this case
         return {}
     from mmspec.config import SpecConfig, option_names
-    from mmspec.registry import check_options, check_rule, options_of
+    from mmspec.drafters.own_options import check_options, options_of
+    from mmspec.registry import check_rule
 
     method = zoo.DRAFTERS[drafter].method if drafter in zoo.DRAFTERS else PLAIN if drafter == STOCK else drafter
     own = options_of(method)

@@ -12,9 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from mmspec import rules
-from mmspec.config import Options, option_names
-from mmspec.drafters.block_config import BlockOptions
-from mmspec.drafters.shape import TreeOptions
 from mmspec.rules import Rule
 
 
@@ -115,37 +112,6 @@ def name_of(drafter: object) -> str:
     cls = type(drafter)
     names = (name for name, entry in DRAFTERS.items() if (entry.module, entry.cls) == (cls.__module__, cls.__name__))
     return getattr(drafter, "method", None) or next(names, cls.__name__)
-
-
-def options_of(name: object) -> dict[str, list[Any]]:
-    """The options that a drafter takes by its own: for each name, the options classes that have it, with defaults.
-
-    Args:
-        name: of a registered drafter; else: those of all drafters. What the file of a trained one recommends is in
-            that file.
-    """
-    takers: dict[str, list[Any]] = {}
-    for entry in [DRAFTERS[name]] if isinstance(name, str) and name in DRAFTERS else DRAFTERS.values():
-        if entry.trained or entry.from_model:
-            one: Any = BlockOptions() if entry is DRAFTERS["block"] else TreeOptions()
-        else:
-            one = getattr(getattr(importlib.import_module(entry.module), entry.cls), "options", None)
-        for option in option_names(one):
-            takers.setdefault(option, []).append(one)
-    return takers
-
-
-def check_options(takers: dict[str, list[Any]], given: Options) -> None:
-    """Raise ValueError for a value that all these options classes (of `options_of`) refuse."""
-    for name in takers.keys() & given.keys():
-        refused: list[ValueError] = []
-        for one in takers[name]:
-            try:
-                replace(one, **{name: given[name]})
-            except ValueError as error:
-                refused.append(error)
-        if len(refused) == len(takers[name]):
-            raise refused[0]
 
 
 RULES: dict[str, Callable[..., Rule]] = {  # rules with a parameter `codebook` compare tokens by their codes

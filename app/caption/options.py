@@ -224,7 +224,7 @@ class Options:
         if self.json_schema is not None and (self.prepend or self.append):
             raise SettingsError("--json-schema cannot be combined with --prepend or --append; leave one of them out")
         if self.engine == ENGINE and (schema := self.schema) is not None:
-            from mmspec.pipelines.json_schema import grammar_of
+            from mmspec.pipelines.host.processors.json_schema import grammar_of
 
             try:
                 grammar_of(schema)

@@ -10,6 +10,7 @@ from typing import Any
 from mmspec.checkpoints.files import CONFIG, locate, read_config
 from mmspec.checkpoints.load import drafter_of, load_drafter
 from mmspec.config import Options, SpecConfig, option_names
+from mmspec.drafters.own_options import options_of
 from mmspec.drafters.shape import Shape
 from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.host import hooks, loading
@@ -47,8 +48,7 @@ def chosen(drafter: Any, given: Options, target: TargetInfo, model: GenerativeMo
         raise ValueError(f"a drafter has {', '.join(_NEEDED)}; {type(built).__name__} has no {', '.join(lacking)}")
     own = option_names(getattr(built, "options", None))
     others = {name for name in rest if name not in own}
-    every = (option_names(getattr(drafter_class(name), "options", None)) for name in (DRAFTERS if others else ()))
-    if unknown := others.difference(*every):
+    if others and (unknown := others - options_of(None).keys()):
         shared = option_names(SpecConfig)
         raise TypeError(f"unknown option {min(unknown)!r}; choose from {', '.join([*own, *shared])}")
     return built.fit(target, rest), rest

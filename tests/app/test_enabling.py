@@ -13,11 +13,11 @@ from PIL import Image
 
 import mmspec
 from benchmarks.suites import SUITES
-from mmspec import registry
 from mmspec.app import cli, embedded, enabling
 from mmspec.app.bench import drafters as named
 from mmspec.app.bench.command import BenchError
 from mmspec.app.enabling import EnableError
+from mmspec.drafters import own_options
 
 VERBS = ("caption", "verify", "demo", "generate")
 OPTIONS = {"compile": True, "depth": 3}
@@ -60,7 +60,7 @@ def test_what_cannot_be_meant_says_what_can(word: str, drafter: str | None, said
 
 
 def test_no_word_needs_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "options_of", lambda _: pytest.fail("looked up"))
+    monkeypatch.setattr(own_options, "options_of", lambda _: pytest.fail("looked up"))
     assert enabling.given([]) == {}
 
 

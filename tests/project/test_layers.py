@@ -29,6 +29,7 @@ INSIDE = {  # the order inside mmspec/: each part imports only its own rank and 
     "replacing": 0,
     "session": 0,
     "config": 0,
+    "registry": 0,
     "ragged_cache": 0,
     "prefix_store": 0,
     "functional": 0,
@@ -41,7 +42,6 @@ INSIDE = {  # the order inside mmspec/: each part imports only its own rank and 
     "tree": 1,
     "models": 2,
     "drafters": 3,
-    "registry": 3,
     "zoo": 3,  # scenes and prompts, which train reads
     "checkpoints": 4,
     "train": 4,

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
 from mmspec.pipelines.host.kinds import Processor
-from mmspec.pipelines.json_schema import grammar_of
+from mmspec.pipelines.host.processors.json_schema import grammar_of
 from mmspec.session import Group, Row
 from mmspec.types import NO_TOKEN, Draft
 

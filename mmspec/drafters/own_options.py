@@ -1,0 +1,39 @@
+"""The options that each registered drafter takes beside the shared ones, and a check of values without a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mmspec.config import Options, option_names
+from mmspec.drafters.block_config import BlockOptions
+from mmspec.drafters.shape import TreeOptions
+from mmspec.registry import DRAFTERS, drafter_class
+
+
+def options_of(method: object) -> dict[str, list[Any]]:
+    """The options that a registered drafter takes, or for another name all of them: for each, the classes that have it,
+    with their defaults. What the file of a trained drafter recommends is in that file.
+    """
+    takers: dict[str, list[Any]] = {}
+    for name in [method] if isinstance(method, str) and method in DRAFTERS else DRAFTERS:
+        if DRAFTERS[name].trained or DRAFTERS[name].from_model:
+            one: Any = BlockOptions() if name == "block" else TreeOptions()
+        else:
+            one = getattr(drafter_class(name), "options", None)
+        for option in option_names(one):
+            takers.setdefault(option, []).append(one)
+    return takers
+
+
+def check_options(takers: dict[str, list[Any]], given: Options) -> None:
+    """Raise ValueError for a value that all classes with that option refuse; `takers` from `options_of`."""
+    for name in takers.keys() & given.keys():
+        refused: list[ValueError] = []
+        for one in takers[name]:
+            try:
+                replace(one, **{name: given[name]})
+            except ValueError as error:
+                refused.append(error)
+        if len(refused) == len(takers[name]):
+            raise refused[0]
