@@ -43,8 +43,12 @@ def hooked(module: nn.Module) -> bool:
     """Whether the module has forward (pre-)hooks that may change or keep its inputs or outputs."""
     if not (module._forward_pre_hooks or module._forward_hooks):
         return False
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return any(getattr(hook, "__module__", None) != _INERT and not hasattr(hook, LOOKS_ON) for hook in hooks)
+    return not all(map(inert, (*module._forward_pre_hooks.values(), *module._forward_hooks.values())))
+
+
+def inert(hook: object) -> bool:
+    """Whether a forward (pre-)hook neither changes nor keeps a module's inputs or outputs."""
+    return getattr(hook, "__module__", None) == _INERT or hasattr(hook, LOOKS_ON)
 
 
 def hooked_everywhere() -> bool:

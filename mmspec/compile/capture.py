@@ -105,7 +105,7 @@ class PiecewiseFunction:
         self, function: Function, inputs: Sequence[Tensor], own: Iterable[Tensor], compile: Compile | None = None,
         variants: Sequence[int] = (), graphed: bool = True,
     ) -> None:  # fmt: skip
-        given, self._device = list(own), inputs[0].device
+        given, self._device, inputs = list(own), inputs[0].device, [t.contiguous() for t in inputs]
         kind = self._device.type
         self._cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         with _making:
@@ -127,6 +127,7 @@ class PiecewiseFunction:
             PiecewiseFunction.made += 1
 
     def __call__(self, attend: LayerAttention, *inputs: Tensor) -> Sequence[Tensor]:
+        inputs = tuple(t.contiguous() for t in inputs)  # the pieces are compiled for such, and do not check it
         if self._cast is None:
             return self._replay(attend, *inputs)
         with uncast(self._device):  # the pieces already contain autocast's casts

@@ -43,17 +43,13 @@ class CaptureCache:
         self._making, self._checking = threading.Lock(), threading.RLock()
 
     @classmethod
-    def of(cls, module: nn.Module, compile: bool = True, inside: nn.Module | None = None) -> Self | None:
-        """The cache of a module, shared by all calls and checked for this one; None without `compile`.
-
-        Args:
-            inside: a module that contains it, whose version is compared in its place.
-        """
+    def of(cls, module: nn.Module, compile: bool = True) -> Self | None:
+        """The cache of a module, shared by all calls and checked for this one; None without `compile`."""
         if not compile:
             return None
         captures = _OF.setdefault(module, cls(type(module).__name__))
         assert isinstance(captures, cls)
-        captures.check(module if inside is None else inside)
+        captures.check(module)
         return captures
 
     def of_drafter(self, weights: nn.Module, name: str) -> CaptureCache:

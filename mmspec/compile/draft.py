@@ -83,7 +83,6 @@ class CapturedDraft:
         missing = rows - follow.shape[1]  # rows past `count` are not used, and are overwritten
         inputs = [pad(hidden, (0, 0, 0, missing)), pad(follow, (0, missing)), count]
         inputs += [session.pending, session.emitted, session.seeds, *memory.state()]
-        inputs = [t.contiguous() for t in inputs]  # such as counts that were expanded to all rows
         after = memory.lengths.plus(counts, count)
         attend = self.drafter.attending(memory, replace(memory, lengths=after), rows)
         o, drawn = self.drafter.options, draws(self.drafter.options, session)

@@ -32,7 +32,7 @@ class Steps(CaptureCache):
         return path if full == R else path.take(slice(R))
 
     def _draw(self, net: Denoiser, chain: denoising.Chain, noise: Tensor, temperature: float) -> denoising.Path:
-        start, shaken = noise[:, 0].contiguous(), chain.shaken(noise[:, 1:], temperature).transpose(0, 1).contiguous()
+        start, shaken = noise[:, 0], chain.shaken(noise[:, 1:], temperature).transpose(0, 1)
         step = self._step(net, chain, start, shaken[0])
         if step is None:
             return denoising.draw(net, chain, noise, temperature)

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from mmspec.modes import each_module, hooked, hooked_everywhere, own_class
+from mmspec.modes import each_module, hooked, hooked_everywhere, inert, own_class
 
 PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 # Ignored attributes: those of every module (parameters and buffers are read separately), and those set by `generate`.
@@ -25,7 +25,7 @@ Marks = list[Any]  # values that are compared by ==
 _READ: ContextVar[dict[int, tuple[nn.Module, Version]] | None] = ContextVar("mmspec_versions", default=None)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 # dicts of a module whose items are read
-_INSIDE = itemgetter("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
+_INSIDE, _HOOKS = itemgetter("_parameters", "_buffers", "_modules"), itemgetter("_forward_pre_hooks", "_forward_hooks")
 _SEEN: WeakKeyDictionary[nn.Module, _Seen] = WeakKeyDictionary()  # the latest version, by module
 _REFRESHED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how often `refresh` was called, by module
 
@@ -117,7 +117,7 @@ def _version(root: nn.Module, kept: bool = False) -> Version:
         attributes = vars(module)
         state.append(id(own))
         for t in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
-            weights += (t,) if t is None else (identity(t), t.dtype, t.device, t.shape)
+            weights += (t,) if t is None else (identity(t), t.dtype, t.device, t.shape, _placed(t) and t.stride())
             written += (t,) if t is None else _written(t)
         for name, value in attributes.items():
             if name in _ASIDE:
@@ -162,6 +162,7 @@ class _Seen:
         configs = [value for one in own for name, value in one.items() if _is_config(name, value)]
         nested = {id(one): one for config in configs for one in _with_nested(config)}
         self._configs = [vars(one) for one in nested.values()]
+        self._hooks = _hooks(own)
         self._names, values = self._attributes(own)
         named = [*chain.from_iterable(read), *self._names]
         outer = len(named) - len(self._names)
@@ -186,11 +187,11 @@ class _Seen:
             names, values = self._attributes(own)
         except KeyError:  # an attribute was replaced by another one
             return False
-        same = names == self._names and self._compared(values) == self._ids
+        same = names == self._names and self._compared(values) == self._ids and _hooks(own) == self._hooks
         return same and self._state_of(modules, values) == self._state
 
     def _attributes(self, own: list[dict[str, Any]]) -> tuple[list[str], list[Any]]:
-        """The values of the modules' attributes, then those inside: of parameters, buffers, submodules, hooks and
+        """The values of the modules' attributes, then those inside: of parameters, buffers, submodules and
         configurations, whose names come first."""
         values = [*chain.from_iterable(map(call, self._readers, own))]
         inside = [*filter(None, chain.from_iterable(map(_INSIDE, own))), *self._configs]
@@ -215,10 +216,17 @@ class _Seen:
             list(map(attrgetter("dtype"), tensors)),
             list(map(attrgetter("device"), tensors)),
             list(map(attrgetter("shape"), tensors)),
+            list(map(Tensor.stride, map(values.__getitem__, self._placed))),
             list(map(attrgetter("_version"), map(values.__getitem__, self._counted))),
             list(map(Tensor.data_ptr, map(values.__getitem__, self._placed))),
             [_parts(values[i]) for i in self._containers],
         )
+
+
+def _hooks(own: list[dict[str, Any]]) -> list[int]:
+    """The ids of hooks that may change something; `stream` sets another kind for each call."""
+    some = filter(None, chain.from_iterable(map(_HOOKS, own)))
+    return [id(hook) for hook in chain.from_iterable(map(dict.values, some)) if not inert(hook)]
 
 
 def refresh(*models: nn.Module) -> None:

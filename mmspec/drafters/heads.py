@@ -213,7 +213,7 @@ class HeadsDrafter(nn.Module):
         return [view.features, view.scored, around, fed, view.place]
 
     def _predicted(self, view: View, target: Target) -> Tensor:
-        inputs = [t.contiguous() for t in self.inputs(view, target.embed)]
+        inputs = self.inputs(view, target.embed)
         function = None if self.captures is None else self.captures.forward(self, inputs)
         return self(*inputs) if function is None else function(*inputs)[0]
 

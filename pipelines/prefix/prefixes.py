@@ -28,7 +28,6 @@ from mmspec.tree import chain
 from mmspec.types import Prompt, Round, gather_rows
 
 MOST = 64  # the maximum number of tokens that are read like a draft, for all rows at once
-FILLED = 16  # if forwards are captured, such a draft is padded to a multiple of this, so that few shapes occur
 Starts = list[tuple[int, Segment | None]]  # for each row: the number of cached tokens, and their segment
 
 
@@ -132,7 +131,7 @@ def _drafted(
         caches[-1].resume(cached.first(at), cached.state)
     cache = reduce(RaggedCache.join, caches)
     counts = [len(text.key) - at for text, (at, _) in zip(texts, starts, strict=True)]
-    N = max(counts) if target.captured is None else -(-max(counts) // FILLED) * FILLED
+    N = max(counts)
     count = torch.tensor(counts, device=ids.device)
     place = (ids.shape[1] - count[:, None] + torch.arange(N, device=ids.device)).clamp(max=ids.shape[1] - 1)
     positions = call.arguments["position_ids"]
@@ -145,7 +144,8 @@ def _drafted(
     tree, tokens = chain(N, ids.device).expand(B), ids.gather(1, place)
     where = positions.gather(-1, place.expand(*positions.shape[:-2], -1, -1))
     with target.inference(), target.reads(tree, cache.lengths):
-        raw, *hidden = target.reader(state, tokens, where, target.mask(state, tree.ancestors, tree.depth, True))
+        # not by a capture: each length would be one, for a single forward
+        raw, *hidden = target.read(state, tokens, where, target.mask(state, tree.ancestors, tree.depth, True))
     if hidden:
         cache.keep_features(hidden[0], target.embed(tokens))
     cache.commit(torch.arange(N, device=ids.device).expand(B, N), tuple(counts), count, True)

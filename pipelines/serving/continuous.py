@@ -103,13 +103,8 @@ class ContinuousBatcher(Batcher):
                 yield row.prompt.ticket, row.tokens[row.start :], row.stats
 
     def _work(self) -> None:
-        """Prefill waiting prompts into free rows, then run one round of all rows.
-
-        With `compile`, a batch size is compiled if it is the full one, or has lasted: at the end of a run the batch
-        shrinks through all smaller sizes, and each of them would wait for the compiler.
-        """
-        passing = self.free > 0 and self._rounds[len(self._session.rows)] < LASTING
-        with unchanging(), torch.no_grad(), settled(passing), self._handle.running(self.model):
+        """Prefill waiting prompts into free rows, then run one round of all rows."""
+        with unchanging(), torch.no_grad(), self._handle.running(self.model):
             self._session.retire()  # rows of cancelled prompts
             self._draining = self._draining and bool(self._session.rows)
             while not self._draining and (group := self._take(self._together)) and self._admit(group):
@@ -120,11 +115,19 @@ class ContinuousBatcher(Batcher):
                 self._collect()
 
     def _round(self) -> None:
+        """One round of all rows.
+
+        With `compile`, a batch size is compiled if it is the full one, or has lasted: at the end of a run the batch
+        shrinks through all smaller sizes, and each of them would wait for the compiler.
+        """
         assert self._target is not None
-        self._rounds[len(self._session.rows)] += 1
+        rows = len(self._session.rows)
+        passing = rows < self.rows and self._rounds[rows] < LASTING
+        self._rounds[rows] += 1
         try:
             drafter = forced.with_forced(self._handle.proposer, self._session.rows)
-            now = next(decode(self._session, self._target, drafter))
+            with settled(passing):
+                now = next(decode(self._session, self._target, drafter))
             for row, nodes, new, proposed in zip(_rows(self._session), now.counts, now.new, now.proposed, strict=True):
                 row.counts.count(nodes, new, proposed)
             self._score(self._session, now)

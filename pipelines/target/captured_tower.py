@@ -36,6 +36,7 @@ class _Tower:
 
     own: nn.Module
     taps: Taps
+    captures: CaptureCache  # for this model, with whose version they are valid
     shapes: Shapes[Structure] = field(default_factory=Shapes)
 
 
@@ -50,14 +51,13 @@ def encoding(model: GenerativeModel) -> Iterator[None]:
         yield
         return
     if (mine := _OF.get(model)) is None or mine.own is not own:
-        mine = _OF[model] = _Tower(own, Taps([(own, TowerTap, {})]))
-    captures = CaptureCache.of(own, inside=model)  # a call reads the model's version once
-    assert captures is not None  # compile=True
-    with mine.taps, during(encode=partial(_read, mine, captures)):
+        mine = _OF[model] = _Tower(own, Taps([(own, TowerTap, {})]), CaptureCache(type(own).__name__))
+    mine.captures.check(model)  # a call reads the model's version once
+    with mine.taps, during(encode=partial(_read, mine)):
         yield
 
 
-def _read(mine: _Tower, captures: CaptureCache, run: Decode, *args: object, **kwargs: object) -> Any:
+def _read(mine: _Tower, run: Decode, *args: object, **kwargs: object) -> Any:
     """Return what `run` returns, from a capture if there is one; capture shapes that repeat."""
     leaves, spec = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if _real(leaf)]
@@ -66,10 +66,10 @@ def _read(mine: _Tower, captures: CaptureCache, run: Decode, *args: object, **kw
         return run(*args, **kwargs)
     values = tuple(_digest(leaf) if isinstance(leaf, Tensor) else leaf for leaf in fixed)
     key = ("tower", str(spec), values, *((t.shape, t.dtype, t.device) for t in leaves if isinstance(t, Tensor)))
-    if (captured := captures.existing(key)) is not None:
+    if (captured := mine.captures.existing(key)) is not None:
         return _replayed(mine.shapes.tried[key], captured, tensors)
     out = run(*args, **kwargs)
-    if not mine.shapes.due(key) or captures.failed(key):
+    if not mine.shapes.due(key) or mine.captures.failed(key):
         return out
     _, mine.shapes.tried[key] = apart(out)
 
@@ -94,7 +94,7 @@ def _read(mine: _Tower, captures: CaptureCache, run: Decode, *args: object, **kw
         compare(captured(_attend, *tensors), _tensors(out), computed_in(tensors[0].dtype, tensors[0].device))
         return captured
 
-    captures.get(key, build, quiet=True)
+    mine.captures.get(key, build, quiet=True)
     return out
 
 

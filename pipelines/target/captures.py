@@ -70,7 +70,7 @@ def _inputs(state: State, tokens: Tensor, places: Tensor) -> list[Tensor]:
     tree, kept = now().draft, state.cache.recurrent.values()
     if kept and tree is not None:
         inputs += [tree.parents, tree.depth, tree.ancestors, *(t for layer in kept for t in layer.held())]
-    return [t.contiguous() for t in inputs]
+    return inputs
 
 
 def require_capturable(target: ModelTarget) -> None:

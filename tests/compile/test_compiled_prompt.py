@@ -17,6 +17,7 @@ from hostile_drafters import eagle
 from torch import Tensor
 
 import mmspec
+from mmspec.compile import capture
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.compile.opaque import OpaqueCalls
 from mmspec.pipelines.host.names import CACHE
@@ -91,6 +92,18 @@ def test_a_drafter_reads_the_features_of_a_replay(replays: list[int]):
             patch.setattr(type(drafter), "start", lambda *told: (heard.append(told[3].hidden), start(*told))[1])
             tiny_vlms.generate(model, calls[0])
     torch.testing.assert_close(*heard, rtol=1e-4, atol=1e-4)
+
+
+def test_what_comes_in_may_lie_otherwise_in_memory(replays: list[int], monkeypatch: pytest.MonkeyPatch):
+    """Compiled pieces do not check it, and would read other numbers."""
+    monkeypatch.setattr(capture, "inductor", uncompiled.strictly)
+    calls, ids = pictures("llava", 3), torch.arange(10, 34).view(2, 12)
+    turned = calls[0]["pixel_values"].contiguous(memory_format=torch.channels_last)
+    same(tiny_vlms.model("llava"), *calls, {**calls[0], "pixel_values": turned})
+    places = torch.arange(12).repeat(2, 1)
+    texts = [{"input_ids": ids, "position_ids": each} for each in (places, places, places, places[:1].expand(2, -1))]
+    same(tiny_vlms.text(), *texts)
+    assert len(replays) == 4
 
 
 def test_rows_of_a_batch_are_replayed_and_padded_ones_are_not(replays: list[int]):

@@ -72,6 +72,30 @@ def test_a_tower_that_attends_by_itself_is_not_captured(replays: list[int]):
     assert not replays
 
 
+def test_two_models_share_a_tower(replays: list[int]):
+    calls = pictures("qwen2_5_vl", 5)
+    one, two = (copy.deepcopy(tiny_vlms.model("qwen2_5_vl")) for _ in range(2))
+    stock = [tiny_vlms.generate(one, call, **SIX) for call in calls]
+    two.model.visual = one.model.visual
+    with mmspec.enable(one, "ngram", compile=True), mmspec.enable(two, "ngram", compile=True):
+        for call, want in zip(calls, stock, strict=True):
+            assert all(torch.equal(tiny_vlms.generate(model, call, **SIX), want) for model in (one, two))
+    assert len(replays) == 2 * (len(calls) - captured_prompt.AGAIN)
+
+
+def test_a_tower_is_taken_away_and_put_back(replays: list[int]):
+    calls, model = pictures("qwen2_5_vl", 3), copy.deepcopy(tiny_vlms.model("qwen2_5_vl"))
+    first, other = model.model.visual, copy.deepcopy(model.model.visual)
+    torch.nn.init.normal_(next(other.parameters()))
+    with mmspec.enable(model, "ngram", compile=True):
+        for tower in (first, other, first):
+            model.model.visual = tower
+            got = [tiny_vlms.generate(model, call, **SIX) for call in calls]
+            with mmspec.enable(copy.deepcopy(model), "plain") as plain:
+                assert all(map(torch.equal, got, [tiny_vlms.generate(plain.model, call, **SIX) for call in calls]))
+    assert replays
+
+
 def test_a_call_with_pictures_reads_the_model_s_version_once(monkeypatch: pytest.MonkeyPatch):
     reads: list[Any] = []
     latest = version._latest

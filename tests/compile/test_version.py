@@ -404,6 +404,14 @@ class Toy(nn.Module):
 def hook(*_: Any) -> None: ...
 
 
+class Looking:
+    """A hook that changes and keeps nothing."""
+
+    mmspec_looks_on = True
+
+    def __call__(self, *_: Any) -> None: ...
+
+
 MUTATIONS: dict[str, Callable[[Toy], Any]] = {  # by what changes; each is done twice, for a value that gets an old id
     "a number": lambda m: setattr(m, "scale", m.scale * 1.5),
     "a number below": lambda m: setattr(m.second[1], "p", m.second[1].p / 2),
@@ -418,6 +426,7 @@ MUTATIONS: dict[str, Callable[[Toy], Any]] = {  # by what changes; each is done 
     "some of its values": lambda m: m.first.weight[..., -1:].fill_(3),
     "its data": lambda m: setattr(m.first.weight, "data", torch.rand(2, 2)),
     "its shape": lambda m: setattr(m.mean, "data", m.mean.data.view(1, *m.mean.shape)),
+    "its strides": lambda m: setattr(m.first.weight, "data", m.first.weight.data.T),
     "its dtype": lambda m: m.first.double() if m.first.weight.dtype == torch.float32 else m.first.float(),
     "a buffer": lambda m: setattr(m, "mean", torch.rand(2)),
     "a child": lambda m: setattr(m, "first", nn.Linear(2, 2)),
@@ -463,6 +472,10 @@ def test_what_does_not_matter_is_not_read_anew() -> None:
     found = version(model)
     model.rope_deltas = torch.rand(7)
     assert version(model) is found
+    for _ in range(2):  # such as each stream sets one
+        looking = model.first.register_forward_hook(Looking())
+        assert version(model) is found
+        looking.remove()
     model.rope_deltas = 3
     assert version(model) != before
 
