@@ -25,9 +25,13 @@ def _checked(kind: Callable[[str], T], fits: Callable[[T], bool], what: str) -> 
     return parse
 
 
-count = _checked(int, lambda n: n >= 1, "a whole number from 1 on")
-seed_value = _checked(int, lambda n: 0 <= n < 2**62, "a seed; one is a whole number from 0 on, below 2**62")
-port = _checked(int, lambda n: 1 <= n < 2**16, "a port; one is a number from 1 to 65535")
+def _digits(text: str) -> int:
+    return int(text if text.isdecimal() else "")  # without a sign, spaces or underscores
+
+
+count = _checked(_digits, lambda n: n >= 1, "a whole number from 1 on")
+seed_value = _checked(_digits, lambda n: 0 <= n < 2**62, "a seed; one is a whole number from 0 on, below 2**62")
+port = _checked(_digits, lambda n: 1 <= n < 2**16, "a port; one is a number from 1 to 65535")
 from_zero = _checked(float, lambda x: 0 <= x < math.inf, "a number from 0 on")
 above_zero = _checked(float, lambda x: 0 < x < math.inf, "a number above 0")
 

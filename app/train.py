@@ -226,10 +226,10 @@ def _report(run: Distillation, tau: float, seconds: float, facts: dict[str, Any]
 
 @contextlib.contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """ValueError if another run trains in this folder; the processes of one run share it."""
+    """ValueError if another run trains in this folder; of the processes of one run the first holds it."""
     out.mkdir(parents=True, exist_ok=True)
     with open(out / ".lock", "wb") as file:
-        if not hold(file.fileno(), shared="RANK" in os.environ):
+        if os.environ.get("RANK", "0") == "0" and not hold(file.fileno()):
             raise ValueError(f"another run trains in {out}; wait until it has ended, or choose another --out")
         yield
 

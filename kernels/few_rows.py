@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
 import platform
 import shlex
@@ -102,11 +103,14 @@ def _dtypes() -> set[torch.dtype]:
 
 
 def _right(dtype: torch.dtype) -> bool:
-    x, w, b = (torch.linspace(-1, 1, n * k).sin().reshape(n, k).to(dtype) for n, k in ((7, 77), (9, 77), (1, 9)))
+    def wave(most: float, *shape: int) -> Tensor:
+        return torch.linspace(-most, most, math.prod(shape), device="cpu").sin().view(shape)
+
+    x, w, b = (wave(1, n, k).to(dtype) for n, k in ((7, 77), (9, 77), (1, 9)))
     wanted = F.linear(x, w, b[0])
     off = [linear(x, w, b[0]) - wanted, *(y - F.linear(x, w) for y in products(x, [w, w]))]
     if dtype == torch.float32:
-        q, k = (torch.linspace(-3, 3, n * 16 * heads).sin().view(1, heads, n, 16) for n, heads in ((7, 4), (33, 2)))
+        q, k = (wave(3, 1, heads, n, 16) for n, heads in ((7, 4), (33, 2)))
         keys = k.repeat_interleave(2, 1)
         off.append(
             attend(q, k, k, None, 0.5).transpose(1, 2) - F.scaled_dot_product_attention(q, keys, keys, scale=0.5)

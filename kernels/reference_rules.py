@@ -64,7 +64,7 @@ def partition(codebook: Tensor, radius: float | None = None, cells: int | None =
     `radius` two codes of a cell are at most 2·radius apart. Distances are between normalised codes.
     """
     codes = torch.nn.functional.normalize(codebook.detach().cpu().double(), dim=-1)
-    cell, distance = torch.zeros(len(codes), dtype=torch.long), (codes - codes[0]).norm(dim=-1)
+    cell, distance = torch.zeros(len(codes), dtype=torch.long, device="cpu"), (codes - codes[0]).norm(dim=-1)
     for centre in range(1, cells if cells is not None else len(codes)):
         if float(distance.max()) <= (radius or 0.0):
             break

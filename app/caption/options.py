@@ -261,7 +261,7 @@ def _from_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
         entries = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
-        why = f"line {mark.line + 1}: {error.problem}" if mark else str(error)  # type: ignore[union-attr]
+        why = f"line {mark.line + 1}: {error.problem}" if mark else str(error).partition("\n")[0]  # type: ignore[union-attr]
         raise SettingsError(f"{path} cannot be read as YAML ({why}); give lines like `model: name`") from error
     if not isinstance(entries, dict):
         raise SettingsError(f"{path} is not a YAML mapping; give lines like `max-new-tokens: 64`")

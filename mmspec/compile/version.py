@@ -19,8 +19,8 @@ from mmspec.modes import each_module, hooked, hooked_everywhere, inert, own_clas
 
 PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 # Ignored attributes: those of every module (parameters and buffers are read separately), and those set by `generate`.
-_ASIDE = {*vars(nn.Module())} - {"training"}
-_ASIDE |= {"generation_config", "warnings_issued", "_previous_max_cache_length", "_output_capturing_hooks_installed"}
+_OF_CALLS = {"generation_config", "warnings_issued", "_previous_max_cache_length", "_output_capturing_hooks_installed"}
+_ASIDE = {*vars(nn.Module())} - {"training"} | _OF_CALLS
 Marks = list[Any]  # values that are compared by ==
 _READ: ContextVar[dict[int, tuple[nn.Module, Version]] | None] = ContextVar("mmspec_versions", default=None)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -156,6 +156,7 @@ class _Seen:
         self._modules = list(map(ref, modules))
         own: list[Any] = list(map(vars, modules))
         self._lengths = list(map(len, own))
+        self._aside = [(i, name) for i, one in enumerate(own) for name in one.keys() & _OF_CALLS]
         read = [[name for name in one if name not in _ASIDE] or ["_modules"] for one in own]
         read = [[*some, some[0]] for some in read]  # at least two names, so that itemgetter gives a tuple
         self._readers = [itemgetter(*some) for some in read]
@@ -181,7 +182,7 @@ class _Seen:
         if None in modules or any(thing() is None for thing in self.version._alive):
             return False
         own = list(map(vars, modules))
-        if list(map(len, own)) != self._lengths:
+        if list(map(len, own)) != self._lengths or any(name not in own[i] for i, name in self._aside):
             return False
         try:
             names, values = self._attributes(own)

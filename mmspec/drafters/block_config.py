@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from mmspec.config import is_number
 from mmspec.drafters.shape import MOST, Shape, TreeOptions
 from mmspec.drafters.trained import TrainedConfig
 
@@ -118,5 +119,5 @@ class BlockOptions(TreeOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.confidence < 1:
+        if not (is_number(self.confidence) and 0 <= self.confidence < 1):
             raise ValueError(f"confidence must be a probability from 0 to below 1; got {self.confidence!r}")

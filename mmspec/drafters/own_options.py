@@ -28,12 +28,12 @@ def options_of(method: object) -> dict[str, list[Any]]:
 
 def check_options(takers: dict[str, list[Any]], given: Options) -> None:
     """Raise ValueError for a value that all classes with that option refuse; `takers` from `options_of`."""
+    refused: dict[int, ValueError] = {}
+    for one in {id(one): one for some in takers.values() for one in some}.values():
+        try:
+            replace(one, **{name: given[name] for name in option_names(one) if name in given})
+        except ValueError as error:
+            refused[id(one)] = error
     for name in takers.keys() & given.keys():
-        refused: list[ValueError] = []
-        for one in takers[name]:
-            try:
-                replace(one, **{name: given[name]})
-            except ValueError as error:
-                refused.append(error)
-        if len(refused) == len(takers[name]):
-            raise refused[0]
+        if all(id(one) in refused for one in takers[name]):
+            raise refused[id(takers[name][0])]

@@ -40,9 +40,9 @@ class MARScheduler(SchedulerMixin, ConfigMixin):
         if not least <= steps <= T:
             raise ValueError(f"the number of steps must be from {least} to {T}; got {steps}")
         stride = [(T - 1) / (steps - 1)] * (steps - 1)  # added up as in the published code, for exact halves
-        times = torch.tensor([round(time) for time in accumulate(stride, initial=0.0)])
+        times = torch.tensor([round(time) for time in accumulate(stride, initial=0.0)], device="cpu")
         bar = self.alphas_cumprod[times]
-        before = torch.cat([torch.ones(1, dtype=torch.float64), bar[:-1]])
+        before = torch.cat([bar.new_ones(1), bar[:-1]])
         beta = 1 - bar / before
         tilde = (1 - before) / (1 - bar) * beta
         tilde[0] = tilde[1]  # for the last step it would be 0
@@ -60,4 +60,4 @@ def alpha_bar(steps: int) -> Tensor:
         return math.cos((s + 0.008) / 1.008 * math.pi / 2) ** 2
 
     beta = [min(1 - left((i + 1) / steps) / left(i / steps), 0.999) for i in range(steps)]
-    return torch.cumprod(1 - torch.tensor(beta, dtype=torch.float64), 0)
+    return torch.cumprod(1 - torch.tensor(beta, dtype=torch.float64, device="cpu"), 0)

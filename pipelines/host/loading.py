@@ -64,10 +64,12 @@ def draft_model(name: str | Path) -> GenerativeModel:
         model, info = auto.from_pretrained(name, **here, dtype="auto", output_loading_info=True)
     except Exception as error:  # of any kind: it depends on what is damaged
         why = str(error).strip().partition("\n")[0]
+        absent = isinstance(error, OSError) or "trust_remote_code" in str(error)
         raise ValueError(
-            f"{said} ({type(error).__name__}: {why}), and enable downloads nothing and runs no code of a checkpoint: "
-            "load it with from_pretrained, and pass the model"
-        ) from error
+            f"{said} ({type(error).__name__}: {why}); "
+            + ("enable downloads nothing and runs no code of a checkpoint: load it with from_pretrained, and pass the "
+               "model" if absent else "if its files are damaged, download it again")
+        ) from error  # fmt: skip
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"{said}: its files lack {listed(missing)}. Is the checkpoint complete?")
     return model.eval()

@@ -136,11 +136,15 @@ class MARPipeline(OffloadedWhole):
             rounds = plain(runner, state)
         else:
             rounds = draw(runner, state, speculation, draft_runner, stats)
-        self._follow(mode_of(runner.model, draft_runner.model), rounds, callback_on_step_end)
-        if state.tokens.isnan().any():
-            raise ValueError(NOT_NUMBERS)
-        images = state.tokens if output_type == "latent" else self.picture(state.tokens, output_type)
-        self.maybe_free_model_hooks()
+        try:
+            self._follow(mode_of(runner.model, draft_runner.model), rounds, callback_on_step_end)
+            if state.tokens.isnan().any():
+                raise ValueError(NOT_NUMBERS)
+            images = state.tokens if output_type == "latent" else self.picture(state.tokens, output_type)
+        finally:
+            self.maybe_free_model_hooks()
+            if draft_runner is not runner:
+                draft_runner.model.to(self.transformer.device)  # from which offloaded models have gone
         work = runner.work()
         if draft_runner is not runner:
             work |= {f"draft_{name}": n for name, n in draft_runner.work().items()}

@@ -10,6 +10,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
+from torch.nn import Module
+
 from mmspec.config import Options, SpecConfig, UnsupportedError
 from mmspec.pipelines.host import devices
 from mmspec.pipelines.host.assisted import DraftRequest
@@ -24,7 +26,8 @@ from mmspec.rules import Rule, exact
 from mmspec.statistics import Stats
 
 ENOUGH, LITTLE = 256, 1.2  # rounds until drafts are judged, and tokens a round below which hardly any was accepted
-REQUESTED = 2  # the maximum number of drafters that are kept because calls have named them
+# the maximum number of drafters that are kept because calls have named them, and of draft models among these
+REQUESTED, MODELS = 8, 2
 _switching = threading.RLock()  # enable and disable may be called from any thread
 
 
@@ -92,10 +95,20 @@ class Patch:
             special.stats, special.source, special._warned = self.stats, request.drafter, self._warned
         with self._lock:
             self.by_request.pop(request.key, None)
-            while len(self.by_request) >= REQUESTED:  # the oldest one; it keeps its draft model alive
-                del self.by_request[next(iter(self.by_request))]
-            self.by_request[request.key] = special
+            if Patch.of(model) is self:  # else it was disabled meanwhile
+                models = [key for key, one in self.by_request.items() if isinstance(one.source, Module)]
+                full = len(models) >= MODELS and isinstance(special.source, Module)
+                if full or len(self.by_request) >= REQUESTED:
+                    del self.by_request[models[0] if full else next(iter(self.by_request))]
+                self.by_request[request.key] = special
         return special
+
+    def close(self) -> None:
+        """Drop what it keeps for later calls: draft models, prefixes. A Handle may keep it after `disable`."""
+        with self._lock:
+            self.by_request.clear()
+        if self.prefixes is not None:
+            self.prefixes.clear()
 
     def add_stats(self, stats: Stats) -> None:
         """Add the statistics of a call; warns once for each kind of drafter whose drafts have hardly been accepted."""
@@ -165,9 +178,7 @@ def put_on(model: object, patch: Patch | None) -> Patch | None:
         if tapped is not None:
             tapped.__exit__()
         if before is not None and before is not patch:
-            before.by_request.clear()  # a Handle keeps `before`, and these keep draft models
-            if before.prefixes is not None:
-                before.prefixes.clear()
+            before.close()
         handle = None if before is None else before.handle()
         now = None if patch is None else patch.handle()
         if now is not None:

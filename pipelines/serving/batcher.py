@@ -57,6 +57,7 @@ class QueuedPrompt:
     settings: dict[str, Any] = field(default_factory=dict)  # of `generate`, for this prompt only
     begun: float = 0.0  # when it was first read
     apart: bool = False  # whether it has to run alone, since it was in a round that raised an error
+    rows: int = 0  # the batch size when it first ran out of memory
 
     @property
     def length(self) -> int:
@@ -259,10 +260,12 @@ class Batcher:
     def _again(self, group: list[QueuedPrompt], error: Exception) -> None:
         """Queue prompts again, with fewer rows, or each to run alone; a prompt that already ran alone has failed."""
         if len(group) == 1 and not self.running:
-            self.rows = self.most  # only this prompt was too large
+            self.rows = max(self.rows, group[0].rows)  # only this prompt was too large
             self._fail(group[0], error)
             return
         if out_of_memory(error):
+            for one in group:
+                one.rows = one.rows or self.rows
             self.rows = max(1, self.rows // 2)
             if self.model.device.type != "cpu":
                 torch.accelerator.empty_cache()

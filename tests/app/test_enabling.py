@@ -48,6 +48,7 @@ def test_words_become_values(word: str, drafter: str | None, value: Any) -> None
         ("budget=-1", None, "budget must be a distance ≥ 0"),
         ("depth=deep", None, "depth must be a whole number from 1 to 128"),
         ("prune=9", "eagle", "prune must be a share from 0 to 1"),
+        ("confidence=high", "block", "confidence must be a probability from 0 to below 1; got 'high'"),
         ("window=0", "jacobi", "window must be a whole number ≥ 1"),
         ("depth", None, "takes NAME=VALUE, such as depth=6; got 'depth'"),
         ("depth=2", "model", "--drafter model needs --enable draft=FOLDER, the smaller model"),
@@ -57,6 +58,10 @@ def test_what_cannot_be_meant_says_what_can(word: str, drafter: str | None, said
     with pytest.raises(EnableError) as error:
         enabling.given([word], drafter)
     assert said in str(error.value)
+
+
+def test_values_are_judged_together() -> None:
+    assert enabling.given(["proactive=2,20", "window=32"], "jacobi") == {"proactive": (2, 20), "window": 32}
 
 
 def test_no_word_needs_no_library(monkeypatch: pytest.MonkeyPatch) -> None:

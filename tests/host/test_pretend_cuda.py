@@ -344,6 +344,8 @@ def test_a_mar_and_its_draft_draw_where_the_pipeline_is(how: str) -> None:
             pipe.enable_model_cpu_offload(device=FIRST)
         drawn = pipe([1], generator=tiny_mar.seeded(1))
         assert home(drawn.tokens) == FIRST and drawn.images
+        homes = {home(next(model.parameters())) for model in (pipe.transformer, pipe._speculation.draft)}
+        assert homes == {FIRST if how == "moved" else torch.device("cpu")}
 
 
 @pytest.mark.parametrize("drafter", ["jacobi", "eagle"])

@@ -226,7 +226,6 @@ def verifiable(shape: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("shape", ["tree", "chain"])
-@pytest.mark.every(8)
 def test_verification_equals_its_definition(shape: str, many_parts: None):
     agree("verify_point_mass", F32, verifiable(shape))
 
