@@ -20,10 +20,11 @@ class Segment:
     """Tokens that follow another segment, or begin a text, and their cached tensors.
 
     Attributes:
-        key: int64 [T, C] on the CPU: a key for each token, from the text's first to the segment's last.
-        cuts: bool [T + 1]: whether the first n tokens attend to none of the later ones, so that the text may be cut.
-        start: how many of the T tokens are in earlier segments.
-        tensors: of the tokens from `start` on.
+        key: int64 [T, C] on the CPU: a key for each token.
+        cuts: bool [start + T + 1]: whether the first n tokens of the text attend to none of the later ones, so that it
+            may be cut.
+        start: how many tokens of the text are in earlier segments.
+        tensors: of its tokens.
         state: of recurrent layers after the last token, the only place where such a text may be resumed; empty: the
             state is not known; None: there are no recurrent layers, and a text may be resumed at every cut.
         before: the segment that this one follows.
@@ -42,7 +43,7 @@ class Segment:
 
     @property
     def end(self) -> int:
-        return len(self.key)
+        return self.start + len(self.key)
 
     @property
     def bytes(self) -> int:
@@ -61,7 +62,7 @@ class Segment:
     def common(self, key: Tensor) -> int:
         """Length of the common prefix with another text [T', C] that begins with the tokens before this segment."""
         n = min(len(key), self.end)
-        differ = (self.key[self.start : n] != key[self.start : n]).any(1)
+        differ = (self.key[: n - self.start] != key[self.start : n]).any(1)
         return self.start + int(differ.int().argmax()) if bool(differ.any()) else n
 
     def first(self, count: int) -> LayerTensors:
@@ -138,7 +139,7 @@ class PrefixStore:
         """Copy the part of a text that is not cached yet into the cache, if it fits into the budget.
 
         Args:
-            key, cuts, state: as in Segment.
+            key, cuts, state: as in Segment, of the whole text.
             rest: maps n to the tensors of the tokens from the n-th on.
         """
         with self._lock, lasting():
@@ -150,7 +151,7 @@ class PrefixStore:
                 if not state or any(one.state for one in same):
                     self._touch(same[0] if same else before)
                     return
-            new = Segment(key, cuts, start, rest(start), state, before)
+            new = Segment(key[start:], cuts, start, rest(start), state, before)
             if new.bytes > self.budget:
                 return
             if before is not None and start < before.end:
@@ -194,9 +195,9 @@ class PrefixStore:
         n = at - one.start
         state: Any = None if one.state is None else {}
         first = {name: t[:, :n] for name, t in one.tensors.items()}
-        head = _copied(Segment(one.key[:at], one.cuts[: at + 1], one.start, first, state, one.before, one.used))
+        head = _copied(Segment(one.key[:n], one.cuts[: at + 1], one.start, first, state, one.before, one.used))
         rest = {name: t[:, n:] for name, t in one.tensors.items()}
-        tail = _copied(Segment(one.key, one.cuts, at, rest, one.state, head, one.used))
+        tail = _copied(Segment(one.key[n:], one.cuts, at, rest, one.state, head, one.used))
         self._drop(one)
         self._add(head)
         self._add(tail)
@@ -212,11 +213,11 @@ class PrefixStore:
 
     def _add(self, segment: Segment) -> None:
         siblings = (segment.before or self._root).after
-        siblings.setdefault(_token(segment.key, segment.start), []).append(segment)
+        siblings.setdefault(_token(segment.key, 0), []).append(segment)
         self.bytes += segment.bytes
 
     def _drop(self, segment: Segment) -> None:
-        siblings, token = (segment.before or self._root).after, _token(segment.key, segment.start)
+        siblings, token = (segment.before or self._root).after, _token(segment.key, 0)
         siblings[token] = [one for one in siblings[token] if one is not segment]
         if not siblings[token]:
             del siblings[token]
