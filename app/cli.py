@@ -74,7 +74,10 @@ class Parser(argparse.ArgumentParser):
         known, strange = super().parse_known_args(args, namespace)
         if strange:
             stray = "--model" in self._option_string_actions and not strange[0].startswith("-")
-            self.error(f"unrecognized arguments: {' '.join(strange)}" + "; name a model by --model" * stray)
+            self.error(
+                f"unrecognized arguments: {' '.join(strange)}"
+                + "; inputs come before options, and --model names a model" * stray
+            )
         return known, strange
 
     def error(self, message: str) -> NoReturn:

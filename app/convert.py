@@ -105,6 +105,8 @@ def _pipeline(args: argparse.Namespace) -> str:
 
 
 def _refuse_existing(folder: Path, names: tuple[str, ...], overwrite: bool) -> None:
+    if folder.is_file():
+        raise FileExistsError(f"{folder} is a file; name a folder")
     existing = [name for name in names if (folder / name).exists()]
     if existing and not overwrite:
         raise FileExistsError(f"{folder} holds {' and '.join(existing)} already; pass another folder, or --overwrite")

@@ -13,7 +13,7 @@ T = TypeVar("T")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def _checked(kind: Callable[[str], T], fits: Callable[[T], bool], what: str) -> Callable[[str], T]:
+def checked(kind: Callable[[str], T], fits: Callable[[T], bool], what: str) -> Callable[[str], T]:
     """The type of an option; `what` is what its values are."""
 
     def parse(text: str) -> T:
@@ -29,11 +29,11 @@ def _digits(text: str) -> int:
     return int(text if text.isdecimal() else "")  # without a sign, spaces or underscores
 
 
-count = _checked(_digits, lambda n: n >= 1, "a whole number from 1 on")
-seed_value = _checked(_digits, lambda n: 0 <= n < 2**62, "a seed; one is a whole number from 0 on, below 2**62")
-port = _checked(_digits, lambda n: 1 <= n < 2**16, "a port; one is a number from 1 to 65535")
-from_zero = _checked(float, lambda x: 0 <= x < math.inf, "a number from 0 on")
-above_zero = _checked(float, lambda x: 0 < x < math.inf, "a number above 0")
+count = checked(_digits, lambda n: n >= 1, "a whole number from 1 on")
+seed_value = checked(_digits, lambda n: 0 <= n < 2**62, "a seed; one is a whole number from 0 on, below 2**62")
+port = checked(_digits, lambda n: 1 <= n < 2**16, "a port; one is a number from 1 to 65535")
+from_zero = checked(float, lambda x: 0 <= x < math.inf, "a number from 0 on")
+above_zero = checked(float, lambda x: 0 < x < math.inf, "a number above 0")
 
 
 def is_local(host: str) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import mmspec
 from mmspec import zoo
@@ -35,7 +35,8 @@ def configure(parser: argparse.ArgumentParser, beside: str = "") -> None:
 
 
 def read(args: argparse.Namespace, model: GenerativeModel | None = None) -> dict[str, Drafter]:
-    """The requested drafters by method name; by default the model's embedded one, if it is available.
+    """The requested drafters by method, several of one method also by name; by default the model's embedded one, if it
+    is available.
 
     Args:
         model: the loaded model, for drafters that are built from it.
@@ -49,19 +50,17 @@ def read(args: argparse.Namespace, model: GenerativeModel | None = None) -> dict
         if name == ALL and not here:
             raise BenchError(f"--drafters {ALL}: no drafter comes with {args.model!r}; name the drafters to measure")
         names += list(here) if name == ALL else [embedded.fitting(name, args.model)]
-    loaded: dict[str, Drafter] = {}
     try:
-        for name in dict.fromkeys(names):
-            drafter = _loaded(name, model)
-            title = name if name in WEIGHTLESS or name in OF_MODEL else name_of(drafter)
-            loaded[title if title not in loaded else f"{title}:{Path(name).name}"] = drafter
+        loaded = {name: _loaded(name, model) for name in names}
     except (FileNotFoundError, ValueError) as error:
         if args.drafters is None:
             say(f"without the embedded drafter: {error}")
             return {}
         known = dict.fromkeys([*here.values(), *WEIGHTLESS])
         raise BenchError(f"--drafters: {error}; available by name: {', '.join(known)}") from error
-    return loaded
+    titles = {name: name if name in WEIGHTLESS or name in OF_MODEL else name_of(one) for name, one in loaded.items()}
+    alone = Counter(titles.values())
+    return {title if alone[title] == 1 else f"{title}:{name}": loaded[name] for name, title in titles.items()}
 
 
 def _loaded(name: str, model: GenerativeModel | None) -> Drafter:

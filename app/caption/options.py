@@ -19,7 +19,7 @@ from mmspec.app import embedded, enabling
 from mmspec.app.caption.journal import key
 from mmspec.app.media import video
 from mmspec.app.media.remote import is_address
-from mmspec.app.options import DTYPES, above_zero, count, from_zero
+from mmspec.app.options import DTYPES, above_zero, checked, count, from_zero
 from mmspec.config import size_in_bytes
 
 BESIDE, AUTO, NEVER = "beside", "auto", "none"
@@ -44,25 +44,12 @@ def _count_or(*words: str) -> Callable[[str], int | str]:
     return lambda text: text if text in words else count(text)
 
 
-def _size(text: str) -> int:
-    """Bytes; 512M and 2G are multiples of 1024."""
-    try:
-        if size := size_in_bytes(text):
-            return size
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    raise argparse.ArgumentTypeError(f"{text!r} is not a size above 0")
-
-
 def _text(pattern: str, wanted: str) -> Callable[[str], str]:
     """The type of a flag whose value matches a pattern; `wanted` describes it."""
+    return checked(str, lambda text: re.fullmatch(pattern, text) is not None, wanted)
 
-    def check(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
-        return text
 
-    return check
+_size = checked(size_in_bytes, lambda size: size > 0, "a size above 0, such as 512M or 2G, which are multiples of 1024")
 
 
 def _flag(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 from typing import Any
 
@@ -60,6 +61,8 @@ def _serve(args: argparse.Namespace, key: str | None) -> None:
     from mmspec.app.serve import http
     from mmspec.pipelines.serving.async_batcher import AsyncBatcher
 
+    kind = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    socket.create_server((args.host, args.port), family=kind).close()  # OSError if it is in use
     drafter = args.drafter or embedded.drafter(args.model)
     options = enabling.given(args.enable, drafter, batches=True)
     engine = engines.load(args.model, drafter, args.device, args.dtype, args.max_new_tokens, 0.0, **options)

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from reprlib import repr as briefly
 from typing import Any
 
 import numpy as np
@@ -373,8 +374,13 @@ class Distillation:
                 "answers are kept, and the steps begin anew"
             ) from error
         defaults, now = (json.loads(json.dumps(asdict(recipe))) for recipe in (Recipe(), self.recipe))
-        if defaults | recipe != now:  # values newer than the checkpoint had their defaults
-            raise ValueError(f"{self.checkpoint} was made with another recipe; choose another --out, or delete it")
+        then = defaults | recipe  # values newer than the checkpoint had their defaults
+        if other := next((name for name in now if then[name] != now[name]), None):
+            raise ValueError(
+                f"{self.checkpoint} was made with another recipe ({other} is {briefly(then[other])} there, and "
+                f"{briefly(now[other])} here); choose another --out (--answers {self.written} keeps the answers), or "
+                "delete it"
+            )
         here = json.loads(json.dumps(self.built))
         recommended = option_names(USUAL)  # these may change
         for name in sorted((built.keys() & here.keys()) - {*recommended}):

@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from mmspec import zoo
 from mmspec.checkpoints.files import CONFIG, locate, read_config
 from mmspec.checkpoints.load import drafter_of, load_drafter
 from mmspec.config import Options, SpecConfig, option_names
@@ -98,6 +99,8 @@ def _built(drafter: Any, target: TargetInfo, model: GenerativeModel) -> Any:
                 f"`mmspec train --method {drafter} --target {target.name}`"
             )
         return drafter_class(drafter).of_model(model) if DRAFTERS[drafter].from_model else drafter_class(drafter)()
+    if drafter in zoo.DRAFTERS and not Path(drafter).exists():
+        drafter = zoo.path(str(drafter))
     if isinstance(drafter, str) and "/" not in drafter and not Path(drafter).exists():
         raise ValueError(
             f"unknown drafter {drafter!r}; choose from {', '.join(DRAFTERS)}, or pass a folder or owner/name on the hub"

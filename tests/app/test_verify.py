@@ -137,7 +137,7 @@ def test_a_model_that_is_not_named_by_its_option(
     with pytest.raises(SystemExit):
         verify(folder, *words)
     said = capsys.readouterr().err
-    assert f"unrecognized arguments: {' '.join(words)}" in said and ("; name a model by --model" in said) == hint
+    assert f"unrecognized arguments: {' '.join(words)}" in said and ("; inputs come before options" in said) == hint
 
 
 def test_a_model_that_cannot_be_accelerated(

@@ -127,7 +127,7 @@ def test_every_suite_names_drafters_alike(suite: str, option: str, drafters: dic
     words = [suite, option, "ngram", drafters["eagle"], drafters["msd"], drafters["msd"], twin, "--model", "elsewhere"]
     found = named.read(parser.parse_args([str(word) for word in words]))
     assert {title: drafter.method for title, drafter in found.items() if title != "ngram"} == {
-        "eagle": "eagle", "msd": "msd", "msd:twin": "msd",
+        "eagle": "eagle", f"msd:{drafters['msd']}": "msd", f"msd:{twin}": "msd",
     }  # fmt: skip
     assert next(iter(found)) == "ngram" and not named.read(parser.parse_args([suite, "--model", "elsewhere"]))
     with pytest.raises(
