@@ -276,10 +276,13 @@ def test_without_noise_there_is_no_ratio():
             denoising.log_ratio(path, gaussian(steps), steps, tau)
 
 
-def test_a_broken_network_ends(monkeypatch):
+@pytest.mark.parametrize(
+    ("mean", "eta", "error", "why"),
+    [(math.nan, 0.9, ValueError, "returns NaN"), (0.0, 1.0, RuntimeError, "trials gave no token")],  # nothing is left
+)
+def test_trials_come_to_an_end(mean, eta, error, why, monkeypatch):
     monkeypatch.setattr(denoising, "TRIALS", 8)
     steps = chain(6)
-    broken = gaussian(steps, float("nan"))
-    with pytest.raises(RuntimeError, match="trials gave no token"):
-        denoising.leftover(gaussian(steps), broken, steps, lambda rows, trial: (noise(trial, steps, len(rows)),
-                       torch.rand(len(rows))), torch.full((3,), 0.9))  # fmt: skip
+    with pytest.raises(error, match=why):
+        denoising.leftover(gaussian(steps), gaussian(steps, mean), steps, lambda rows, trial: (
+                       noise(trial, steps, len(rows)), torch.rand(len(rows))), torch.full((3,), eta))  # fmt: skip
