@@ -20,6 +20,7 @@ from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.handle import Handle, Patch, put_on
 from mmspec.protocols import TargetInfo
 from mmspec.registry import resolve_rule
+from mmspec.rules import Rule
 from mmspec.statistics import Stats
 
 __all__ = ["Handle", "UnsupportedError", "disable", "enable", "refresh", "stats"]
@@ -76,14 +77,7 @@ def enable(model_or_pipe: object, drafter: Any = None, **options: Any) -> Handle
         warnings.warn(f"torch {torch.__version__} may attend wrongly on MPS; use torch {MPS} or newer", stacklevel=2)
     drafter = family.drafter if drafter is None else drafter
     ready, given, target = _chosen(drafter, given, target, family, model)  # may raise: nothing is patched yet
-    codes, table = (None, None) if config.rule == "exact" else (family.codebook(model), family.embeddings(model))
-    rule = resolve_rule(config.rule, codes, config.budget, table)
-    known = [one.vocab for one in (family.describe(model), family.pictures(model)) if one is not None]
-    if rule.vocab is not None and rule.vocab not in known:
-        raise ValueError(
-            f"the rule {rule.name} compares codes of {rule.vocab} tokens, but the model draws from {known[-1]}; its "
-            "codebook needs a row for every token id"
-        )
+    rule = _rule(config, family, model)
     proposer = drafting.proposer(model, ready, config, target, family.captures_drafts)
     patch = Patch(family, ready, config, rule, proposer, given, target)
     if (note := family.note(model)) is not None:
@@ -105,6 +99,20 @@ def _chosen(drafter: Any, given: Options, target: TargetInfo, family: Family, mo
             with suppress(ValueError):  # report the first error, not this one
                 return *choose.chosen(drafter, given, pictures, model), pictures
         raise
+
+
+def _rule(config: SpecConfig, family: Family, model: Any) -> Rule:
+    """The acceptance rule; ValueError if it compares codes of another vocabulary than the model's."""
+    codes, table = (None, None) if config.rule == "exact" else (family.codebook(model), family.embeddings(model))
+    rule = resolve_rule(config.rule, codes, config.budget, table)
+    if rule.vocab is not None:
+        known = [one.vocab for one in (family.describe(model), family.pictures(model)) if one is not None]
+        if rule.vocab not in known:
+            raise ValueError(
+                f"the rule {rule.name} compares codes of {rule.vocab} tokens, but the model draws from {known[-1]}; "
+                "its codebook needs a row for every token id"
+            )
+    return rule
 
 
 def disable(model_or_pipe: object) -> None:

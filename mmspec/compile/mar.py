@@ -32,7 +32,8 @@ class Steps(CaptureCache):
         return path if full == R else path.take(slice(R))
 
     def _draw(self, net: Denoiser, chain: denoising.Chain, noise: Tensor, temperature: float) -> denoising.Path:
-        start, shaken = noise[:, 0], chain.shaken(noise[:, 1:], temperature).transpose(0, 1)
+        start, shaken = noise[:, 0], chain.shaken(noise[:, 1:], temperature)
+        shaken = shaken.transpose(0, 1).contiguous()  # of all steps in one copy
         step = self._step(net, chain, start, shaken[0])
         if step is None:
             return denoising.draw(net, chain, noise, temperature)

@@ -124,17 +124,16 @@ class MARPipeline(OffloadedWhole):
         args = self._settings(given, output_type)
         labels = self._labels(class_labels)
         devices.wake(self.transformer)
-        runner, speculation, stats = self._runner(args, fast_head, compile), self._speculation, None
-        draft_runner = runner
-        if speculation is not None:
-            speculation.check(self.transformer.tokens, runner.distribution, self.scheduler)
-            stats = tally(self.transformer.tokens)
-            if speculation.draft is not None:
-                draft_runner = replace(runner, model=speculation.draft.to(self.transformer.device))
+        runner, speculation = self._runner(args, fast_head, compile), self._speculation
+        draft_runner, stats = runner, None
         state = canvas(self.transformer, labels, seeds(generator, len(labels)))
-        if speculation is None or stats is None:
+        if speculation is None:
             rounds = plain(runner, state)
         else:
+            speculation.check(self.transformer.tokens, runner.distribution, self.scheduler)
+            if speculation.draft is not None:
+                draft_runner = replace(runner, model=speculation.draft.to(self.transformer.device))
+            stats = tally(self.transformer.tokens)
             rounds = draw(runner, state, speculation, draft_runner, stats)
         try:
             self._follow(mode_of(runner.model, draft_runner.model), rounds, callback_on_step_end)
