@@ -1,9 +1,10 @@
-"""Products and attention of a few rows on x86 CPUs: the folder `cpu`, compiled on first use.
+"""Products, attention and recurrent layers of a few rows on x86 CPUs: the folder `cpu`, compiled on first use.
 
 torch's products take much longer for two rows than for one, and on some CPUs three times as long as the memory
 bandwidth allows for one. Here the threads share a weight in the layout of `nn.Linear`, which is read once and not
-copied; attention reads each key once for several queries. `F.linear` and `F.scaled_dot_product_attention` are the
-definitions; sums differ in their last digits. A row of a product does not depend on the other rows.
+copied; attention reads each key once for several queries. `F.linear`, `F.scaled_dot_product_attention` and
+`kernels/reference_recurrent.py` are the definitions; sums differ in their last digits. A row of a product does not
+depend on the other rows.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec.kernels.dispatch import VARIABLE
+from mmspec.kernels.reference_recurrent import path_decay, recurrent_tree
 
 ROWS = 96  # upper limit; torch's products of more rows are as fast
 FOLDER = Path(__file__).with_name("cpu")
@@ -55,7 +57,7 @@ def products(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
 def attends(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     """Whether `attend` takes these tensors: plain float32, rows of keys and of values one after the other."""
     D, E = k.shape[-1], v.shape[-1]
-    plain = all(type(t) is Tensor and t.dtype == torch.float32 and t.is_cpu and t.stride(3) == 1 for t in (q, k, v))
+    plain = all(_plain(t) and t.stride(3) == 1 for t in (q, k, v))
     if not plain or D % 16 or E % 16 or k.stride(2) != D or v.stride(2) != E:
         return False
     fits = mask is None or (mask.dtype in (torch.bool, torch.float32) and mask.shape[1] == 1 and mask.stride(3) == 1)
@@ -76,10 +78,49 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     return operations().attend(q, k, v, mask, scale)
 
 
+def scans(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> bool:
+    """Whether `scan` takes these tensors: plain float32 without autograd, one decay for a head, rows or columns of the
+    state one after the other."""
+    given = (q, k, v, g, state)
+    if torch.compiler.is_compiling() or not all(map(_plain, given)):
+        return False
+    (K, V), at = state.shape[2:], state.stride()
+    adjacent = (at[3] == 1 and at[2] == V and V % 16 == 0) or (at[2] == 1 and at[3] == K)
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    return adjacent and g.dim() == 3 and not learns and available(torch.float32)
+
+
+def scan(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor, state: Tensor, ancestors: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`recurrent_tree`, and the `path_decay` of g [B, H, n]; see `kernels/reference_recurrent.py` for the arguments.
+
+    Returns:
+        o [B, n, H, V], u [B, H, n, V] and G [B, H, n].
+    """
+    found: tuple[Tensor, Tensor, Tensor] = operations().scan(q, k, v, beta, g, state, ancestors)
+    return found
+
+
+def folds(states: Sequence[Tensor], k: Tensor, G: Tensor) -> bool:
+    """Whether `fold` takes these states: plain, contiguous float32, as the writes are, and one decay for a head."""
+    plain = all(_plain(state) and state.is_contiguous() for state in states)
+    return plain and _plain(k) and G.dim() == 3 and available(torch.float32)
+
+
+def fold(states: Sequence[Tensor], writes: Sequence[tuple[Tensor, Tensor, Tensor]], path: Tensor, last: Tensor) -> None:
+    """`recurrent_fold` for the states of several layers of one shape, each with the k, u and G of its nodes."""
+    k, u, G = zip(*writes, strict=True)
+    operations().fold(states, k, u, G, path, last)
+
+
+def _plain(t: Tensor) -> bool:
+    return type(t) is Tensor and t.dtype == torch.float32 and t.is_cpu
+
+
 @lru_cache(maxsize=1)
 def operations() -> Any:
-    """The operations of torch: `linear(x, weight, bias=None)` and `products(x, weights)`, which compilers can trace,
-    and `attend(q, k, v, mask, scale)`."""
+    """The operations of torch: `linear`, `products` and `scan`, which compilers can trace, `attend` and `fold`."""
     library = built()[0]
     assert library is not None, "`available` says whether there is one"
     space = f"mmspec_{library._name.rpartition('-')[2].partition('.')[0]}"  # one for each build
@@ -89,6 +130,7 @@ def operations() -> Any:
             raise RuntimeError("torch refused the operations of kernels/cpu")
         torch.library.register_fake(f"{space}::linear", _linear)
         torch.library.register_fake(f"{space}::products", lambda x, weights: [_linear(x, w) for w in weights])
+        torch.library.register_fake(f"{space}::scan", _scan)
     return found
 
 
@@ -96,9 +138,14 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(weight))
 
 
+def _scan(q: Tensor, k: Tensor, v: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    B, H, n, V = v.shape
+    return v.new_empty(B, n, H, V), v.new_empty(B, H, n, V), v.new_empty(B, H, n)
+
+
 @lru_cache(maxsize=1)
 def _dtypes() -> set[torch.dtype]:
-    """Those whose products agree with torch's."""
+    """Those whose results agree with torch's."""
     return set() if built()[0] is None else {dtype for dtype in _NEAR if _right(dtype)}
 
 
@@ -115,6 +162,14 @@ def _right(dtype: torch.dtype) -> bool:
         off.append(
             attend(q, k, k, None, 0.5).transpose(1, 2) - F.scaled_dot_product_attention(q, keys, keys, scale=0.5)
         )
+        k, g, seen = (
+            0.3 * k[:, :, :7],
+            -k[:, :, :7, 0].abs(),
+            torch.ones(1, 7, 7, dtype=torch.bool, device="cpu").tril(),
+        )
+        q, state = 0.3 * q[:, :2], wave(1, 1, 2, 16, 16)
+        found = scan(q, k, q, g.exp(), g, state, seen)[0].transpose(1, 2)
+        off.append(found - recurrent_tree(q, k, q, g.exp(), path_decay(g, seen), state, seen)[0])
     return all(bool(one.abs().max() <= _NEAR[dtype] * wanted.abs().max()) for one in off)
 
 

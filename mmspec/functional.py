@@ -1,4 +1,4 @@
-"""Linear layers for a few rows, and attention, by the fastest paths."""
+"""Linear layers for a few rows, attention, and recurrent layers, by the fastest paths."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.kernels import few_rows
+from mmspec.kernels import reference_recurrent as recurrent
 from mmspec.modes import computed_in
 
 ENTRIES = 1 << 14  # size of a weight from which `few_rows` is faster
@@ -120,3 +121,22 @@ def _(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | 
 def cut(layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
     """`attend` in the dtype in which attention is computed here, since autocast does not apply to custom ops."""
     return attend(layer, scale, q.to(computed_in(q.dtype, q.device)), k, v, seen)
+
+
+# -- recurrent layers --------------------------------------------------------------------------------------------------
+
+
+def scan(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor, state: Tensor, ancestors: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The nodes of a tree through a layer with a recurrent state: the reads o and writes u of `recurrent_tree`, and
+    the decay G of `path_decay`.
+
+    Args:
+        g: log decay of each node, [B, H, n] or [B, H, n, K]; the others as in `kernels/reference_recurrent.py`.
+    """
+    if few_rows.scans(q, k, v, g, state):
+        o, u, G = few_rows.scan(q, k, v, beta, g, state, ancestors)
+        return o.transpose(1, 2), u, G
+    G = recurrent.path_decay(g, ancestors)
+    return *recurrent.recurrent_tree(q, k, v, beta, G, state, ancestors), G

@@ -1,4 +1,4 @@
-// The products and the attention of this folder as operations of torch, by its stable C interface.
+// What this folder computes as operations of torch, by its stable C interface.
 
 #include <stdexcept>
 #include <vector>
@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "products.h"
+#include "recurrent.h"
 
 static void succeed(AOTITorchError error) {
     if (error) throw std::runtime_error("torch refused a call of kernels/cpu");
@@ -17,6 +18,10 @@ struct Tensor {  // owns a handle
     AtenTensorHandle handle;
     explicit Tensor(StableIValue value) : handle((AtenTensorHandle)value) {}
     Tensor(Tensor&& other) : handle(other.handle) { other.handle = nullptr; }
+    Tensor& operator=(Tensor&& other) {
+        std::swap(handle, other.handle);
+        return *this;
+    }
     ~Tensor() {
         if (handle) aoti_torch_delete_tensor_object(handle);
     }
@@ -58,6 +63,11 @@ static Tensor contiguous(Tensor x) {
     StableIValue stack[] = {x.release(), (StableIValue)aoti_torch_memory_format_contiguous_format()};
     succeed(torch_call_dispatcher("aten::contiguous", "", stack, TORCH_ABI_VERSION));
     return Tensor(stack[0]);
+}
+
+static Tensor with_rows(Tensor x) {  // a copy, unless the elements of the last dimension are adjacent
+    size_t dim = x.sizes().size();
+    return dim && x.strides()[dim - 1] == 1 ? std::move(x) : contiguous(std::move(x));
 }
 
 static Tensor empty(const std::vector<int64_t>& sizes, int32_t dtype) {
@@ -115,20 +125,30 @@ static void linear(StableIValue* stack, uint64_t, uint64_t) {
     stack[0] = products(x, weights, bias.handle ? &bias : nullptr)[0].release();
 }
 
-// products(Tensor x, Tensor[] weights) -> Tensor[]
-static void products(StableIValue* stack, uint64_t, uint64_t) {
-    std::vector<Tensor> weights;
-    Tensor x = contiguous(Tensor(stack[0]));
-    StableListHandle given = (StableListHandle)stack[1], results;
+static bool fits(const Tensor& t, const std::vector<int64_t>& size) {
+    return t.dtype() == aoti_torch_dtype_float32() && t.sizes() == size;
+}
+
+static std::vector<Tensor> list(StableIValue value) {
+    StableListHandle given = (StableListHandle)value;
+    std::vector<Tensor> tensors;
     size_t count;
     succeed(torch_list_size(given, &count));
     for (size_t i = 0; i < count; i++) {
-        StableIValue weight;
-        succeed(torch_list_get_item(given, i, &weight));
-        weights.emplace_back(weight);
+        StableIValue tensor;
+        succeed(torch_list_get_item(given, i, &tensor));
+        tensors.emplace_back(tensor);
     }
     succeed(torch_delete_list(given));
-    succeed(torch_new_list_reserve_size(count, &results));
+    return tensors;
+}
+
+// products(Tensor x, Tensor[] weights) -> Tensor[]
+static void products(StableIValue* stack, uint64_t, uint64_t) {
+    Tensor x = contiguous(Tensor(stack[0]));
+    std::vector<Tensor> weights = list(stack[1]);
+    StableListHandle results;
+    succeed(torch_new_list_reserve_size(weights.size(), &results));
     for (Tensor& result : products(x, weights, nullptr)) succeed(torch_list_push_back(results, result.release()));
     stack[0] = (StableIValue)results;
 }
@@ -171,6 +191,57 @@ static void attend(StableIValue* stack, uint64_t, uint64_t) {
     stack[0] = y.release();
 }
 
+// scan(Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor g, Tensor state, Tensor ancestors)
+//     -> (Tensor o, Tensor u, Tensor G)
+static void scan(StableIValue* stack, uint64_t, uint64_t) {
+    Tensor q = with_rows(Tensor(stack[0])), k = with_rows(Tensor(stack[1])), v = with_rows(Tensor(stack[2]));
+    Tensor beta = optional(stack[3]), g(stack[4]), state(stack[5]);
+    Tensor ancestors = contiguous(Tensor(stack[6]));
+    auto size = q.sizes(), last = v.sizes();
+    if (size.size() != 4 || last.size() != 4) throw std::runtime_error("scan: q and v must have four dimensions");
+    int64_t B = size[0], H = size[1], n = size[2], K = size[3], V = last[3];
+    const int64_t *q_at = q.strides(), *k_at = k.strides(), *v_at = v.strides(), *at = state.strides();
+    bool adjacent = (at[3] == 1 && at[2] == V && V % LANES == 0) || (at[2] == 1 && at[3] == K);
+    if (!fits(q, size) || !fits(k, size) || !fits(v, {B, H, n, V}) || !fits(g, {B, H, n}) ||
+        !fits(state, {B, H, K, V}) || (beta.handle && !fits(beta, {B, H, n})) ||
+        ancestors.dtype() != aoti_torch_dtype_bool() || ancestors.sizes() != std::vector<int64_t>{B, n, n} ||
+        !adjacent)
+        throw std::runtime_error("scan: q and k [B, H, n, K], v [B, H, n, V], beta and g [B, H, n] and the state [B, H, "
+                                 "K, V], of adjacent rows or columns, must be float32, and ancestors bool [B, n, n]");
+    Tensor o = empty({B, n, H, V}, q.dtype()), u = empty({B, H, n, V}, q.dtype()), G = empty({B, H, n}, q.dtype());
+    scan({B, H, n, K, V, (const float*)q.data(), (const float*)k.data(), (const float*)v.data(),
+          beta.handle ? (const float*)beta.data() : nullptr, (const float*)g.data(), (const float*)state.data(), q_at,
+          k_at, v_at, beta.handle ? beta.strides() : nullptr, g.strides(), at, (const bool*)ancestors.data(),
+          (float*)o.data(), (float*)u.data(), (float*)G.data()});
+    stack[0] = o.release(), stack[1] = u.release(), stack[2] = G.release();
+}
+
+// fold(Tensor(a!)[] states, Tensor[] k, Tensor[] u, Tensor[] G, Tensor path, Tensor last) -> ()
+static void fold(StableIValue* stack, uint64_t, uint64_t) {
+    std::vector<Tensor> states = list(stack[0]), k = list(stack[1]), u = list(stack[2]), G = list(stack[3]);
+    Tensor path = contiguous(Tensor(stack[4])), last = contiguous(Tensor(stack[5]));
+    auto size = path.sizes(), shape = states.at(0).sizes();
+    if (size.size() != 2 || shape.size() != 4 || k.size() != states.size() || u.size() != states.size() ||
+        G.size() != states.size() || path.dtype() != aoti_torch_dtype_bool() ||
+        last.dtype() != aoti_torch_dtype_int64() || last.sizes() != std::vector<int64_t>{size[0]})
+        throw std::runtime_error("fold: path must be bool [B, n], last int64 [B], and the lists of one length");
+    Fold a = {shape[0], shape[1], size[1], shape[2], shape[3], (const bool*)path.data(), (const int64_t*)last.data()};
+    for (size_t i = 0; i < states.size(); i++) {
+        k[i] = with_rows(std::move(k[i])), u[i] = with_rows(std::move(u[i]));
+        if (a.B != size[0] || !fits(states[i], shape) || !states[i].contiguous() || !fits(k[i], {a.B, a.H, a.n, a.K}) ||
+            !fits(u[i], {a.B, a.H, a.n, a.V}) || !fits(G[i], {a.B, a.H, a.n}))
+            throw std::runtime_error("fold: states [B, H, K, V], k [B, H, n, K], u [B, H, n, V] and G [B, H, n] must be "
+                                     "float32, and the states contiguous");
+    }
+    int64_t heads = a.B * a.H, tasks = heads * states.size();
+    #pragma omp parallel for if (tasks * a.K * a.V > ALONE)
+    for (int64_t task = 0; task < tasks; task++) {
+        int64_t i = task / heads, b = task % heads / a.H, h = task % a.H;
+        fold(a, b, h, (float*)states[i].data(), (const float*)k[i].data(), k[i].strides(), (const float*)u[i].data(),
+             u[i].strides(), (const float*)G[i].data(), G[i].strides());
+    }
+}
+
 // Defines all operations in a namespace that has none of these names; false if torch refuses.
 extern "C" bool mmspec_define(const char* space) {
     TorchLibraryHandle names, functions;
@@ -178,8 +249,14 @@ extern "C" bool mmspec_define(const char* space) {
            !aoti_torch_library_def(names, "linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor") &&
            !aoti_torch_library_def(names, "products(Tensor x, Tensor[] weights) -> Tensor[]") &&
            !aoti_torch_library_def(names, "attend(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale) -> Tensor") &&
+           !aoti_torch_library_def(names, "scan(Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor g, Tensor state, "
+                                          "Tensor ancestors) -> (Tensor, Tensor, Tensor)") &&
+           !aoti_torch_library_def(names, "fold(Tensor(a!)[] states, Tensor[] k, Tensor[] u, Tensor[] G, Tensor path, "
+                                          "Tensor last) -> ()") &&
            !aoti_torch_library_init_impl(space, "CPU", __FILE__, __LINE__, &functions) &&
            !torch_library_impl(functions, "linear", linear, TORCH_ABI_VERSION) &&
            !torch_library_impl(functions, "products", products, TORCH_ABI_VERSION) &&
-           !torch_library_impl(functions, "attend", attend, TORCH_ABI_VERSION);
+           !torch_library_impl(functions, "attend", attend, TORCH_ABI_VERSION) &&
+           !torch_library_impl(functions, "scan", scan, TORCH_ABI_VERSION) &&
+           !torch_library_impl(functions, "fold", fold, TORCH_ABI_VERSION);
 }

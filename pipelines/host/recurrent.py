@@ -21,6 +21,7 @@ from torch.nn import Module
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
+from mmspec.functional import scan
 from mmspec.kernels import reference_recurrent as ops
 from mmspec.modes import each_module, uncast
 from mmspec.pipelines.host.forward import during, now
@@ -61,8 +62,7 @@ class Reading:
         ancestors = self.ancestors.to(k.device)
         state = state.float().transpose(-1, -2) if turned else state.float()
         with uncast(k.device):
-            G = ops.path_decay(g, ancestors)
-            out, u = ops.recurrent_tree(q, k, v, beta, G, state, ancestors)
+            out, u, G = scan(q, k, v, beta, g, state, ancestors)
         self.layer.writes[0] = Writes(u, k, G) if turned else Writes(k, u, G)
         return out
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspec.kernels import few_rows
 from mmspec.kernels import reference_recurrent as ops
 from mmspec.modes import lasting
 
@@ -96,8 +97,8 @@ Group = list[tuple[RecurrentLayer, int]]  # layers whose states are updated toge
 class RecurrentLayers(dict[int, RecurrentLayer]):
     """The recurrent layers of one cache, by layer index.
 
-    Layers whose states have the same shape are updated together, in one buffer of which each layer's state is a view.
-    This takes a dozen operations per round, where each layer alone would take as many.
+    Layers whose states have the same shape are updated together: by one operation where `few_rows` serves them, else in
+    one buffer of which each layer's state is a view, by a dozen operations, as many as each layer alone would take.
     """
 
     def __init__(self, given: Iterable[tuple[int, RecurrentLayer]] = ()) -> None:
@@ -132,6 +133,11 @@ class RecurrentLayers(dict[int, RecurrentLayer]):
     def _fold_states(self, group: Group, path: AcceptedPath) -> None:
         """Fold the nodes' writes into the states of layers of one kind."""
         own = tuple(layer.state[index] for layer, index in group)
+        writes = [layer.writes[index] for layer, index in group]
+        taken, last = path.taken(writes[0].k.shape[2], own[0].device)
+        if few_rows.folds(own, writes[0].k, writes[0].G):
+            few_rows.fold(own, writes, taken, last)
+            return
         kind = _kind(own[0])
         buffer, views = self._buffers.get(kind, (own[0], ()))
         if len(own) != len(views) or any(a is not b for a, b in zip(own, views, strict=True)):  # rows joined or left
@@ -141,8 +147,7 @@ class RecurrentLayers(dict[int, RecurrentLayer]):
             self._buffers[kind] = buffer, views
             for (layer, index), view in zip(group, views, strict=True):
                 layer.state[index] = view
-        k, u, G = (torch.cat(each) for each in zip(*(layer.writes[index] for layer, index in group), strict=True))
-        taken, last = path.taken(k.shape[2], k.device)
+        k, u, G = (torch.cat(each) for each in zip(*writes, strict=True))
         flat = buffer.flatten(0, 1)
         wide = flat.float()
         ops.recurrent_fold(wide, k, u, G, _for_each(taken, group), _for_each(last, group))

@@ -1,4 +1,5 @@
-"""Products and attention of few rows against torch's in float64, on every instruction set that this CPU has."""
+"""Products, attention and recurrent layers of few rows against their definitions in float64, on every instruction set
+that this CPU has."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ import torch
 from torch.nn import functional as F
 
 from mmspec.kernels import few_rows
+from mmspec.kernels import reference_recurrent as recurrent
+from mmspec.tree import from_parents
 
 SETS = {"native": "", "AVX2": "-mno-avx512f", "SSE": "-mno-avx512f -mno-avx2 -mno-avx"}
 # Sums of K products of magnitude 1 in float32; bfloat16 has 8 bits.
@@ -117,6 +120,63 @@ def test_of_what_no_query_sees_nothing_is_read(n: int, compiled: None) -> None:
     assert bool(few_rows.attend(q, k, v, seen, 1.0)[0, 0, 0].isnan().all())
 
 
+def nodes(B: int, H: int, n: int, K: int, V: int, turned: bool) -> tuple[torch.Tensor, ...]:
+    """q, k, v, beta, g and the state, as a model's layer has them in memory: nodes before heads, turned for Mamba-2."""
+    q, k, v = (torch.randn(B, n, H, size).transpose(1, 2) for size in (K, K, V))
+    beta, g = (torch.rand(B, n, H).transpose(1, 2) for _ in range(2))
+    state = torch.randn(B, H, V, K).transpose(-1, -2) if turned else torch.randn(B, H, K, V)
+    return F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, beta, -g, state
+
+
+def tree(B: int, n: int) -> torch.Tensor:
+    parents = torch.stack([torch.cat([torch.zeros(1).long(), (torch.rand(n - 1) * torch.arange(1, n)).long()])] * B)
+    parents[-1] = torch.arange(-1, n - 1).clamp(min=0)  # a chain
+    return from_parents(parents, n).ancestors
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 9, 64, 64), (2, 3, 5, 32, 16), (2, 1, 1, 16, 48), (1, 24, 9, 128, 64)], ids=str
+)
+@pytest.mark.parametrize("turned", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_it_is_the_recurrent_layer(shape: tuple[int, ...], turned: bool, threads: int, compiled: None) -> None:
+    (B, H, n, K, V), before = shape, torch.get_num_threads()
+    q, k, v, beta, g, state = nodes(B, H, n, K, V, turned)
+    ancestors = tree(B, n)
+    torch.set_num_threads(threads)
+    try:
+        for rate in (beta, None):
+            assert few_rows.scans(q, k, v, g, state)
+            o, u, G = few_rows.scan(q, k, v, rate, g, state, ancestors)
+            wide = [t if t is None else t.double() for t in (q, k, v, rate)]
+            decay = recurrent.path_decay(g.double(), ancestors)
+            wanted = recurrent.recurrent_tree(*wide, decay, state.double(), ancestors)  # type: ignore[arg-type]
+            for found, right in zip((G, o.transpose(1, 2), u), (decay, *wanted), strict=True):
+                torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_it_commits_a_path(compiled: None) -> None:
+    B, H, n, K, V = 2, 3, 6, 16, 20
+    states, layers = [], []
+    for _ in range(3):
+        _, k, u, _, g, state = nodes(B, H, n, K, V, False)
+        states.append(state)
+        layers.append((k, u.contiguous(), g.cumsum(2)))
+    path = torch.tensor([[True, False, True, False, True, False], [False] * n])
+    last = torch.tensor([4, 0])
+    wanted = [state.double() for state in states]
+    for state, (k, u, G) in zip(wanted, layers, strict=True):
+        recurrent.recurrent_fold(state, k.double(), u.double(), G.double(), path, last)
+    assert few_rows.folds(states, *layers[0][::2])
+    few_rows.fold(states, layers, path, last)
+    for state, right in zip(states, wanted, strict=True):
+        torch.testing.assert_close(state.double(), right, rtol=1e-5, atol=1e-5)
+    with pytest.raises(RuntimeError):
+        few_rows.fold(states, layers[:2] + layers[:1], path[:, :5], last)
+
+
 def test_shapes_that_it_does_not_take(compiled: None) -> None:
     q, k, v = attention(2, 2, 1, 3, 10, 16, 16)
     half, odd = q.half(), q[..., :8]
@@ -126,6 +186,14 @@ def test_shapes_that_it_does_not_take(compiled: None) -> None:
     for bad in ((q, k[:1], v, None), (q, k, v[:, :, 1:], None), (q, k, v, other), (half, k, v, None)):
         with pytest.raises(RuntimeError):
             few_rows.attend(*bad, 1.0)
+    q, k, v, beta, g, state = nodes(1, 2, 3, 16, 16, False)
+    for bad in ((q.half(), k, v, g, state), (q, k, v, g[..., None], state), (q, k, v, g, state[..., ::2]),
+                (q, k, v.requires_grad_(), g, state)):  # fmt: skip
+        assert not few_rows.scans(*bad)
+    for bad in ((q, k[:, :1], v, beta, g, state), (q, k, v, beta, g, state[..., :8]), (q, k, v, beta, g.half(), state)):
+        with pytest.raises(RuntimeError):
+            few_rows.scan(*bad, tree(1, 3))
+    q, half = q[:, 0], q[:, 0].half()
     for x, w, b in ((q, torch.ones(3, 17), None), (q, torch.ones(3, 16).half(), None), (half, torch.ones(3, 16), None),
                     (q, torch.ones(16, 16), torch.ones(3))):  # fmt: skip
         with pytest.raises(RuntimeError):
