@@ -53,15 +53,10 @@ def quiet() -> None:
         os.environ.setdefault(name, "error")
     os.environ.setdefault("PYTHONWARNINGS", ",".join(f"ignore::{kind}" for kind in HIDDEN))
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # about missing compilers
-    warnings.formatwarning = _short
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # without its place in the source
     if not sys.warnoptions:
         for kind in HIDDEN:
             warnings.filterwarnings("ignore", category=getattr(builtins, kind))
-
-
-def _short(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-    """A warning for users: without its place in the source."""
-    return f"warning: {message}\n"
 
 
 class Parser(argparse.ArgumentParser):

@@ -127,8 +127,7 @@ class ImageSubject:
         return handle
 
     def _resolved(self, spec: str, budget: float | None) -> Rule:
-        model = families.unwrap(self.pipe)
-        family = families.of(model)
+        family = families.of(model := families.unwrap(self.pipe))
         codebook = family.codebook(model)
         codebook = codebook if codebook is None else codebook.detach().to(self.model.device)
         return resolve_rule(spec, codebook, budget, family.embeddings(model))

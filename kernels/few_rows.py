@@ -81,13 +81,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 def scans(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> bool:
     """Whether `scan` takes these tensors: plain float32 without autograd, one decay for a head, rows or columns of the
     state one after the other."""
-    given = (q, k, v, g, state)
-    if torch.compiler.is_compiling() or not all(map(_plain, given)):
+    if torch.compiler.is_compiling() or not all(_plain(t) for t in (q, k, v, g, state)) or _learns(q, k, v, g, state):
         return False
     (K, V), at = state.shape[2:], state.stride()
     adjacent = (at[3] == 1 and at[2] == V and V % 16 == 0) or (at[2] == 1 and at[3] == K)
-    learns = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    return adjacent and g.dim() == 3 and not learns and available(torch.float32)
+    return adjacent and g.dim() == 3 and available(torch.float32)
 
 
 def scan(
@@ -99,6 +97,27 @@ def scan(
         o [B, n, H, V], u [B, H, n, V] and G [B, H, n].
     """
     found: tuple[Tensor, Tensor, Tensor] = operations().scan(q, k, v, beta, g, state, ancestors)
+    return found
+
+
+def chains(v: Tensor, g: Tensor) -> bool:
+    """Whether `chain` takes such values [..., V] and decays in float32: on a CPU without autograd, one for a head."""
+    plain = not torch.compiler.is_compiling() and type(v) is Tensor and v.is_cpu and not _learns(v, g)
+    return plain and v.shape[-1] % 16 == 0 and g.dim() == 3 and available(torch.float32)
+
+
+def chain(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`recurrent_tree` of a chain of any length, such as a prompt, and the state at its end; without autograd.
+
+    Args:
+        state: [B, H, K, V], before the chain; None: zeros. For the others see `kernels/reference_recurrent.py`.
+
+    Returns:
+        o [B, n, H, V] and the state [B, H, K, V].
+    """
+    found: tuple[Tensor, Tensor] = operations().chain(q, k, v, beta, g, None if state is None else state.contiguous())
     return found
 
 
@@ -118,9 +137,13 @@ def _plain(t: Tensor) -> bool:
     return type(t) is Tensor and t.dtype == torch.float32 and t.is_cpu
 
 
+def _learns(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
 @lru_cache(maxsize=1)
 def operations() -> Any:
-    """The operations of torch: `linear`, `products` and `scan`, which compilers can trace, `attend` and `fold`."""
+    """The operations of torch; compilers can trace all but `attend` and `fold`."""
     library = built()[0]
     assert library is not None, "`available` says whether there is one"
     space = f"mmspec_{library._name.rpartition('-')[2].partition('.')[0]}"  # one for each build
@@ -131,6 +154,7 @@ def operations() -> Any:
         torch.library.register_fake(f"{space}::linear", _linear)
         torch.library.register_fake(f"{space}::products", lambda x, weights: [_linear(x, w) for w in weights])
         torch.library.register_fake(f"{space}::scan", _scan)
+        torch.library.register_fake(f"{space}::chain", _chain)
     return found
 
 
@@ -141,6 +165,11 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _scan(q: Tensor, k: Tensor, v: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     B, H, n, V = v.shape
     return v.new_empty(B, n, H, V), v.new_empty(B, H, n, V), v.new_empty(B, H, n)
+
+
+def _chain(q: Tensor, k: Tensor, v: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+    B, H, n, V = v.shape
+    return v.new_empty(B, n, H, V), v.new_empty(B, H, k.shape[3], V)
 
 
 @lru_cache(maxsize=1)

@@ -48,7 +48,8 @@ class Mirror:
                 path.unlink()
         for name, size in sizes.items():
             path, tar = self.folder / name, SHARD.fullmatch(name)
-            if tar or _looked_at(name):
+            listed = name in (FAILURES, FILE, *NAMES.values()) or name.endswith(".txt")
+            if tar or (listed and not _hidden(name)):  # a run may read or replace it
                 if not path.is_file() or path.stat().st_size != size:
                     write_whole(path, b"" if tar else self._read(name))
                 self._synced[name] = stamp(path)
@@ -165,8 +166,3 @@ def _log(name: str) -> bool:
 
 def _hidden(name: str) -> bool:
     return any(part.startswith(".") for part in name.split("/"))  # .. as well
-
-
-def _looked_at(name: str) -> bool:
-    """Whether a run may read or replace a file of that name in its output folder."""
-    return not _hidden(name) and (name in (FAILURES, FILE, *NAMES.values()) or name.endswith(".txt"))

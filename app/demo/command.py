@@ -76,6 +76,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
+    here = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY", ""), "127.0.0.1", "localhost"]
+    os.environ["no_proxy"] = ",".join(filter(None, here))  # gradio asks its own page
     from mmspec.app.demo import captions, race
     from mmspec.app.devices import EngineError
 

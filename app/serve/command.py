@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
 import sys
-from typing import Any
 
 from mmspec.app import embedded, enabling
 from mmspec.app.options import count, from_zero, is_local, port, where
@@ -53,8 +53,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace, key: str | None) -> None:
-    import uvicorn
-
     from mmspec.app import engine as engines
     from mmspec.app.caption.run import area_for
     from mmspec.app.media.pictures import PictureLoader
@@ -75,5 +73,5 @@ def _serve(args: argparse.Namespace, key: str | None) -> None:
         shown = (args.name or args.model, args.max_new_tokens, args.temperature, args.queue, args.max_bytes, key)
         app = http.build(http.Service(engine, worker, pictures, *shown))
         print(f"{args.model} is at http://{args.host}:{args.port}/v1 (Ctrl-C ends it)", flush=True)
-        times: Any = {"timeout_keep_alive": http.KEEP_ALIVE, "timeout_graceful_shutdown": LAST}
-        uvicorn.run(app, host=args.host, port=args.port, log_level=args.log_level, **times)
+        with contextlib.suppress(KeyboardInterrupt):
+            http.Server(app, worker, LAST, host=args.host, port=args.port, log_level=args.log_level).run()

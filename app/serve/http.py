@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import uvicorn
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
@@ -27,6 +29,7 @@ from mmspec.pipelines.serving.async_batcher import AnswerPart, AsyncBatcher
 
 T = TypeVar("T")
 KEEP_ALIVE = 75  # seconds that an idle connection stays open; clients that reuse it wait less between two requests
+ENDED = "the server is being ended"
 UPLOAD = 60.0  # seconds within which a request's body must arrive
 Part = tuple[str, str | None, dict[str, Any]]  # text; for the last part also the finish reason and usage
 
@@ -127,6 +130,21 @@ def _counts(inputs: Any, part: AnswerPart, began: float) -> dict[str, Any]:
     return {"usage": usage, "mmspec": calls | drafts | {"seconds": round(time.perf_counter() - began, 6)}}
 
 
+class Server(uvicorn.Server):
+    """Once it is to end, answers under way have `last` seconds; those that are left end with an error."""
+
+    def __init__(self, app: FastAPI, worker: AsyncBatcher, last: int, **config: Any) -> None:
+        times = {"timeout_keep_alive": KEEP_ALIVE, "timeout_graceful_shutdown": last + 1}  # then it cancels tasks
+        super().__init__(uvicorn.Config(app, **times, **config))
+        self.end = threading.Timer(last, worker.fail, [ChatError(503, ENDED)])
+        self.end.daemon = True
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        if not self.should_exit:
+            self.end.start()
+        super().handle_exit(sig, frame)
+
+
 def build(service: Service) -> FastAPI:
     app, keyed = FastAPI(title="mmspec", openapi_url=None), [Depends(service.check_key)]
 
@@ -183,7 +201,7 @@ async def _while_connected(request: Request, work: Awaitable[T]) -> T:
             raise ChatError(499, "the client has left")
         return job.result()
     except asyncio.CancelledError:
-        raise ChatError(503, "the server is being ended") from None
+        raise ChatError(503, ENDED) from None
     finally:
         job.cancel()
         gone.cancel()
@@ -191,20 +209,17 @@ async def _while_connected(request: Request, work: Awaitable[T]) -> T:
 
 async def _events(body: ChatRequest, parts: AsyncIterator[Part], frame: dict[str, object]) -> AsyncIterator[str]:
     """An answer as server-sent events; errors become events, too."""
-    frame = frame | {"object": "chat.completion.chunk"}
+    event, frame = "data: {}\n\n".format, frame | {"object": "chat.completion.chunk"}
     delta: dict[str, object] = {"role": "assistant", "content": ""}
     try:
         async for text, finish, more in parts:
             choice = {"index": 0, "delta": delta | {"content": text}, "finish_reason": finish, "logprobs": None}
             usage = more.pop("usage", None)
-            yield _event(frame | {"choices": [choice], **more})
+            yield event(json.dumps(frame | {"choices": [choice], **more}))
             if usage and (body.stream_options or {}).get("include_usage"):
-                yield _event(frame | {"choices": [], "usage": usage})
+                yield event(json.dumps(frame | {"choices": [], "usage": usage}))
             delta = {}
     except Exception as error:  # the status was sent already
-        yield _event({"error": ChatError(500, first_line(error)).body})
-    yield "data: [DONE]\n\n"
-
-
-def _event(value: dict[str, object]) -> str:
-    return f"data: {json.dumps(value)}\n\n"
+        known = error if isinstance(error, ChatError) else ChatError(500, first_line(error))
+        yield event(json.dumps({"error": known.body}))
+    yield event("[DONE]")

@@ -191,29 +191,92 @@ static void attend(StableIValue* stack, uint64_t, uint64_t) {
     stack[0] = y.release();
 }
 
+struct Heads {  // the arguments of a recurrent layer
+    Tensor q, k, v, beta, g;
+    int64_t B, H, n, K, V;
+    explicit Heads(StableIValue* stack)
+        : q(with_rows(Tensor(stack[0]))), k(with_rows(Tensor(stack[1]))), v(with_rows(Tensor(stack[2]))),
+          beta(optional(stack[3])), g(stack[4]) {
+        auto size = q.sizes(), last = v.sizes();
+        if (size.size() != 4 || last.size() != 4) throw std::runtime_error("scan: q and v must have four dimensions");
+        B = size[0], H = size[1], n = size[2], K = size[3], V = last[3];
+        if (!fits(q, size) || !fits(k, size) || !fits(v, {B, H, n, V}) || !fits(g, {B, H, n}) ||
+            (beta.handle && !fits(beta, {B, H, n})))
+            throw std::runtime_error("scan: q and k [B, H, n, K], v [B, H, n, V], beta and g [B, H, n] must be float32");
+    }
+    // Of head h of row b, with o [B, n, H, V], and u and G of this head.
+    Nodes nodes(int64_t b, int64_t h, float* o, float* u, float* G) const {
+        auto at = [&](const Tensor& t) {
+            const int64_t* stride = t.strides();
+            return std::pair{(const float*)t.data() + b * stride[0] + h * stride[1], stride[2]};
+        };
+        auto [q_, q_at] = at(q);
+        auto [k_, k_at] = at(k);
+        auto [v_, v_at] = at(v);
+        auto [g_, g_at] = at(g);
+        auto [beta_, beta_at] = beta.handle ? at(beta) : std::pair<const float*, int64_t>{nullptr, 0};
+        return {n, K, V, q_, k_, v_, beta_, g_, q_at, k_at, v_at, beta_at, g_at, nullptr, o + (b * n * H + h) * V, u, G,
+                H * V};
+    }
+};
+
 // scan(Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor g, Tensor state, Tensor ancestors)
 //     -> (Tensor o, Tensor u, Tensor G)
 static void scan(StableIValue* stack, uint64_t, uint64_t) {
-    Tensor q = with_rows(Tensor(stack[0])), k = with_rows(Tensor(stack[1])), v = with_rows(Tensor(stack[2]));
-    Tensor beta = optional(stack[3]), g(stack[4]), state(stack[5]);
-    Tensor ancestors = contiguous(Tensor(stack[6]));
-    auto size = q.sizes(), last = v.sizes();
-    if (size.size() != 4 || last.size() != 4) throw std::runtime_error("scan: q and v must have four dimensions");
-    int64_t B = size[0], H = size[1], n = size[2], K = size[3], V = last[3];
-    const int64_t *q_at = q.strides(), *k_at = k.strides(), *v_at = v.strides(), *at = state.strides();
-    bool adjacent = (at[3] == 1 && at[2] == V && V % LANES == 0) || (at[2] == 1 && at[3] == K);
-    if (!fits(q, size) || !fits(k, size) || !fits(v, {B, H, n, V}) || !fits(g, {B, H, n}) ||
-        !fits(state, {B, H, K, V}) || (beta.handle && !fits(beta, {B, H, n})) ||
-        ancestors.dtype() != aoti_torch_dtype_bool() || ancestors.sizes() != std::vector<int64_t>{B, n, n} ||
-        !adjacent)
-        throw std::runtime_error("scan: q and k [B, H, n, K], v [B, H, n, V], beta and g [B, H, n] and the state [B, H, "
-                                 "K, V], of adjacent rows or columns, must be float32, and ancestors bool [B, n, n]");
-    Tensor o = empty({B, n, H, V}, q.dtype()), u = empty({B, H, n, V}, q.dtype()), G = empty({B, H, n}, q.dtype());
-    scan({B, H, n, K, V, (const float*)q.data(), (const float*)k.data(), (const float*)v.data(),
-          beta.handle ? (const float*)beta.data() : nullptr, (const float*)g.data(), (const float*)state.data(), q_at,
-          k_at, v_at, beta.handle ? beta.strides() : nullptr, g.strides(), at, (const bool*)ancestors.data(),
-          (float*)o.data(), (float*)u.data(), (float*)G.data()});
+    Heads a(stack);
+    Tensor state(stack[5]), ancestors = contiguous(Tensor(stack[6]));
+    const int64_t* at = state.strides();
+    bool adjacent = (at[3] == 1 && at[2] == a.V && a.V % LANES == 0) || (at[2] == 1 && at[3] == a.K);
+    if (!fits(state, {a.B, a.H, a.K, a.V}) || !adjacent || ancestors.dtype() != aoti_torch_dtype_bool() ||
+        ancestors.sizes() != std::vector<int64_t>{a.B, a.n, a.n})
+        throw std::runtime_error("scan: the state must be float32 [B, H, K, V] with adjacent rows or columns, and "
+                                 "ancestors bool [B, n, n]");
+    Tensor o = empty({a.B, a.n, a.H, a.V}, a.q.dtype()), u = empty({a.B, a.H, a.n, a.V}, a.q.dtype());
+    Tensor G = empty({a.B, a.H, a.n}, a.q.dtype());
+    auto *out = (float*)o.data(), *writes = (float*)u.data(), *decay = (float*)G.data();
+    const auto* before = (const float*)state.data();
+    const auto* seen = (const bool*)ancestors.data();
+    #pragma omp parallel if (a.B * a.H * 2 * a.n * a.K * a.V > ALONE)
+    {
+        Room room(a.n, a.K, a.V);
+        #pragma omp for collapse(2)
+        for (int64_t b = 0; b < a.B; b++)
+            for (int64_t h = 0; h < a.H; h++) {
+                int64_t head = b * a.H + h;
+                Nodes nodes = a.nodes(b, h, out, writes + head * a.n * a.V, decay + head * a.n);
+                nodes.ancestors = seen + b * a.n * a.n;
+                read(nodes, before + b * at[0] + h * at[1], at[3] == 1 && at[2] == a.V ? 1 : a.K, room);
+            }
+    }
     stack[0] = o.release(), stack[1] = u.release(), stack[2] = G.release();
+}
+
+// chain(Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor g, Tensor? state) -> (Tensor o, Tensor state)
+static void chain(StableIValue* stack, uint64_t, uint64_t) {
+    Heads a(stack);
+    Tensor given = optional(stack[5]);
+    if ((given.handle && (!fits(given, {a.B, a.H, a.K, a.V}) || !given.contiguous())) || a.V % LANES)
+        throw std::runtime_error("chain: the state must be contiguous float32 [B, H, K, V], V a multiple of the CPU's "
+                                 "vectors");
+    Tensor o = empty({a.B, a.n, a.H, a.V}, a.q.dtype()), state = empty({a.B, a.H, a.K, a.V}, a.q.dtype());
+    auto *out = (float*)o.data(), *after = (float*)state.data();
+    const float* before = given.handle ? (const float*)given.data() : nullptr;
+    #pragma omp parallel if (a.B * a.H * 2 * a.n * a.K * a.V > ALONE)
+    {
+        Room room(CHUNK, a.K, a.V);
+        std::vector<float> u(CHUNK * a.V), G(CHUNK);
+        #pragma omp for collapse(2)
+        for (int64_t b = 0; b < a.B; b++)
+            for (int64_t h = 0; h < a.H; h++) {
+                float* own = after + (b * a.H + h) * a.K * a.V;
+                if (before)
+                    std::copy_n(before + (own - after), a.K * a.V, own);
+                else
+                    std::fill_n(own, a.K * a.V, 0.0f);
+                read_chain(a.nodes(b, h, out, u.data(), G.data()), own, room);
+            }
+    }
+    stack[0] = o.release(), stack[1] = state.release();
 }
 
 // fold(Tensor(a!)[] states, Tensor[] k, Tensor[] u, Tensor[] G, Tensor path, Tensor last) -> ()
@@ -225,20 +288,24 @@ static void fold(StableIValue* stack, uint64_t, uint64_t) {
         G.size() != states.size() || path.dtype() != aoti_torch_dtype_bool() ||
         last.dtype() != aoti_torch_dtype_int64() || last.sizes() != std::vector<int64_t>{size[0]})
         throw std::runtime_error("fold: path must be bool [B, n], last int64 [B], and the lists of one length");
-    Fold a = {shape[0], shape[1], size[1], shape[2], shape[3], (const bool*)path.data(), (const int64_t*)last.data()};
+    int64_t B = shape[0], H = shape[1], K = shape[2], V = shape[3], n = size[1];
     for (size_t i = 0; i < states.size(); i++) {
-        k[i] = with_rows(std::move(k[i])), u[i] = with_rows(std::move(u[i]));
-        if (a.B != size[0] || !fits(states[i], shape) || !states[i].contiguous() || !fits(k[i], {a.B, a.H, a.n, a.K}) ||
-            !fits(u[i], {a.B, a.H, a.n, a.V}) || !fits(G[i], {a.B, a.H, a.n}))
+        k[i] = with_rows(std::move(k[i])), u[i] = contiguous(std::move(u[i])), G[i] = contiguous(std::move(G[i]));
+        if (B != size[0] || !fits(states[i], shape) || !states[i].contiguous() || !fits(k[i], {B, H, n, K}) ||
+            !fits(u[i], {B, H, n, V}) || !fits(G[i], {B, H, n}))
             throw std::runtime_error("fold: states [B, H, K, V], k [B, H, n, K], u [B, H, n, V] and G [B, H, n] must be "
                                      "float32, and the states contiguous");
     }
-    int64_t heads = a.B * a.H, tasks = heads * states.size();
-    #pragma omp parallel for if (tasks * a.K * a.V > ALONE)
+    int64_t heads = B * H, tasks = heads * states.size();
+    #pragma omp parallel for if (tasks * K * V > ALONE)
     for (int64_t task = 0; task < tasks; task++) {
-        int64_t i = task / heads, b = task % heads / a.H, h = task % a.H;
-        fold(a, b, h, (float*)states[i].data(), (const float*)k[i].data(), k[i].strides(), (const float*)u[i].data(),
-             u[i].strides(), (const float*)G[i].data(), G[i].strides());
+        int64_t i = task / heads, head = task % heads, b = head / H;
+        const int64_t* at = k[i].strides();
+        Nodes a = {};
+        a.n = n, a.K = K, a.V = V, a.k_at = at[2];
+        a.k = (const float*)k[i].data() + b * at[0] + head % H * at[1];
+        a.u = (float*)u[i].data() + head * n * V, a.G = (float*)G[i].data() + head * n;
+        fold(a, (const bool*)path.data() + b * n, ((const int64_t*)last.data())[b], (float*)states[i].data() + head * K * V);
     }
 }
 
@@ -251,6 +318,8 @@ extern "C" bool mmspec_define(const char* space) {
            !aoti_torch_library_def(names, "attend(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale) -> Tensor") &&
            !aoti_torch_library_def(names, "scan(Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor g, Tensor state, "
                                           "Tensor ancestors) -> (Tensor, Tensor, Tensor)") &&
+           !aoti_torch_library_def(names, "chain(Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor g, Tensor? state) "
+                                          "-> (Tensor, Tensor)") &&
            !aoti_torch_library_def(names, "fold(Tensor(a!)[] states, Tensor[] k, Tensor[] u, Tensor[] G, Tensor path, "
                                           "Tensor last) -> ()") &&
            !aoti_torch_library_init_impl(space, "CPU", __FILE__, __LINE__, &functions) &&
@@ -258,5 +327,6 @@ extern "C" bool mmspec_define(const char* space) {
            !torch_library_impl(functions, "products", products, TORCH_ABI_VERSION) &&
            !torch_library_impl(functions, "attend", attend, TORCH_ABI_VERSION) &&
            !torch_library_impl(functions, "scan", scan, TORCH_ABI_VERSION) &&
+           !torch_library_impl(functions, "chain", chain, TORCH_ABI_VERSION) &&
            !torch_library_impl(functions, "fold", fold, TORCH_ABI_VERSION);
 }

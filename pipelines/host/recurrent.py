@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from mmspec.functional import scan
+from mmspec.kernels import few_rows
 from mmspec.kernels import reference_recurrent as ops
 from mmspec.modes import each_module, uncast
 from mmspec.pipelines.host.forward import during, now
@@ -95,8 +96,9 @@ def _delta(stock: Scan) -> Scan:
         query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *,
         initial_state: Tensor | None = None, use_qk_l2norm_in_kernel: bool = False, **more: object,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        tree = now().draft
-        if tree is None or initial_state is None:
+        tree = None if initial_state is None else now().draft
+        given = {name for name, argument in more.items() if argument is not None}
+        if tree is None and (now().read is None or not few_rows.chains(value, g) or given - _OF_PROMPTS):
             return stock(
                 query, key, value, g=g, beta=beta, initial_state=initial_state,
                 use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **more,
@@ -106,8 +108,12 @@ def _delta(stock: Scan) -> Scan:
         q, k, v, b, decay = (t.transpose(1, 2).float() for t in (q, k, value, beta, g))
         if use_qk_l2norm_in_kernel:
             q, k = (t * torch.rsqrt((t * t).sum(-1, keepdim=True) + 1e-6) for t in (q, k))
-        out = tree.read(q * q.shape[-1] ** -0.5, k, v, decay, initial_state, b, False)
-        return out.transpose(1, 2).to(query.dtype), initial_state
+        q = q * q.shape[-1] ** -0.5
+        if tree is not None:
+            out, state = tree.read(q, k, v, decay, initial_state, b, False).transpose(1, 2), initial_state
+        else:
+            out, state = few_rows.chain(q, k, v, b, decay, None if initial_state is None else initial_state.float())
+        return out.to(query.dtype), state
 
     return gated_delta_rule
 
@@ -171,6 +177,7 @@ SCANS: dict[str, Callable[..., Callable[..., object]]] = {
     "mamba2_selective_state_update": _ssd_step,
 }
 KINDS = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "moe", "mlp"}  # in `config.layer_types`
+_OF_PROMPTS = {"chunk_size", "output_final_state"}  # arguments of a scan that `few_rows.chain` does not need
 _NO_LIMIT = (0.0, float("inf"))
 _WRITES = {"update_conv_state": {"causal_conv1d_fn"}, "update_recurrent_state": set(SCANS) - {"causal_conv1d_fn"}}
 

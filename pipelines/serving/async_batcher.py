@@ -138,6 +138,10 @@ class AsyncBatcher:
         finally:
             self._jobs.put(lambda: self._leave(send))
 
+    def fail(self, error: Exception) -> None:
+        """End all answers with this error, before the next round."""
+        self._jobs.put(lambda: self._fail(error))
+
     def _leave(self, send: _Send) -> None:
         self._open.discard(send)
         self.batches.cancel(send)
@@ -154,14 +158,14 @@ class AsyncBatcher:
             while self._turn():
                 pass
             self._ended = RuntimeError("the `with` block of this AsyncBatcher has ended before the answer")
-        except Exception as error:  # of a device, such that not even a row can be removed
+        except BaseException as error:  # of a device, such that not even a row can be removed; a panic in Rust
             self._ended = RuntimeError(f"the model's thread has ended: {type(error).__name__}: {error}")
             self._ended.__cause__ = error
         while not self._jobs.empty():
-            with contextlib.suppress(Exception):  # a device that is gone
+            with contextlib.suppress(BaseException):  # a device that is gone
                 if (job := self._jobs.get()) is not None:
                     job()  # such as a prompt, which is then told
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BaseException):
             self._fail(self._ended)
 
     def _turn(self) -> bool:

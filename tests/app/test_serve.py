@@ -8,6 +8,7 @@ import contextlib
 import gzip
 import io
 import json
+import signal
 import socket
 import threading
 import time
@@ -21,7 +22,6 @@ import httpx
 import openai
 import pytest
 import torch
-import uvicorn
 from PIL import Image
 
 from mmspec import media, zoo
@@ -30,7 +30,7 @@ from mmspec.app import engine as engines
 from mmspec.app.media.pictures import PictureLoader
 from mmspec.app.serve import chat
 from mmspec.app.serve.chat import ChatRequest
-from mmspec.app.serve.http import KEEP_ALIVE, Service, build
+from mmspec.app.serve.http import Server, Service, build
 from mmspec.pipelines.host.processors.grammar import json_grammar
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.serving import continuous
@@ -69,16 +69,23 @@ def service(engine: engines.Engine) -> Iterator[Service]:
         yield Service(engine, worker, pictures, embedded.MODEL, 128, 0.0, 256, 500_000)
 
 
-@pytest.fixture(scope="module")
-def base(service: Service) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(build(service), port=0, log_level="error", timeout_keep_alive=KEEP_ALIVE))
+@contextlib.contextmanager
+def running(service: Service, last: int = 10) -> Iterator[tuple[Server, str]]:
+    """A server in a thread, and its address."""
+    server = Server(build(service), service.worker, last, port=0, log_level="error")
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
         time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    yield server, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     server.should_exit = True
     thread.join()
+
+
+@pytest.fixture(scope="module")
+def base(service: Service) -> Iterator[str]:
+    with running(service) as (_, address):
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +217,16 @@ def test_a_client_that_leaves_frees_its_row(client: openai.OpenAI, base: str, se
             ask(client, messages, timeout=0.05, **endless)
     idle(base)
     assert not service.worker.batches.busy
+
+
+def test_a_server_that_ends_tells_its_clients(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+    with running(service, 1) as (server, address), openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client:
+        parts = ask(client, asking(url(blank(32))), stream=True, max_tokens=5000, temperature=2.0, seed=1)
+        next(parts)
+        server.handle_exit(signal.SIGINT, None)
+        with pytest.raises(openai.APIError, match="the server is being ended"):
+            list(parts)
+    assert not caplog.records, "no traceback"
 
 
 def test_a_full_queue_is_said(client: openai.OpenAI, base: str, service: Service) -> None:

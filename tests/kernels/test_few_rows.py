@@ -157,6 +157,24 @@ def test_it_is_the_recurrent_layer(shape: tuple[int, ...], turned: bool, threads
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("n", [1, 31, 70])
+def test_it_reads_a_prompt(n: int, compiled: None) -> None:
+    q, k, v, beta, g, state = nodes(2, 3, n, 32, 16, False)
+    ancestors, first, every = torch.ones(2, n, n).tril().bool(), torch.zeros(2, 3, 32, 16), torch.ones(2, n).bool()
+    for rate, before in ((beta, state), (None, state), (beta, None)):
+        assert few_rows.chains(v, g)
+        o, after = few_rows.chain(q, k, v, rate, g, before)
+        wide, wanted = recurrent.path_decay(g.double(), ancestors), (first if before is None else before).double()
+        given = [t if t is None else t.double() for t in (q, k, v, rate)]
+        read, writes = recurrent.recurrent_tree(*given, wide, wanted, ancestors)  # type: ignore[arg-type]
+        torch.testing.assert_close(o.transpose(1, 2).double(), read, rtol=1e-5, atol=1e-5)
+        recurrent.recurrent_fold(wanted, k.double(), writes, wide, every, torch.tensor([n - 1] * 2))
+        torch.testing.assert_close(after.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert not few_rows.chains(v[..., :9], g) and not few_rows.chains(v, g[..., None])
+    with pytest.raises(RuntimeError):
+        few_rows.chain(q, k, v, beta, g, state[:1])
+
+
 def test_it_commits_a_path(compiled: None) -> None:
     B, H, n, K, V = 2, 3, 6, 16, 20
     states, layers = [], []

@@ -105,11 +105,18 @@ def test_outside_of_its_block_nothing_is_waited_for() -> None:
         asyncio.run(asyncio.wait_for(work(AsyncBatcher(ContinuousBatcher(model, Letters(), 2), Letters())), 60))
 
 
-def test_a_thread_that_ends_by_an_error_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+class PanicError(BaseException):
+    """Like pyo3's, which libraries in Rust raise."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError("device lost"), PanicError("out of bounds")], ids=repr)
+def test_a_thread_that_ends_by_an_error_leaves_nobody_waiting(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_vlms.model("llava")
 
     def breaks(ticket: object) -> None:
-        raise RuntimeError("device lost")
+        raise error
 
     async def work(held: AsyncBatcher) -> None:
         with held:
@@ -118,11 +125,29 @@ def test_a_thread_that_ends_by_an_error_leaves_nobody_waiting(monkeypatch: pytes
             await anext(other)
             monkeypatch.setattr(held.batches, "cancel", breaks)
             await left.aclose()
-            with pytest.raises(RuntimeError, match="thread has ended: RuntimeError: device lost"):
+            with pytest.raises(RuntimeError, match=f"thread has ended: {type(error).__name__}: {error}"):
                 [part async for part in other]
 
     with mmspec.enable(model, "ngram"):
         asyncio.run(asyncio.wait_for(work(AsyncBatcher(ContinuousBatcher(model, Letters(), 2), Letters())), 60))
+
+
+def test_all_answers_can_be_ended_those_that_wait_too() -> None:
+    model = tiny_vlms.model("llava")
+
+    async def work(held: AsyncBatcher) -> None:
+        with held:
+            streams = [held.stream(one, max_new_tokens=100_000) for one in prompts(3)]
+            waiting = [asyncio.ensure_future(anext(one)) for one in streams]
+            await waiting[0]
+            held.fail(ValueError("enough"))
+            for one in (*waiting[1:], streams[0]):
+                with pytest.raises(ValueError, match="enough"):
+                    await one if isinstance(one, asyncio.Future) else [part async for part in one]
+            assert [part async for part in held.stream(prompts(1)[0], max_new_tokens=2)][-1].finish
+
+    with mmspec.enable(model, "ngram"):
+        asyncio.run(asyncio.wait_for(work(AsyncBatcher(ContinuousBatcher(model, Letters(), 1), Letters())), 60))
 
 
 @pytest.mark.parametrize("step", [1, 2, 5])
