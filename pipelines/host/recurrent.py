@@ -97,8 +97,8 @@ def _delta(stock: Scan) -> Scan:
         initial_state: Tensor | None = None, use_qk_l2norm_in_kernel: bool = False, **more: object,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         tree = None if initial_state is None else now().draft
-        given = {name for name, argument in more.items() if argument is not None}
-        if tree is None and (now().read is None or not few_rows.chains(value, g) or given - _OF_PROMPTS):
+        packed = more.get("cu_seqlens") is not None
+        if tree is None and (packed or now().read is None or not few_rows.chains(value, g)):
             return stock(
                 query, key, value, g=g, beta=beta, initial_state=initial_state,
                 use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **more,
@@ -177,7 +177,6 @@ SCANS: dict[str, Callable[..., Callable[..., object]]] = {
     "mamba2_selective_state_update": _ssd_step,
 }
 KINDS = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "moe", "mlp"}  # in `config.layer_types`
-_OF_PROMPTS = {"chunk_size", "output_final_state"}  # arguments of a scan that `few_rows.chain` does not need
 _NO_LIMIT = (0.0, float("inf"))
 _WRITES = {"update_conv_state": {"causal_conv1d_fn"}, "update_recurrent_state": set(SCANS) - {"causal_conv1d_fn"}}
 

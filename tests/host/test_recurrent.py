@@ -15,10 +15,13 @@ from compared import as_alone, as_stock
 from hostile_drafters import DRAFTERS, Oracle, Scripted
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import AutoModelForImageTextToText
 
 import mmspec
+from mmspec import zoo as embedded
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.drafters.plain import Plain
+from mmspec.kernels import few_rows
 from mmspec.kernels import reference_recurrent as ops
 from mmspec.pipelines.host import recurrent
 from mmspec.pipelines.host.recurrent_state import AcceptedPath, RecurrentLayers
@@ -103,6 +106,23 @@ def test_outside_of_a_draft_a_layer_is_stock() -> None:
         stock = model(**inputs).logits
         with mmspec.enable(model):
             assert torch.equal(model(**inputs).logits, stock)
+
+
+@pytest.mark.skipif(not few_rows.available(torch.float32), reason="no compiler, or another CPU")
+def test_prompts_drafts_and_commits_run_in_the_cpu_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(embedded.path("scenes-hybrid")).eval()
+    layers, calls = len(recurrent.modules(model)), dict.fromkeys(("chain", "scan", "fold"), 0)
+    inputs = {"input_ids": torch.arange(5, 60)[None], "attention_mask": torch.ones(1, 55, dtype=torch.long)}
+    stock = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    for name in calls:
+        run = getattr(few_rows, name)
+        monkeypatch.setattr(
+            few_rows, name, lambda *args, n=name, run=run: (calls.update({n: calls[n] + 1}), run(*args))[1]
+        )
+    assert torch.equal(model.generate(**inputs, max_new_tokens=20, do_sample=False), stock) and not any(calls.values())
+    with mmspec.enable(model, compile=False) as handle:
+        assert torch.equal(model.generate(**inputs, max_new_tokens=20, do_sample=False), stock)
+    assert calls == {"chain": layers, "scan": layers * handle.stats.rounds, "fold": handle.stats.rounds}
 
 
 # -- rows that come and go, memory ------------------------------------------------------------------------------------
