@@ -54,7 +54,8 @@ class HostModel:
         """The model's current properties."""
         cached, now = _CACHE.get(model), version(model)
         if cached is None or (cached[0] is not now and cached[0] != now) or not cached[1]._is_of(model):
-            cached = _CACHE[model] = now, cls._read(model)
+            cached = now, cls._read(model)
+        _CACHE[model] = now, cached[1]  # next time it is the same object, and not compared
         return cached[1]
 
     @classmethod
