@@ -258,6 +258,7 @@ def test_a_failed_write_leaves_what_stood(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(file) or fsync(file))
     save.save_drafter(ours(), tmp_path)
     assert len(synced) == 3  # each file is on the disk before it replaces another
+    assert len({p.stat().st_mode for p in tmp_path.iterdir()}) == 1  # that of any new file
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
 
     def full(tensors, path, metadata):
