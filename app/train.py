@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 DRAW = {"guidance_scale": 3.0, "temperature": 1.0, "top_k": 0, "image_area": 0}  # names of --draw, with their types
 OWN = {"intermediate": 0}  # of --shape: by default the target's
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # what a full disk gives
 KINDS = {
     bool: "true or false", int: "a whole number from 0 on", float: "a number from 0 on", tuple: "a list", str: "a word",
 }  # fmt: skip
@@ -274,7 +276,8 @@ def run(args: argparse.Namespace) -> int:
                     frames=args.video_frames, drawing=drawing,
                 )  # fmt: skip
     except (ValueError, EngineError, OSError) as error:  # OSError: no such target or data set, a full disk
-        print(f"mmspec train: {' '.join(str(error).split())}", file=sys.stderr)
+        free = "; free space and run the same command again" if getattr(error, "errno", None) in FULL else ""
+        print(f"mmspec train: {' '.join(str(error).split())}{free}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
         said = ", ".join(filter(None, ["stopped", str(stop)]))

@@ -393,6 +393,26 @@ def test_a_signal_stops_the_command_after_its_step_and_the_same_command_resumes(
     assert cli.main(words) == 0 and "resumes at step 1 of 4" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("fails", "error", "told"),
+    [
+        ("torch.save", RuntimeError("[enforce fail] . unexpected pos 64\nframe #0"),
+         "cannot be written ([enforce fail] . unexpected pos 64): '{run}/checkpoint.pt'; free space and run the same "),
+    ],
+    ids=["a full disk"],
+)  # fmt: skip
+def test_what_ends_a_run_is_told_with_what_to_do(
+    fails: str, error: Exception, told: str, tmp_path: Path, questions: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def failing(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(fails, failing)
+    words = [*_words(tmp_path, questions), "--set", "steps=1", "batch=2", "held_out=4", "max_new_tokens=8"]
+    assert cli.main(words) == 1 and told.format(run=tmp_path / "run") in capsys.readouterr().err
+
+
 def test_drawn_scenes_and_folders_are_sources(questions: Path) -> None:
     scenes = data.read("scenes:3", seed=1)
     assert [s.load()[0].size for s in scenes] == [(96, 96)] * 3
