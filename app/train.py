@@ -279,6 +279,11 @@ def run(args: argparse.Namespace) -> int:
         free = "; free space and run the same command again" if getattr(error, "errno", None) in FULL else ""
         print(f"mmspec train: {' '.join(str(error).split())}{free}", file=sys.stderr)
         return 1
+    except torch.OutOfMemoryError as error:
+        advice = "lower batch or anchors by --set, or writing or max_new_tokens if the target was answering. What is "
+        advice += f"saved is kept; if that includes steps, give another --out, and --answers {args.answers or args.out}"
+        print(f"mmspec train: {first_line(error)}\n{advice}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt as stop:
         said = ", ".join(filter(None, ["stopped", str(stop)]))
         print(f"\nmmspec train: {said}; run the same command again to resume", file=sys.stderr)

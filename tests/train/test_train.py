@@ -398,8 +398,10 @@ def test_a_signal_stops_the_command_after_its_step_and_the_same_command_resumes(
     [
         ("torch.save", RuntimeError("[enforce fail] . unexpected pos 64\nframe #0"),
          "cannot be written ([enforce fail] . unexpected pos 64): '{run}/checkpoint.pt'; free space and run the same "),
+        ("mmspec.train.distil.losses", torch.OutOfMemoryError("CUDA out of memory. Tried to\nallocate"),
+         "OutOfMemoryError: CUDA out of memory. Tried to\nlower batch or anchors by --set, or writing or max_new_"),
     ],
-    ids=["a full disk"],
+    ids=["a full disk", "a full GPU"],
 )  # fmt: skip
 def test_what_ends_a_run_is_told_with_what_to_do(
     fails: str, error: Exception, told: str, tmp_path: Path, questions: Path, monkeypatch: pytest.MonkeyPatch,
