@@ -70,7 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--keep", type=from_zero, default=0.0, metavar="GB", help="memory for caching features")
     add("--limit", type=count, help="maximum number of samples")
     add("--video-frames", type=FramePolicy.parse, metavar="POLICY", default=USUAL, help=HELP)
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s)")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s); not for several processes")
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
@@ -170,7 +170,8 @@ def train(
         drafter.to(teacher.model.device)
         kind = HeadsTraining if drafter.method == "heads" else Distillation
         run = kind(
-            drafter, teacher, samples, recipe, out, texts, answers, about, int(keep * 2**30), accelerator=Accelerator()
+            drafter, teacher, samples, recipe, out, texts, answers, about, int(keep * 2**30),
+            accelerator=Accelerator(device_placement=False),  # everything is on the target's device
         )
         tau = run.run()
     if run.accelerator.is_main_process:
@@ -236,14 +237,16 @@ def _alone(out: Path) -> Iterator[None]:
         yield
 
 
-def _opened(target: str, pictures: bool, device: torch.device) -> tuple[Any, Any]:
+def _opened(target: str, pictures: bool, device_name: str) -> tuple[Any, Any]:
     """Load a model and its processor; for a model that draws, the processor is None.
 
     Raises EngineError: there is no such model, or it cannot be loaded.
     """
     from mmspec.app import image_model
     from mmspec.pipelines.host.loading import model_and_processor
+    from mmspec.pipelines.host.training import own_device
 
+    device = own_device() or find_device(device_name)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if pictures:
         return image_model.open_model(target, device, dtype, decoded=False), None
@@ -268,7 +271,7 @@ def run(args: argparse.Namespace) -> int:
         words = (word.partition("=") for word in args.draw)
         drawing = {name: value_of(text) for name, _, text in words} if own else _values("--draw", args.draw, DRAW)
         with terminable():
-            model, processor = _opened(args.target, draws(args.target, args.data), find_device(args.device))
+            model, processor = _opened(args.target, draws(args.target, args.data), args.device)
             with _alone(args.out):
                 train(
                     model, processor, args.method, args.data, args.out, recipe, shape=shape, limit=args.limit,

@@ -106,7 +106,8 @@ class Distillation:
         texts: prompts without pictures, for recipes whose stages need them.
         answers: folder of the answers, shared by runs with the same target, data and answer settings; default: `out`.
         about: identifies the target and the data, on which the answers depend besides the prompts and the recipe.
-        accelerator: accelerate's, of this process.
+        accelerator: accelerate's, of this process; the drafter is on the target's device, which is its own if there are
+            several.
         room: bytes for cached traces of all lessons together, so that a sample is not read again.
     """
 
@@ -142,6 +143,7 @@ class Distillation:
                 f"others that show the same pictures, and learns from the rest; give more pictures or prompts{fewer}"
             )
         self.held_out, self.samples, self.texts = [prompted[i] for i in held], [prompted[i] for i in left], list(texts)
+        self.device = next(drafter.parameters()).device
         self.optimizers = optimizers(drafter, recipe)
         self.network, *prepared = self.accelerator.prepare(drafter, *self.optimizers)
         self.optimizers = prepared
@@ -191,7 +193,7 @@ class Distillation:
                     done.update(new)
                     file.write(json.dumps({f"{i} {stamps[i]}".strip(): new[i] for i in new}) + "\n")
                     file.flush()
-        counts = torch.tensor([len(broken), len(mine)], device=self.accelerator.device)
+        counts = torch.tensor([len(broken), len(mine)], device=self.device)
         unread, count = self.accelerator.reduce(counts, "sum").tolist()  # of all processes, so that all stop together
         why = f"{unread} of {count} samples ({name}) cannot be read"
         why += f"; the first: {broken[min(broken)]}" if broken else ""
@@ -240,7 +242,7 @@ class Distillation:
         steps = tqdm(total=self.recipe.steps, initial=self.step, desc="train", **bar(wanted))
         saved = time.monotonic()
         tau = self.measure(held_out) if self.step else 1.0
-        with Stop(self.accelerator) as stop, steps:
+        with Stop(self.accelerator, self.device) as stop, steps:
             for trace in self._traces(shown, text):
                 began = time.process_time()
                 loss, agree = self.update(trace)
@@ -273,7 +275,7 @@ class Distillation:
         """How often each token [V] occurs in the answers of all processes."""
         tokens, vocab = torch.tensor([*chain.from_iterable(answers)], dtype=torch.long), self.drafter.config.vocab
         counts = torch.bincount(tokens, minlength=vocab)[:vocab]
-        return self.accelerator.reduce(counts.to(self.accelerator.device), "sum")
+        return self.accelerator.reduce(counts.to(self.device), "sum")
 
     def _traces(self, shown: Lesson, text: Lesson | None) -> Iterator[Trace]:
         """The batches of the steps from `self.step` on, each with pictures or, in some stages, of text only."""
@@ -289,7 +291,7 @@ class Distillation:
 
     def computing(self) -> torch.autocast:
         """Autocast for traces and losses, by the recipe's `bf16`."""
-        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.recipe.bf16)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.bf16)
 
     def update(self, trace: Trace) -> tuple[float, Tensor]:
         """One optimizer step on one batch."""
@@ -398,7 +400,7 @@ class Distillation:
 
     def resume(self) -> None:
         """Resume from the checkpoint in `out`, if there is one; raises the errors of `stored`."""
-        if (state := self.stored(self.accelerator.device)) is None:
+        if (state := self.stored(self.device)) is None:
             return
         self.step, self.seconds, self.curve = state["step"], state["seconds"], state.get("curve", [])
         self.accelerator.unwrap_model(self.network).load_state_dict(state["drafter"])

@@ -142,12 +142,12 @@ class HeadsTraining(Distillation):
                     new, tau = self._drawn(self.samples[part::PARTS], part)
                     rounds = new if rounds is None else rounds.join(new)
                     tqdm.write(f"step {self.step}: {tau:.2f} tokens of a picture per forward")
-                with Stop(self.accelerator) as stop:
+                with Stop(self.accelerator, self.device) as stop:
                     for step in range(self.step, min((part + 1) * each, self.recipe.steps)):
                         began = time.process_time()
                         chosen = torch.Generator().manual_seed(self.recipe.seed * 100003 + step)
                         rows = torch.randint(len(rounds.picture), (self.recipe.batch,), generator=chosen)
-                        loss = self.learn(*rounds.batch(rows, self.accelerator.device))
+                        loss = self.learn(*rounds.batch(rows, self.device))
                         self.seconds += time.process_time() - began
                         self.step += 1
                         finite(loss, self.step)

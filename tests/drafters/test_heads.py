@@ -164,9 +164,9 @@ def training(out: Path, recipe: Any = RECIPE, prompts: int = 13) -> HeadsTrainin
 def test_training_raises_what_a_forward_gives(tmp_path: Path) -> None:
     run = training(tmp_path, RECIPE.with_(steps=200, lr=5e-3), prompts=33)
     rounds, before = run._drawn(run.held_out, 0)
-    loss = run.learn(*rounds.batch(torch.arange(len(rounds.picture)), run.accelerator.device))
+    loss = run.learn(*rounds.batch(torch.arange(len(rounds.picture)), run.device))
     assert run.run() > before
-    assert run.learn(*rounds.batch(torch.arange(len(rounds.picture)), run.accelerator.device)) < 0.9 * loss
+    assert run.learn(*rounds.batch(torch.arange(len(rounds.picture)), run.device)) < 0.9 * loss
 
 
 @pytest.mark.parametrize(("part", "at", "by"), [("learn", 6, None), ("learn", 6, signal.SIGINT), ("save", 8, None)])

@@ -23,7 +23,7 @@ import mmspec
 from benchmarks.zoo import sources
 from mmspec.app import cli
 from mmspec.app.files import hold
-from mmspec.app.train import train
+from mmspec.app.train import _opened, train
 from mmspec.checkpoints.save import save_drafter
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.feature import FeatureDrafter
@@ -154,7 +154,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(questions: Path, tmp_path: Pa
 
 
 def test_a_second_ctrl_c_stops_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyboardInterrupt), Stop(Accelerator()) as stop:
+    with pytest.raises(KeyboardInterrupt), Stop(Accelerator(), torch.device("cpu")) as stop:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             assert stop.asked() == stop.noted
             signal.raise_signal(number)
@@ -391,6 +391,16 @@ def test_a_signal_stops_the_command_after_its_step_and_the_same_command_resumes(
             assert cli.main(words) == 130
         assert capsys.readouterr().err.endswith(f"mmspec train: {told} the same command again to resume\n")
     assert cli.main(words) == 0 and "resumes at step 1 of 4" in capsys.readouterr().out
+
+
+def test_all_is_on_the_targets_device(questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where accelerate would take another one; only of several processes it gives each its own."""
+    Accelerator()  # has looked for other processes
+    monkeypatch.setattr(Accelerator, "device", torch.device("meta"))
+    words = [*_words(tmp_path, questions), "--set", "steps=1", "batch=2", "held_out=4", "max_new_tokens=8"]
+    assert cli.main(words) == 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert _opened(words[2], False, "cpu")[0].device.type == "meta"
 
 
 @pytest.mark.parametrize(
