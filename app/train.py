@@ -70,7 +70,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--keep", type=from_zero, default=0.0, metavar="GB", help="memory for caching features")
     add("--limit", type=count, help="maximum number of samples")
     add("--video-frames", type=FramePolicy.parse, metavar="POLICY", default=USUAL, help=HELP)
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s); not for several processes")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s); where several processes were "
+        "launched, accelerate gives each its own")  # fmt: skip
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
@@ -146,8 +147,8 @@ def train(
     from mmspec.pipelines.teacher import Teacher
 
     torch.manual_seed(recipe.seed)
-    shaped = build_for_pictures if processor is None else build
-    drafter = drafter or shaped(method, model, **(shape or {}))
+    given, shaped = drafter, build_for_pictures if processor is None else build
+    drafter = given.requires_grad_(True) if given else shaped(method, model, **(shape or {}))
     _check(drafter, model, processor, recipe, drawing or {})
     frames = frames or FramePolicy.parse(USUAL)
     clips = VideoReader(frames)
@@ -171,8 +172,8 @@ def train(
         kind = HeadsTraining if drafter.method == "heads" else Distillation
         run = kind(
             drafter, teacher, samples, recipe, out, texts, answers, about, int(keep * 2**30),
-            accelerator=Accelerator(device_placement=False),  # everything is on the target's device
-        )
+            accelerator=Accelerator(device_placement=False), trained=given is not None,  # all is on the target's device
+        )  # fmt: skip
         tau = run.run()
     if run.accelerator.is_main_process:
         mtp_files.save_trained(model, drafter.eval(), out / "drafter")

@@ -91,9 +91,8 @@ def cut_head(drafter: Any, teacher: Teaches, seen: Tensor) -> None:
             weight[:, columns] = teacher.head(one_hot)[:, ids].T.to(weight.dtype)
 
 
-def narrow(drafter: Any, seen: Tensor, count: int) -> None:
-    """Restrict a drafter with the target's head to the most frequent tokens, by their counts [V]."""
-    ids = most_frequent(seen, count)
+def narrow(drafter: Any, ids: Tensor) -> None:
+    """Restrict a drafter with the target's head to these tokens."""
     drafter.config = replace(drafter.config, proposes=tuple(ids.tolist()))
     drafter.head = TargetHead(DraftVocab(ids))
 
@@ -109,16 +108,17 @@ class Distillation:
         accelerator: accelerate's, of this process; the drafter is on the target's device, which is its own if there are
             several.
         room: bytes for cached traces of all lessons together, so that a sample is not read again.
+        trained: the drafter is one to continue from, and keeps its head's tokens.
     """
 
     def __init__(
         self, drafter: Any, teacher: Teaches, samples: Sequence[TrainingSample], recipe: Recipe, out: Path,
         texts: Sequence[TrainingSample] = (), answers: Path | None = None, about: str = "", room: int = 0,
-        *, accelerator: Any,
+        *, accelerator: Any, trained: bool = False,
     ) -> None:  # fmt: skip
         self.accelerator = accelerator
         self.drafter, self.teacher, self.recipe, self.out = drafter, teacher, recipe, out
-        self.written, self.about, self.room = answers or out, about, room
+        self.written, self.about, self.room, self.trained = answers or out, about, room, trained
         if recipe.texts and not texts:
             raise ValueError(
                 "this recipe has stages of text only; give prompts without pictures (--text), or train without them "
@@ -232,11 +232,15 @@ class Distillation:
         """
         held_out, shown = self.lesson(self.held_out, "held-out"), self.lesson(self.samples, "train")
         text = self.lesson(self.texts, "text") if self.recipe.texts else None
-        if self.drafter.head.own:
+        kept = getattr(self.drafter.config, "proposes", ()) if self.trained else ()
+        if self.drafter.head.own and not self.trained:
             with self.computing():
                 cut_head(self.drafter, self.teacher, self._seen(self.answers(self.samples, "train")))
+        elif kept:
+            narrow(self.drafter, torch.tensor(kept, device=self.device))
         elif self.recipe.vocabulary:
-            narrow(self.drafter, self._seen(self.answers(self.samples, "train")), self.recipe.vocabulary)
+            seen = self._seen(self.answers(self.samples, "train"))
+            narrow(self.drafter, most_frequent(seen, self.recipe.vocabulary))
         self.resume()
         wanted = self.accelerator.is_main_process
         steps = tqdm(total=self.recipe.steps, initial=self.step, desc="train", **bar(wanted))

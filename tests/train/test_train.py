@@ -625,6 +625,22 @@ def test_a_vocabulary_is_learnt_written_and_proposed_from(questions: Path, tmp_p
     assert drafter.chosen({"draft_vocab": "all"}).draft_vocab == "all"
 
 
+@pytest.mark.parametrize("changes", [{"draft_vocab": 120}, {"proposes": tuple(range(3, 120))}])
+def test_a_saved_drafter_goes_on_with_the_tokens_that_it_has(
+    changes: dict[str, Any], questions: Path, tmp_path: Path
+) -> None:
+    save_drafter(first := _made("eagle", **changes), tmp_path / "first")
+    recipe = RECIPE.with_(steps=1, batch=2, held_out=4, lr=1e-6, muon=False, vocabulary=len(first.config.proposes))
+    before = {name: weight.clone() for name, weight in first.state_dict().items()}
+    given = mmspec.load_drafter(tmp_path / "first")
+    made = train(tiny_llava.model(), tiny_llava.processor(), "eagle", str(questions), tmp_path, recipe, drafter=given)
+    after = made.state_dict()
+    assert made.config.proposes == first.config.proposes and any(not torch.equal(after[k], before[k]) for k in before)
+    for name, weight in before.items():
+        torch.testing.assert_close(after[name], weight, rtol=0, atol=1e-5)
+    assert made.head.own or made.head.ids.tolist() == [*first.config.proposes]
+
+
 def test_answers_of_all_processes_count_for_the_draft_vocabulary(
     questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
