@@ -52,6 +52,7 @@ class TrainingSample:
     clip: bool = False  # the images are the frames of a video
     name: str = ""  # by which `hold_out` chooses: its file, pictures, prompt or row; none if it was drawn at random
     files: tuple[Path, ...] = ()  # of its pictures or video, as far as they are files of their own
+    key: str = ""  # under which the target's answer is stored; Distillation gives it
 
     def stamp(self) -> str:
         """Size and modification time of its files, which change when one of them does; empty without files."""

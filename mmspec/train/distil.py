@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -71,6 +73,27 @@ def _opened(samples: dict[int, TrainingSample], broken: dict[int, str]) -> dict[
     return found
 
 
+def _stored(path: Path) -> dict[str, list[int]]:
+    """The answers in a file, by key; without those of an incomplete or damaged line, which are generated again."""
+    found: dict[str, list[int]] = {}
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(ValueError, TypeError, AttributeError):
+            found |= {key: [int(token) for token in answer] for key, answer in json.loads(line).items()}
+    return found
+
+
+def _keyed(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """The samples with the keys of their answers: hashes of name and prompt, so that others may be added; of those
+    drawn at random, of the place instead of the name. Where several are the same, they are numbered."""
+    found, seen = [], Counter[str]()
+    for index, sample in enumerate(samples):
+        what = json.dumps([sample.name or index, sample.prompt])
+        key = hashlib.sha256(what.encode()).hexdigest()[:16]
+        found.append(replace(sample, key=f"{key}-{seen[what]}"))
+        seen[what] += 1
+    return found
+
+
 def most_frequent(seen: Tensor, count: int) -> Tensor:
     """Ids of the `count` most frequent tokens, ascending, by their counts `seen` [V].
 
@@ -130,7 +153,8 @@ class Distillation:
                 f"{drafter.method!r} drafter is different, so leave it out"
             )
         self.built = {"method": drafter.method, **getattr(drafter.config, "to_dict", dict)()}
-        prompted = [replace(s, prompt=f"{s.prompt} {recipe.suffix}") if recipe.suffix else s for s in samples]
+        asked = [replace(s, prompt=f"{s.prompt} {recipe.suffix}") if recipe.suffix else s for s in samples]
+        prompted = _keyed(asked)
         state = self.stored("cpu", mmap=True)  # raises before the target answers; the tensors are not read
         self.named = state is None or "named" in state  # older runs held out the first samples, and go on so
         held = hold_out(samples, recipe.held_out, recipe.seed) if self.named else [*range(recipe.held_out)]
@@ -142,7 +166,8 @@ class Distillation:
                 f"{len(samples)} samples are too few: this recipe holds {recipe.held_out} out to measure τ, with all "
                 f"others that show the same pictures, and learns from the rest; give more pictures or prompts{fewer}"
             )
-        self.held_out, self.samples, self.texts = [prompted[i] for i in held], [prompted[i] for i in left], list(texts)
+        self.held_out, self.samples = [prompted[i] for i in held], [prompted[i] for i in left]
+        self.texts = _keyed(texts)
         self.device = next(drafter.parameters()).device
         self.optimizers = optimizers(drafter, recipe)
         self.network, *prepared = self.accelerator.prepare(drafter, *self.optimizers)
@@ -162,24 +187,19 @@ class Distillation:
             UnreadableError: no sample can be read.
         """
         process, processes = self.accelerator.process_index, self.accelerator.num_processes
-        path = self.written / f"answers-{name}-{self._way(samples)}-{process}of{processes}.jsonl"
+        shared = f"answers-{name}-{self._way()}"
+        path = self.written / f"{shared}-{process}of{processes}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines() if path.exists() else []
-        stamps = [sample.stamp() for sample in samples]
-        done: dict[int, list[int]] = {}
-        for line in lines:
-            try:
-                stored = [(*key.partition(" ")[::2], answer) for key, answer in json.loads(line).items()]
-            except json.JSONDecodeError:
-                continue  # an incomplete last line: its answers are generated again
-            # one without a stamp is of no file, or older than stamps
-            done.update({int(i): answer for i, stamp, answer in stored if stamp in ("", stamps[int(i)])})
+        done: dict[str, list[int]] = {}
+        for other in sorted(self.written.glob(f"{shared}-*.jsonl")):  # also of other numbers of processes
+            done.update(_stored(other))
+        keys = [f"{sample.key} {sample.stamp()}".strip() for sample in samples]
         mine = sorted(range(process, len(samples), processes), key=lambda i: (samples[i].images, samples[i].prompt))
         groups = [mine[at : at + self.recipe.writing] for at in range(0, len(mine), self.recipe.writing)]
-        todo = [left for group in groups if (left := [i for i in group if i not in done])]
+        todo = [left for group in groups if (left := [i for i in group if keys[i] not in done])]
         broken: dict[int, str] = {}
         with path.open("a") as file:
-            if lines and todo:
+            if todo and file.tell():
                 file.write("\n")  # after an incomplete line
             for group in tqdm(todo, desc=f"answers ({name})", unit="batch", **bar(bool(todo))):
                 seed = self.recipe.seed * 100003 + group[0]
@@ -189,9 +209,9 @@ class Distillation:
                 if opened:
                     temperature = self.recipe.temperature if sampled else 0.0
                     texts = self.teacher.answers(list(opened.values()), self.recipe.max_new_tokens, temperature)
-                    new = dict(zip(opened, texts, strict=True))
+                    new = {keys[i]: text for i, text in zip(opened, texts, strict=True)}
                     done.update(new)
-                    file.write(json.dumps({f"{i} {stamps[i]}".strip(): new[i] for i in new}) + "\n")
+                    file.write(json.dumps(new) + "\n")
                     file.flush()
         counts = torch.tensor([len(broken), len(mine)], device=self.device)
         unread, count = self.accelerator.reduce(counts, "sum").tolist()  # of all processes, so that all stop together
@@ -201,13 +221,12 @@ class Distillation:
             raise UnreadableError(why)
         if broken:
             warnings.warn(f"left out: {why}", stacklevel=2)
-        return [done.get(i, []) for i in range(len(samples))]
+        return [done.get(key, []) if i % processes == process else [] for i, key in enumerate(keys)]
 
-    def _way(self, samples: list[TrainingSample]) -> str:
-        """A hash of everything that the answers depend on."""
+    def _way(self) -> str:
+        """A hash of everything that the answers depend on besides their samples."""
         r = self.recipe
-        asked = [s.name + s.prompt if self.named else s.prompt for s in samples]
-        how = [self.about, r.seed, r.temperature, r.sampled, r.max_new_tokens, r.writing, asked]
+        how = [self.about, r.seed, r.temperature, r.sampled, r.max_new_tokens, r.writing]
         return hashlib.sha256(json.dumps(how).encode()).hexdigest()[:10]
 
     def lesson(self, samples: list[TrainingSample], name: str) -> Lesson:

@@ -238,13 +238,12 @@ def test_pictures_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
         again = _run(tmp_path / "again", questions, recipe, answers=shared).answers(run.samples, "train")
     assert again[:5] == found[:5] and again[5]
     (path,) = shared.iterdir()
-    path.write_text(path.read_text().replace(f'"0 {run.samples[0].stamp()}"', '"0"'))  # as older runs wrote it
     written = path.read_text()
     Image.new("RGB", (56, 28), "red").save(tmp_path / f"{bad[2]}.png")  # another one in its place
     with pytest.warns(UserWarning, match="left out: 2 of 6"):
         last = _run(tmp_path / "last", questions, recipe, answers=shared).answers(run.samples, "train")
-    assert '"0"' in written and last[:5] == found[:5]
-    assert [key[:2] for key in json.loads(path.read_text().removeprefix(written))] == ["5 "]
+    assert last[:5] == found[:5]
+    assert [*json.loads(path.read_text().removeprefix(written))] == [f"{run.samples[5].key} {run.samples[5].stamp()}"]
 
 
 def test_training_goes_on_without_a_broken_picture(tmp_path: Path) -> None:
@@ -573,13 +572,39 @@ def test_methods_share_the_targets_answers(questions: Path, tmp_path: Path) -> N
     assert max(map(len, third.answers(third.samples, "train"))) <= 6
 
 
-def test_a_torn_line_is_written_again(questions: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", [b'{"6', b"null", b'{"9": 5}', b'{"9": [null]}', b"\xff\xfe"])
+def test_a_torn_or_damaged_line_is_written_again(damaged: bytes, questions: Path, tmp_path: Path) -> None:
     run = _run(tmp_path, questions, RECIPE.with_(writing=3))
     whole = run.answers(run.samples, "train")
     [file] = tmp_path.glob("answers-train-*")
-    text = file.read_text()
-    file.write_text(text[:-9])
-    assert run.answers(run.samples, "train") == whole == run.answers(run.samples, "train")
+    *lines, last = file.read_bytes().splitlines()
+    file.write_bytes(b"\n".join([*lines, damaged]))
+    assert last and run.answers(run.samples, "train") == whole == run.answers(run.samples, "train")
+
+
+def test_the_answers_stay_where_samples_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with another number of processes; two samples that are the same have an answer each."""
+    shared, lines, asked = tmp_path / "answers", tiny_llava.noise(tmp_path, 9), list[str]()
+
+    def answered(out: str, lines: list[dict[str, Any]]) -> tuple[Distillation, list[list[int]]]:
+        run = _run(tmp_path / out, tiny_llava.listed(tmp_path, lines), RECIPE.with_(writing=2), answers=shared)
+        own = run.teacher.answers
+        monkeypatch.setattr(
+            run.teacher, "answers", lambda group, *how: asked.extend(s.key for s in group) or own(group, *how)
+        )
+        return run, run.answers(run.samples, "train")
+
+    run, first = answered("first", [*lines[1:], lines[5]])
+    assert sorted(asked) == sorted({s.key for s in run.samples}) and len(asked) == len(run.samples)
+    known = {s.key: a for s, a in zip(run.samples, first, strict=True)}
+    asked.clear()
+    more, second = answered("second", [*lines, lines[5]])
+    assert 0 < len(asked) <= 2 and not {*asked} & known.keys()
+    assert all(known.get(s.key, a) == a for s, a in zip(more.samples, second, strict=True))
+    asked.clear()
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    assert answered("third", [*lines, lines[5]])[1] == [a if i % 2 == 0 else [] for i, a in enumerate(second)]
+    assert not asked
 
 
 def test_what_is_remembered_is_what_was_seen(questions: Path, tmp_path: Path) -> None:
