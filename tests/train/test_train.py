@@ -271,8 +271,9 @@ def test_no_picture_that_can_be_read(tmp_path: Path) -> None:
         ("x.jsonl", '{"prompt": "w5"}\n{"prompt": "w5", "video": "a.mp4"}',
          r"x.jsonl, line 2: 'video' holds a video, .*its frames as 'images'"),
         ("x.jsonl", '{"prompt": "w5"}\n' + "[" * 200_000, "line 2: a sample needs"),
+        ("x.jsonl", '{"prompt": ""}', "line 1: .*the prompt must be a string that is not empty"),
     ],
-    ids=["nowhere", "empty", "broken", "a video", "nested too deep"],
+    ids=["nowhere", "empty", "broken", "a video", "nested too deep", "no prompt"],
 )  # fmt: skip
 def test_bad_data(source: str, content: str | None, told: str, tmp_path: Path) -> None:
     if content is not None:
@@ -447,6 +448,28 @@ def test_what_is_held_out_is_a_sample_of_all(tmp_path: Path) -> None:
     assert len({*held(rows)}) == 2  # all four questions about each of two pictures
     assert len(held(rows, count=6)) == 8  # the second one's, too
     assert held("pictures:20") == [sample.prompt for sample in data.read("pictures:8")]
+
+
+def test_what_shows_a_held_out_picture_is_held_out(tmp_path: Path) -> None:
+    """Under another spelling, or beside another picture; what else is held out stays if others are added."""
+    shown = [[name] for n in range(20) for name in (f"{n}.png", f"./{n}.png", f"in/../{n}.png")]
+    shown += [[f"{n}.png", f"{n + 1}.png"] for n in range(0, 12, 3)]
+    path = tmp_path / "data.jsonl"
+
+    def split(count: int) -> tuple[set[str], set[str]]:
+        """The pictures that are held out, and those to learn from."""
+        path.write_text("".join(json.dumps({"images": images, "prompt": "?"}) + "\n" for images in shown))
+        held = {*data.hold_out(data.read(str(path)), count, 0)}
+        measured, learnt = (
+            {Path(name).name for i, names in enumerate(shown) if (i in held) is side for name in names}
+            for side in (True, False)
+        )
+        return measured, learnt
+
+    measured, learnt = split(6)
+    assert 2 <= len(measured) <= 4 and not measured & learnt and len(measured | learnt) == 20
+    shown += [["21.png"], ["22.png", "23.png"]]
+    assert len(split(6)[0] & measured) >= len(measured) - 2
 
 
 def test_an_older_run_goes_on_with_what_it_held_out(questions: Path, tmp_path: Path) -> None:
