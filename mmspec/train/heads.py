@@ -88,8 +88,15 @@ class Rounds:
 
     @classmethod
     def load(cls, path: Path) -> Rounds:
-        *views, picture, emitted, features = torch.load(path, weights_only=True)
-        return cls(View(*views), picture, emitted, features)
+        """Raises ValueError: it is missing or damaged."""
+        try:
+            *views, picture, emitted, features = torch.load(path, weights_only=True)
+            return cls(View(*views), picture, emitted, features)
+        except Exception as error:  # on other bytes torch may raise any error
+            raise ValueError(
+                f"{path} cannot be read ({type(error).__name__}: {error}), and the steps to come learn from it; delete "
+                "checkpoint.pt beside it to begin anew"
+            ) from error
 
     def first(self, pictures: int) -> Rounds:
         """The rounds of the first pictures."""
@@ -134,7 +141,8 @@ class HeadsTraining(Distillation):
         self.resume()
         each, path = -(-self.recipe.steps // PARTS), self.out / "rounds.pt"  # rounds of all parts that have saved steps
         drawn = sum(len(self.samples[part::PARTS]) for part in range(-(-self.step // max(1, each))))
-        rounds = Rounds.load(path).first(drawn) if self.step else None  # a part of which no step was saved comes again
+        more = 0 < self.step < self.recipe.steps
+        rounds = Rounds.load(path).first(drawn) if more else None  # a part of which no step was saved comes again
         with tqdm(total=self.recipe.steps, initial=self.step, desc="train", **bar(True)) as steps:
             while self.step < self.recipe.steps:
                 part = self.step // each

@@ -177,6 +177,18 @@ def test_a_stopped_run_goes_on_to_the_same_weights(
     goes_on(training, tmp_path, part, at, by)
 
 
+def test_rounds_that_are_lost_stop_only_a_run_that_learns_from_them(tmp_path: Path) -> None:
+    (whole := training(tmp_path)).run()
+    (tmp_path / "rounds.pt").unlink()
+    (again := training(tmp_path)).run()
+    assert all(torch.equal(t, again.drafter.state_dict()[name]) for name, t in whole.drafter.state_dict().items())
+    torch.save({**torch.load(tmp_path / "checkpoint.pt"), "step": 1}, tmp_path / "checkpoint.pt")
+    for why in ("FileNotFound", "Unpickling"):
+        with pytest.raises(ValueError, match=rf"(?s)rounds.pt cannot be read \({why}.*delete checkpoint.pt beside it"):
+            training(tmp_path).run()
+        (tmp_path / "rounds.pt").write_bytes(b"PK")
+
+
 def test_each_part_needs_a_picture(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="in 3 parts, each from other pictures; 2 are left"):
         training(tmp_path, RECIPE.with_(held_out=1), prompts=3).run()
