@@ -155,7 +155,6 @@ def train(
     samples = read(data, limit, recipe.seed, clips)
     _check_data(data, samples, text, processor, recipe)
     texts = read(text, limit, recipe.seed) if text else ()
-    began = time.monotonic()
     features, of = drafter.features, getattr(drafter.config, "target", "") or model.config._name_or_path
     clipped = frames if any(sample.clip for sample in samples) else ""
     drawn = sorted(drawing.items()) if drawing else ""
@@ -178,7 +177,7 @@ def train(
     if run.accelerator.is_main_process:
         mtp_files.save_trained(model, drafter.eval(), out / "drafter")
         facts = {"method": method, "data": data, "samples": len(samples), **({"draw": drawing} if drawing else {})}
-        _report(run, tau, time.monotonic() - began, facts)
+        _report(run, tau, facts)
     return drafter
 
 
@@ -215,11 +214,11 @@ def _check_data(
         raise ValueError("this recipe has no stage on text, as those of msd and vispec have; leave --text out")
 
 
-def _report(run: Distillation, tau: float, seconds: float, facts: dict[str, Any]) -> None:
+def _report(run: Distillation, tau: float, facts: dict[str, Any]) -> None:
     """Write the results of a run to its folder, and print them."""
-    recipe, out = run.recipe, run.out
+    recipe, out, minutes = run.recipe, run.out, (time.monotonic() - run.began) / 60
     report = {
-        "held_out_tau": tau, "curve": run.curve, "minutes": seconds / 60, "cpu_minutes_of_steps": run.seconds / 60,
+        "held_out_tau": tau, "curve": run.curve, "minutes": minutes, "cpu_minutes_of_steps": run.seconds / 60,
         "recipe": asdict(recipe), **facts,
     }  # fmt: skip
     write_whole(out / "report.json", json.dumps(report, indent=2).encode())

@@ -173,6 +173,7 @@ class Distillation:
         self.network, *prepared = self.accelerator.prepare(drafter, *self.optimizers)
         self.optimizers = prepared
         self.step, self.seconds = 0, 0.0  # and the processor time of the steps
+        self.began = time.monotonic()  # if all processes of the run had followed each other at once
         self.curve: list[dict[str, float]] = []  # measurements of the loss and the held-out τ
         out.mkdir(parents=True, exist_ok=True)
 
@@ -364,6 +365,7 @@ class Distillation:
         state = {
             "step": self.step,
             "seconds": self.seconds,
+            "lasted": time.monotonic() - self.began,
             "curve": self.curve,
             "recipe": json.dumps(asdict(self.recipe)),
             "about": self.about,
@@ -426,6 +428,7 @@ class Distillation:
         if (state := self.stored(self.device)) is None:
             return
         self.step, self.seconds, self.curve = state["step"], state["seconds"], state.get("curve", [])
+        self.began -= state.get("lasted", 0.0)
         self.accelerator.unwrap_model(self.network).load_state_dict(state["drafter"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)

@@ -390,7 +390,10 @@ def test_a_signal_stops_the_command_after_its_step_and_the_same_command_resumes(
             patch.setattr(Distillation, part, lambda *args, own=own: signal.raise_signal(signal.SIGTERM) or own(*args))
             assert cli.main(words) == 130
         assert capsys.readouterr().err.endswith(f"mmspec train: {told} the same command again to resume\n")
+    state = torch.load(tmp_path / "run" / "checkpoint.pt")
+    torch.save({**state, "lasted": state["lasted"] + 600}, tmp_path / "run" / "checkpoint.pt")
     assert cli.main(words) == 0 and "resumes at step 1 of 4" in capsys.readouterr().out
+    assert 10 < json.loads((tmp_path / "run" / "report.json").read_text())["minutes"] < 11
 
 
 def test_all_is_on_the_targets_device(questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
