@@ -141,7 +141,7 @@ def train(
         drawing: how a model that draws is called, such as its `guidance_scale`.
     """
     from mmspec.pipelines.drafters import mtp_files
-    from mmspec.pipelines.drafters.untrained import build, build_for_pictures
+    from mmspec.pipelines.drafters.untrained import build, build_for_pictures, check
     from mmspec.pipelines.host.training import Accelerator
     from mmspec.pipelines.image_teacher import ImageTeacher
     from mmspec.pipelines.teacher import Teacher
@@ -149,7 +149,7 @@ def train(
     torch.manual_seed(recipe.seed)
     given, shaped = drafter, build_for_pictures if processor is None else build
     drafter = given.requires_grad_(True) if given else shaped(method, model, **(shape or {}))
-    _check(drafter, model, processor, recipe, drawing or {})
+    check(drafter, model, processor, recipe, drawing or {})
     frames = frames or FramePolicy.parse(USUAL)
     clips = VideoReader(frames)
     samples = read(data, limit, recipe.seed, clips)
@@ -179,26 +179,6 @@ def train(
         facts = {"method": method, "data": data, "samples": len(samples), **({"draw": drawing} if drawing else {})}
         _report(run, tau, facts)
     return drafter
-
-
-def _check(drafter: Any, model: Any, processor: Processor | None, recipe: Recipe, drawing: dict[str, Any]) -> None:
-    """ValueError for a drafter that cannot be trained for this model, or by this recipe."""
-    from mmspec.pipelines.drafters.untrained import check_block, check_drawing
-    from mmspec.pipelines.families import table as families
-
-    if processor is None:
-        check_drawing(drafter, model, recipe, drawing)
-    elif drawing:
-        raise ValueError("--draw is for models that draw, and this one generates text; leave it out")
-    else:
-        drafter.fit(families.of(model).describe(model), {})
-    if recipe.confidence_weight and not getattr(drafter.config, "confidence", False):
-        raise ValueError("confidence_weight is for drafters with a confidence head, as dspark's; leave it out")
-    if drafter.method == "block":
-        check_block(drafter, recipe)
-    heads = getattr(drafter.config, "tokens", 1)
-    if heads not in (1, recipe.unroll):
-        raise ValueError(f"a drafter of {heads} tokens per pass needs {heads} steps: set unroll={heads}, or tokens")
 
 
 def _check_data(
