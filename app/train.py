@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 DRAW = {"guidance_scale": 3.0, "temperature": 1.0, "top_k": 0, "image_area": 0}  # names of --draw, with their types
 OWN = {"intermediate": 0}  # of --shape: by default the target's
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # what a full disk gives
 KINDS = {
     bool: "true or false", int: "a whole number from 0 on", float: "a number from 0 on", tuple: "a list", str: "a word",
 }  # fmt: skip
@@ -68,7 +70,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--keep", type=from_zero, default=0.0, metavar="GB", help="memory for caching features")
     add("--limit", type=count, help="maximum number of samples")
     add("--video-frames", type=FramePolicy.parse, metavar="POLICY", default=USUAL, help=HELP)
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s)")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s); where several processes were "
+        "launched, accelerate gives each its own")  # fmt: skip
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
@@ -138,21 +141,20 @@ def train(
         drawing: how a model that draws is called, such as its `guidance_scale`.
     """
     from mmspec.pipelines.drafters import mtp_files
-    from mmspec.pipelines.drafters.untrained import build, build_for_pictures
+    from mmspec.pipelines.drafters.untrained import build, build_for_pictures, check
     from mmspec.pipelines.host.training import Accelerator
     from mmspec.pipelines.image_teacher import ImageTeacher
     from mmspec.pipelines.teacher import Teacher
 
     torch.manual_seed(recipe.seed)
-    shaped = build_for_pictures if processor is None else build
-    drafter = drafter or shaped(method, model, **(shape or {}))
-    _check(drafter, model, processor, recipe, drawing or {})
+    given, shaped = drafter, build_for_pictures if processor is None else build
+    drafter = given.requires_grad_(True) if given else shaped(method, model, **(shape or {}))
+    check(drafter, model, processor, recipe, drawing or {})
     frames = frames or FramePolicy.parse(USUAL)
     clips = VideoReader(frames)
     samples = read(data, limit, recipe.seed, clips)
     _check_data(data, samples, text, processor, recipe)
     texts = read(text, limit, recipe.seed) if text else ()
-    began = time.monotonic()
     features, of = drafter.features, getattr(drafter.config, "target", "") or model.config._name_or_path
     clipped = frames if any(sample.clip for sample in samples) else ""
     drawn = sorted(drawing.items()) if drawing else ""
@@ -168,34 +170,15 @@ def train(
         drafter.to(teacher.model.device)
         kind = HeadsTraining if drafter.method == "heads" else Distillation
         run = kind(
-            drafter, teacher, samples, recipe, out, texts, answers, about, int(keep * 2**30), accelerator=Accelerator()
-        )
+            drafter, teacher, samples, recipe, out, texts, answers, about, int(keep * 2**30),
+            accelerator=Accelerator(device_placement=False), trained=given is not None,  # all is on the target's device
+        )  # fmt: skip
         tau = run.run()
     if run.accelerator.is_main_process:
         mtp_files.save_trained(model, drafter.eval(), out / "drafter")
         facts = {"method": method, "data": data, "samples": len(samples), **({"draw": drawing} if drawing else {})}
-        _report(run, tau, time.monotonic() - began, facts)
+        _report(run, tau, facts)
     return drafter
-
-
-def _check(drafter: Any, model: Any, processor: Processor | None, recipe: Recipe, drawing: dict[str, Any]) -> None:
-    """ValueError for a drafter that cannot be trained for this model, or by this recipe."""
-    from mmspec.pipelines.drafters.untrained import check_block, check_drawing
-    from mmspec.pipelines.families import table as families
-
-    if processor is None:
-        check_drawing(drafter, model, recipe, drawing)
-    elif drawing:
-        raise ValueError("--draw is for models that draw, and this one generates text; leave it out")
-    else:
-        drafter.fit(families.of(model).describe(model), {})
-    if recipe.confidence_weight and not getattr(drafter.config, "confidence", False):
-        raise ValueError("confidence_weight is for drafters with a confidence head, as dspark's; leave it out")
-    if drafter.method == "block":
-        check_block(drafter, recipe)
-    heads = getattr(drafter.config, "tokens", 1)
-    if heads not in (1, recipe.unroll):
-        raise ValueError(f"a drafter of {heads} tokens per pass needs {heads} steps: set unroll={heads}, or tokens")
 
 
 def _check_data(
@@ -211,11 +194,11 @@ def _check_data(
         raise ValueError("this recipe has no stage on text, as those of msd and vispec have; leave --text out")
 
 
-def _report(run: Distillation, tau: float, seconds: float, facts: dict[str, Any]) -> None:
+def _report(run: Distillation, tau: float, facts: dict[str, Any]) -> None:
     """Write the results of a run to its folder, and print them."""
-    recipe, out = run.recipe, run.out
+    recipe, out, minutes = run.recipe, run.out, (time.monotonic() - run.began) / 60
     report = {
-        "held_out_tau": tau, "curve": run.curve, "minutes": seconds / 60, "cpu_minutes_of_steps": run.seconds / 60,
+        "held_out_tau": tau, "curve": run.curve, "minutes": minutes, "cpu_minutes_of_steps": run.seconds / 60,
         "recipe": asdict(recipe), **facts,
     }  # fmt: skip
     write_whole(out / "report.json", json.dumps(report, indent=2).encode())
@@ -234,14 +217,16 @@ def _alone(out: Path) -> Iterator[None]:
         yield
 
 
-def _opened(target: str, pictures: bool, device: torch.device) -> tuple[Any, Any]:
+def _opened(target: str, pictures: bool, device_name: str) -> tuple[Any, Any]:
     """Load a model and its processor; for a model that draws, the processor is None.
 
     Raises EngineError: there is no such model, or it cannot be loaded.
     """
     from mmspec.app import image_model
     from mmspec.pipelines.host.loading import model_and_processor
+    from mmspec.pipelines.host.training import own_device
 
+    device = own_device() or find_device(device_name)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if pictures:
         return image_model.open_model(target, device, dtype, decoded=False), None
@@ -266,7 +251,7 @@ def run(args: argparse.Namespace) -> int:
         words = (word.partition("=") for word in args.draw)
         drawing = {name: value_of(text) for name, _, text in words} if own else _values("--draw", args.draw, DRAW)
         with terminable():
-            model, processor = _opened(args.target, draws(args.target, args.data), find_device(args.device))
+            model, processor = _opened(args.target, draws(args.target, args.data), args.device)
             with _alone(args.out):
                 train(
                     model, processor, args.method, args.data, args.out, recipe, shape=shape, limit=args.limit,
@@ -274,7 +259,13 @@ def run(args: argparse.Namespace) -> int:
                     frames=args.video_frames, drawing=drawing,
                 )  # fmt: skip
     except (ValueError, EngineError, OSError) as error:  # OSError: no such target or data set, a full disk
-        print(f"mmspec train: {' '.join(str(error).split())}", file=sys.stderr)
+        free = "; free space and run the same command again" if getattr(error, "errno", None) in FULL else ""
+        print(f"mmspec train: {' '.join(str(error).split())}{free}", file=sys.stderr)
+        return 1
+    except torch.OutOfMemoryError as error:
+        advice = "lower batch or anchors by --set, or writing or max_new_tokens if the target was answering. What is "
+        advice += f"saved is kept; if that includes steps, give another --out, and --answers {args.answers or args.out}"
+        print(f"mmspec train: {first_line(error)}\n{advice}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
         said = ", ".join(filter(None, ["stopped", str(stop)]))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 
 @contextlib.contextmanager
@@ -16,6 +19,9 @@ def replaced(path: Path, part: Path | None = None, durable: bool = True) -> Iter
     Args:
         part: this file, on the same disk: one name per writer and file, by default by the process.
         durable: it is on the disk before it replaces the other.
+
+    Raises:
+        OSError: it cannot be written; also where torch.save or safetensors raise an error of their own.
     """
     part = part or path.with_name(f".{os.getpid()}-{zlib.crc32(os.fsencode(path.name)):08x}.partial")
     part.unlink(missing_ok=True)
@@ -25,5 +31,7 @@ def replaced(path: Path, part: Path | None = None, durable: bool = True) -> Iter
             with part.open("rb+") as file:
                 os.fsync(file.fileno())
         os.replace(part, path)
+    except (RuntimeError, SafetensorError) as error:
+        raise OSError(errno.EIO, f"cannot be written ({str(error).partition(chr(10))[0]})", str(path)) from error
     finally:
         part.unlink(missing_ok=True)

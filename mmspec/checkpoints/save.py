@@ -9,6 +9,7 @@ from pathlib import Path
 from reprlib import repr as briefly
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from mmspec.checkpoints import layouts, weights
 from mmspec.checkpoints.files import CONFIG, WEIGHTS, Settings
@@ -71,21 +72,28 @@ def save_drafter(drafter: TrainedDrafter, folder: str | Path, layout: str = "mms
     if not hasattr(drafter, "state_dict"):
         raise TypeError(f"only a drafter with weights can be saved; a {type(drafter).__name__} has none")
     described = layouts.describe(layout, drafter.method, drafter.config)
-    config = json.dumps(described, indent=2) + "\n"
     tensors = weights.split(table.over(getattr(drafter.config, "layers", 1)), drafter)
     if table.keys:
         assert isinstance(drafter.config, TrainedConfig)
         _check(layout, described, {key: tuple(tensor.shape) for key, tensor in tensors.items()}, drafter.config)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with replaced(folder / WEIGHTS) as path:
-        save_file(tensors, path, metadata={"format": "pt"})
-    with replaced(folder / CONFIG) as path:
-        path.write_text(config, encoding="utf-8")
+    write(folder := Path(folder), tensors, described)
     kept = folder / CARD
     if not kept.exists() or any(ours.fullmatch(kept.read_text(encoding="utf-8", errors="replace")) for ours in _OURS):
         with replaced(kept) as path:
             path.write_text(card(layout, drafter.method, drafter.config), encoding="utf-8")
+
+
+def write(folder: Path, tensors: dict[str, Tensor], config: Settings) -> None:
+    """Write model.safetensors and config.json to a folder, which is created if needed."""
+    said = json.dumps(config, indent=2) + "\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    with replaced(folder / WEIGHTS) as path:
+        path.touch()
+        usual = path.stat().st_mode
+        save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(usual)  # save_file's own is for the user alone
+    with replaced(folder / CONFIG) as path:
+        path.write_text(said, encoding="utf-8")
 
 
 def push_drafter(

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ class TrainingSample:
     clip: bool = False  # the images are the frames of a video
     name: str = ""  # by which `hold_out` chooses: its file, pictures, prompt or row; none if it was drawn at random
     files: tuple[Path, ...] = ()  # of its pictures or video, as far as they are files of their own
+    key: str = ""  # under which the target's answer is stored; Distillation gives it
 
     def stamp(self) -> str:
         """Size and modification time of its files, which change when one of them does; empty without files."""
@@ -66,15 +68,31 @@ class TrainingSample:
 def hold_out(samples: Sequence[TrainingSample], count: int, seed: int) -> list[int]:
     """Indices of the samples to measure on: those whose names have the smallest hashes, so that they are a sample of
     all and stay the same if others are added; of samples drawn at random the first ones, which are one, too. They are
-    `count`, and others of the same name as the last: all questions about a picture stand on one side."""
-
-    def rank(index: int) -> str:
-        name = samples[index].name
-        return hashlib.sha256(f"{seed} {name}".encode("utf-8", "surrogatepass")).hexdigest() if name else ""
-
-    ranks = sorted((rank(index), index) for index in range(len(samples)))
+    `count`, and others that belong to the last: all questions about a picture stand on one side."""
+    ranks = sorted(zip(_ranks(samples, seed), range(len(samples)), strict=True))
     last = ranks[count - 1 : count]
     return [index for place, (name, index) in enumerate(ranks) if place < count or (name and name == last[0][0])]
+
+
+def _ranks(samples: Sequence[TrainingSample], seed: int) -> list[str]:
+    """The hash of each sample's name, or of the first name of those that share a name or a file with it, also by way of
+    others; empty for samples drawn at random."""
+    above: dict[str, str] = {}  # names and files, as trees; what is in one tree belongs together
+
+    def root(what: str) -> str:
+        while (up := above.setdefault(what, what)) != what:
+            above[what], what = above[up], up
+        return what
+
+    for sample in samples:
+        for path in sample.files:
+            above[root(os.path.abspath(path))] = root(sample.name)
+    first: dict[str, str] = {}
+    for name in sorted({sample.name for sample in samples}):
+        first.setdefault(root(name), name)
+    names = [first[root(sample.name)] for sample in samples]
+    hashes = (hashlib.sha256(f"{seed} {name}".encode("utf-8", "surrogatepass")) for name in names)
+    return [h.hexdigest() if name else "" for name, h in zip(names, hashes, strict=True)]
 
 
 def read(source: str, limit: int | None = None, seed: int = 0, clips: Clips | None = None) -> Sequence[TrainingSample]:
@@ -175,9 +193,9 @@ def _lines(path: Path, clips: Clips | None) -> Iterator[TrainingSample]:
             item = json.loads(line)
             video = video_of(item, clips is not None)
             images = item.get("images") or ([item["image"]] if "image" in item else [])
-            prompt = item.get("prompt") or item["question"]
-            if not isinstance(prompt, str) or not isinstance(images, list):
-                raise TypeError("the prompt must be a string, and 'images' a list")
+            prompt = item.get("prompt") or item.get("question")
+            if not isinstance(prompt, str) or not prompt.strip() or not isinstance(images, list):
+                raise TypeError("the prompt must be a string that is not empty, and 'images' a list")
         except VideoError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -71,6 +73,27 @@ def _opened(samples: dict[int, TrainingSample], broken: dict[int, str]) -> dict[
     return found
 
 
+def _stored(path: Path) -> dict[str, list[int]]:
+    """The answers in a file, by key; without those of an incomplete or damaged line, which are generated again."""
+    found: dict[str, list[int]] = {}
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(ValueError, TypeError, AttributeError):
+            found |= {key: [int(token) for token in answer] for key, answer in json.loads(line).items()}
+    return found
+
+
+def _keyed(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """The samples with the keys of their answers: hashes of name and prompt, so that others may be added; of those
+    drawn at random, of the place instead of the name. Where several are the same, they are numbered."""
+    found, seen = [], Counter[str]()
+    for index, sample in enumerate(samples):
+        what = json.dumps([sample.name or index, sample.prompt])
+        key = hashlib.sha256(what.encode()).hexdigest()[:16]
+        found.append(replace(sample, key=f"{key}-{seen[what]}"))
+        seen[what] += 1
+    return found
+
+
 def most_frequent(seen: Tensor, count: int) -> Tensor:
     """Ids of the `count` most frequent tokens, ascending, by their counts `seen` [V].
 
@@ -91,9 +114,8 @@ def cut_head(drafter: Any, teacher: Teaches, seen: Tensor) -> None:
             weight[:, columns] = teacher.head(one_hot)[:, ids].T.to(weight.dtype)
 
 
-def narrow(drafter: Any, seen: Tensor, count: int) -> None:
-    """Restrict a drafter with the target's head to the most frequent tokens, by their counts [V]."""
-    ids = most_frequent(seen, count)
+def narrow(drafter: Any, ids: Tensor) -> None:
+    """Restrict a drafter with the target's head to these tokens."""
     drafter.config = replace(drafter.config, proposes=tuple(ids.tolist()))
     drafter.head = TargetHead(DraftVocab(ids))
 
@@ -106,18 +128,20 @@ class Distillation:
         texts: prompts without pictures, for recipes whose stages need them.
         answers: folder of the answers, shared by runs with the same target, data and answer settings; default: `out`.
         about: identifies the target and the data, on which the answers depend besides the prompts and the recipe.
-        accelerator: accelerate's, of this process.
+        accelerator: accelerate's, of this process; the drafter is on the target's device, which is its own if there are
+            several.
         room: bytes for cached traces of all lessons together, so that a sample is not read again.
+        trained: the drafter is one to continue from, and keeps its head's tokens.
     """
 
     def __init__(
         self, drafter: Any, teacher: Teaches, samples: Sequence[TrainingSample], recipe: Recipe, out: Path,
         texts: Sequence[TrainingSample] = (), answers: Path | None = None, about: str = "", room: int = 0,
-        *, accelerator: Any,
+        *, accelerator: Any, trained: bool = False,
     ) -> None:  # fmt: skip
         self.accelerator = accelerator
         self.drafter, self.teacher, self.recipe, self.out = drafter, teacher, recipe, out
-        self.written, self.about, self.room = answers or out, about, room
+        self.written, self.about, self.room, self.trained = answers or out, about, room, trained
         if recipe.texts and not texts:
             raise ValueError(
                 "this recipe has stages of text only; give prompts without pictures (--text), or train without them "
@@ -129,7 +153,8 @@ class Distillation:
                 f"{drafter.method!r} drafter is different, so leave it out"
             )
         self.built = {"method": drafter.method, **getattr(drafter.config, "to_dict", dict)()}
-        prompted = [replace(s, prompt=f"{s.prompt} {recipe.suffix}") if recipe.suffix else s for s in samples]
+        asked = [replace(s, prompt=f"{s.prompt} {recipe.suffix}") if recipe.suffix else s for s in samples]
+        prompted = _keyed(asked)
         state = self.stored("cpu", mmap=True)  # raises before the target answers; the tensors are not read
         self.named = state is None or "named" in state  # older runs held out the first samples, and go on so
         held = hold_out(samples, recipe.held_out, recipe.seed) if self.named else [*range(recipe.held_out)]
@@ -141,11 +166,14 @@ class Distillation:
                 f"{len(samples)} samples are too few: this recipe holds {recipe.held_out} out to measure τ, with all "
                 f"others that show the same pictures, and learns from the rest; give more pictures or prompts{fewer}"
             )
-        self.held_out, self.samples, self.texts = [prompted[i] for i in held], [prompted[i] for i in left], list(texts)
+        self.held_out, self.samples = [prompted[i] for i in held], [prompted[i] for i in left]
+        self.texts = _keyed(texts)
+        self.device = next(drafter.parameters()).device
         self.optimizers = optimizers(drafter, recipe)
         self.network, *prepared = self.accelerator.prepare(drafter, *self.optimizers)
         self.optimizers = prepared
         self.step, self.seconds = 0, 0.0  # and the processor time of the steps
+        self.began = time.monotonic()  # if all processes of the run had followed each other at once
         self.curve: list[dict[str, float]] = []  # measurements of the loss and the held-out τ
         out.mkdir(parents=True, exist_ok=True)
 
@@ -160,24 +188,19 @@ class Distillation:
             UnreadableError: no sample can be read.
         """
         process, processes = self.accelerator.process_index, self.accelerator.num_processes
-        path = self.written / f"answers-{name}-{self._way(samples)}-{process}of{processes}.jsonl"
+        shared = f"answers-{name}-{self._way()}"
+        path = self.written / f"{shared}-{process}of{processes}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines() if path.exists() else []
-        stamps = [sample.stamp() for sample in samples]
-        done: dict[int, list[int]] = {}
-        for line in lines:
-            try:
-                stored = [(*key.partition(" ")[::2], answer) for key, answer in json.loads(line).items()]
-            except json.JSONDecodeError:
-                continue  # an incomplete last line: its answers are generated again
-            # one without a stamp is of no file, or older than stamps
-            done.update({int(i): answer for i, stamp, answer in stored if stamp in ("", stamps[int(i)])})
+        done: dict[str, list[int]] = {}
+        for other in sorted(self.written.glob(f"{shared}-*.jsonl")):  # also of other numbers of processes
+            done.update(_stored(other))
+        keys = [f"{sample.key} {sample.stamp()}".strip() for sample in samples]
         mine = sorted(range(process, len(samples), processes), key=lambda i: (samples[i].images, samples[i].prompt))
         groups = [mine[at : at + self.recipe.writing] for at in range(0, len(mine), self.recipe.writing)]
-        todo = [left for group in groups if (left := [i for i in group if i not in done])]
+        todo = [left for group in groups if (left := [i for i in group if keys[i] not in done])]
         broken: dict[int, str] = {}
         with path.open("a") as file:
-            if lines and todo:
+            if todo and file.tell():
                 file.write("\n")  # after an incomplete line
             for group in tqdm(todo, desc=f"answers ({name})", unit="batch", **bar(bool(todo))):
                 seed = self.recipe.seed * 100003 + group[0]
@@ -187,11 +210,11 @@ class Distillation:
                 if opened:
                     temperature = self.recipe.temperature if sampled else 0.0
                     texts = self.teacher.answers(list(opened.values()), self.recipe.max_new_tokens, temperature)
-                    new = dict(zip(opened, texts, strict=True))
+                    new = {keys[i]: text for i, text in zip(opened, texts, strict=True)}
                     done.update(new)
-                    file.write(json.dumps({f"{i} {stamps[i]}".strip(): new[i] for i in new}) + "\n")
+                    file.write(json.dumps(new) + "\n")
                     file.flush()
-        counts = torch.tensor([len(broken), len(mine)], device=self.accelerator.device)
+        counts = torch.tensor([len(broken), len(mine)], device=self.device)
         unread, count = self.accelerator.reduce(counts, "sum").tolist()  # of all processes, so that all stop together
         why = f"{unread} of {count} samples ({name}) cannot be read"
         why += f"; the first: {broken[min(broken)]}" if broken else ""
@@ -199,13 +222,12 @@ class Distillation:
             raise UnreadableError(why)
         if broken:
             warnings.warn(f"left out: {why}", stacklevel=2)
-        return [done.get(i, []) for i in range(len(samples))]
+        return [done.get(key, []) if i % processes == process else [] for i, key in enumerate(keys)]
 
-    def _way(self, samples: list[TrainingSample]) -> str:
-        """A hash of everything that the answers depend on."""
+    def _way(self) -> str:
+        """A hash of everything that the answers depend on besides their samples."""
         r = self.recipe
-        asked = [s.name + s.prompt if self.named else s.prompt for s in samples]
-        how = [self.about, r.seed, r.temperature, r.sampled, r.max_new_tokens, r.writing, asked]
+        how = [self.about, r.seed, r.temperature, r.sampled, r.max_new_tokens, r.writing]
         return hashlib.sha256(json.dumps(how).encode()).hexdigest()[:10]
 
     def lesson(self, samples: list[TrainingSample], name: str) -> Lesson:
@@ -230,17 +252,21 @@ class Distillation:
         """
         held_out, shown = self.lesson(self.held_out, "held-out"), self.lesson(self.samples, "train")
         text = self.lesson(self.texts, "text") if self.recipe.texts else None
-        if self.drafter.head.own:
+        kept = getattr(self.drafter.config, "proposes", ()) if self.trained else ()
+        if self.drafter.head.own and not self.trained:
             with self.computing():
                 cut_head(self.drafter, self.teacher, self._seen(self.answers(self.samples, "train")))
+        elif kept:
+            narrow(self.drafter, torch.tensor(kept, device=self.device))
         elif self.recipe.vocabulary:
-            narrow(self.drafter, self._seen(self.answers(self.samples, "train")), self.recipe.vocabulary)
+            seen = self._seen(self.answers(self.samples, "train"))
+            narrow(self.drafter, most_frequent(seen, self.recipe.vocabulary))
         self.resume()
         wanted = self.accelerator.is_main_process
         steps = tqdm(total=self.recipe.steps, initial=self.step, desc="train", **bar(wanted))
         saved = time.monotonic()
         tau = self.measure(held_out) if self.step else 1.0
-        with Stop(self.accelerator) as stop, steps:
+        with Stop(self.accelerator, self.device) as stop, steps:
             for trace in self._traces(shown, text):
                 began = time.process_time()
                 loss, agree = self.update(trace)
@@ -273,7 +299,7 @@ class Distillation:
         """How often each token [V] occurs in the answers of all processes."""
         tokens, vocab = torch.tensor([*chain.from_iterable(answers)], dtype=torch.long), self.drafter.config.vocab
         counts = torch.bincount(tokens, minlength=vocab)[:vocab]
-        return self.accelerator.reduce(counts.to(self.accelerator.device), "sum")
+        return self.accelerator.reduce(counts.to(self.device), "sum")
 
     def _traces(self, shown: Lesson, text: Lesson | None) -> Iterator[Trace]:
         """The batches of the steps from `self.step` on, each with pictures or, in some stages, of text only."""
@@ -289,7 +315,7 @@ class Distillation:
 
     def computing(self) -> torch.autocast:
         """Autocast for traces and losses, by the recipe's `bf16`."""
-        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.recipe.bf16)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.bf16)
 
     def update(self, trace: Trace) -> tuple[float, Tensor]:
         """One optimizer step on one batch."""
@@ -339,6 +365,7 @@ class Distillation:
         state = {
             "step": self.step,
             "seconds": self.seconds,
+            "lasted": time.monotonic() - self.began,
             "curve": self.curve,
             "recipe": json.dumps(asdict(self.recipe)),
             "about": self.about,
@@ -398,9 +425,10 @@ class Distillation:
 
     def resume(self) -> None:
         """Resume from the checkpoint in `out`, if there is one; raises the errors of `stored`."""
-        if (state := self.stored(self.accelerator.device)) is None:
+        if (state := self.stored(self.device)) is None:
             return
         self.step, self.seconds, self.curve = state["step"], state["seconds"], state.get("curve", [])
+        self.began -= state.get("lasted", 0.0)
         self.accelerator.unwrap_model(self.network).load_state_dict(state["drafter"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)

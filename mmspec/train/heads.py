@@ -88,8 +88,15 @@ class Rounds:
 
     @classmethod
     def load(cls, path: Path) -> Rounds:
-        *views, picture, emitted, features = torch.load(path, weights_only=True)
-        return cls(View(*views), picture, emitted, features)
+        """Raises ValueError: it is missing or damaged."""
+        try:
+            *views, picture, emitted, features = torch.load(path, weights_only=True)
+            return cls(View(*views), picture, emitted, features)
+        except Exception as error:  # on other bytes torch may raise any error
+            raise ValueError(
+                f"{path} cannot be read ({type(error).__name__}: {error}), and the steps to come learn from it; delete "
+                "checkpoint.pt beside it to begin anew"
+            ) from error
 
     def first(self, pictures: int) -> Rounds:
         """The rounds of the first pictures."""
@@ -134,7 +141,8 @@ class HeadsTraining(Distillation):
         self.resume()
         each, path = -(-self.recipe.steps // PARTS), self.out / "rounds.pt"  # rounds of all parts that have saved steps
         drawn = sum(len(self.samples[part::PARTS]) for part in range(-(-self.step // max(1, each))))
-        rounds = Rounds.load(path).first(drawn) if self.step else None  # a part of which no step was saved comes again
+        more = 0 < self.step < self.recipe.steps
+        rounds = Rounds.load(path).first(drawn) if more else None  # a part of which no step was saved comes again
         with tqdm(total=self.recipe.steps, initial=self.step, desc="train", **bar(True)) as steps:
             while self.step < self.recipe.steps:
                 part = self.step // each
@@ -142,12 +150,12 @@ class HeadsTraining(Distillation):
                     new, tau = self._drawn(self.samples[part::PARTS], part)
                     rounds = new if rounds is None else rounds.join(new)
                     tqdm.write(f"step {self.step}: {tau:.2f} tokens of a picture per forward")
-                with Stop(self.accelerator) as stop:
+                with Stop(self.accelerator, self.device) as stop:
                     for step in range(self.step, min((part + 1) * each, self.recipe.steps)):
                         began = time.process_time()
                         chosen = torch.Generator().manual_seed(self.recipe.seed * 100003 + step)
                         rows = torch.randint(len(rounds.picture), (self.recipe.batch,), generator=chosen)
-                        loss = self.learn(*rounds.batch(rows, self.accelerator.device))
+                        loss = self.learn(*rounds.batch(rows, self.device))
                         self.seconds += time.process_time() - began
                         self.step += 1
                         finite(loss, self.step)

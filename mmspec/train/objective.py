@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.feature import FeatureDrafter
@@ -15,6 +17,7 @@ from mmspec.train.recipes import Recipe
 from mmspec.train.trace import Teaches, Trace
 
 Learner = FeatureDrafter | BlockDrafter
+LARGE = 2**28  # probabilities of all steps together; 1 GiB, and several times that for the gradient
 
 
 def cross_entropy(logits: Tensor, p: Tensor) -> Tensor:
@@ -102,16 +105,12 @@ def _compared(
     for i in range(1, len(outputs)):
         counts.append(counts[-1] & F.pad(token_after[:, i:], (0, i)))
     needed = torch.stack([rows.roll(step, 1) for step, rows in enumerate(counts)]).any(0)  # no row that counts wraps
-    with torch.no_grad():  # once for all steps: the head of a small target costs as much as a quarter of its layers
-        full = teacher.head(wanted[needed]).float()
-        best, target = full.argmax(-1), drafter.head.to_draft(full)
-        # Nothing is learnt where the draft vocabulary does not contain the target's token (EAGLE-3's code).
-        contained = (drafter.head.to_target(target.argmax(-1)) == best).float()
-        law, among = target.softmax(-1), drafter.head.to_draft(full.softmax(-1)) if recipe.overlap else None
+    best, law, contained, among = _aims(drafter, teacher, wanted[needed], recipe)  # once for all steps
     place = needed.flatten().cumsum(0).view_as(needed) - 1
-    total, agree = wanted.new_zeros(()), []
-    for step, (predicted, rows) in enumerate(zip(outputs, counts, strict=True)):
-        z, at = predicted[rows], place.roll(-step, 1)[rows]
+
+    def judged(step: int, z: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of a step's predictions z [rows, H], and their agreement [rows]."""
+        at = place.roll(-step, 1)[rows]
         p, weight = law[at], contained[at]
         before = trace.ids[:, 1:].roll(-step, 1)[rows]  # the token before the predicted one
         logits = _logits(drafter, teacher, z, before)
@@ -122,12 +121,32 @@ def _compared(
             each = each + recipe.feature_weight * F.smooth_l1_loss(z, h, reduction="none").mean(-1)
         if recipe.confidence_weight:
             each = each + recipe.confidence_weight * _doubt(drafter, z, before, p, logits)
-        total = total + recipe.step_decay**step * (each * weight).sum() / weight.sum().clamp(min=1)
         same = drafted == best[at]
         if among is not None:
             same = torch.minimum(among[at], logits.detach().softmax(-1)).sum(-1)
+        return recipe.step_decay**step * (each * weight).sum() / weight.sum().clamp(min=1), same
+
+    # What has the width of the vocabulary is in memory of one step at a time, if that of all is large.
+    once = partial(checkpoint, judged, use_reentrant=False) if law.numel() * len(outputs) > LARGE else judged
+    total, agree = wanted.new_zeros(()), []
+    for step, (predicted, rows) in enumerate(zip(outputs, counts, strict=True)):
+        loss, same = once(step, predicted[rows], rows)
+        total = total + loss
         agree.append(same[counts[-1][rows]])
     return total, torch.stack(agree)
+
+
+@torch.no_grad()
+def _aims(
+    drafter: Learner, teacher: Teaches, final: Tensor, recipe: Recipe
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What the target's features [rows, H] ask for: its likeliest tokens; p among the draft vocabulary; whether that
+    contains the token, 1 or 0 (where it does not, nothing is learnt: EAGLE-3's code); and with the recipe's `overlap`
+    the probabilities of the draft vocabulary's tokens among all."""
+    full = teacher.head(final).float()
+    best, target = full.argmax(-1), drafter.head.to_draft(full)
+    contained = (drafter.head.to_target(target.argmax(-1)) == best).float()
+    return best, target.softmax(-1), contained, drafter.head.to_draft(full.softmax(-1)) if recipe.overlap else None
 
 
 def _logits(drafter: Learner, teacher: Teaches, z: Tensor, before: Tensor) -> Tensor:

@@ -18,8 +18,9 @@ class Stop:
     """Inside the block the first Ctrl-C or SIGTERM is only noted, for all of an accelerator's processes; another Ctrl-C
     raises KeyboardInterrupt at once."""
 
-    def __init__(self, accelerator: Any) -> None:
-        self.accelerator, self.noted, self._before = accelerator, False, dict[signal.Signals, Any]()
+    def __init__(self, accelerator: Any, device: torch.device) -> None:
+        self.accelerator, self.device = accelerator, device
+        self.noted, self._before = False, dict[signal.Signals, Any]()
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
@@ -41,5 +42,5 @@ class Stop:
 
     def asked(self) -> bool:
         """Whether any process was asked to stop; all processes call this after the same step, and stop together."""
-        noted = torch.tensor(int(self.noted), device=self.accelerator.device)
+        noted = torch.tensor(int(self.noted), device=self.device)
         return bool(self.accelerator.reduce(noted, "sum"))

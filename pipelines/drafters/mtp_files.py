@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mmspec import __version__
-from mmspec.checkpoints.files import CONFIG, WEIGHTS, read_config
-from mmspec.checkpoints.save import save_drafter
+from mmspec.checkpoints.files import CONFIG, read_config
+from mmspec.checkpoints.save import save_drafter, write
 from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.host.decoder import decoder
 from mmspec.pipelines.host.kinds import GenerativeModel
@@ -130,11 +128,8 @@ def save(model: GenerativeModel, heads: MtpHeads, folder: Path) -> None:
     again = filled(model, renamed(tensors)).state_dict()
     if len(heads.layers) != 1 or any(not torch.equal(again[k], t.to(again[k])) for k, t in heads.state_dict().items()):
         raise ValueError("only a single head, of a model whose checkpoint stores tensors unconverted, can be saved")
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     marker = {"layout": "mtp", "method": "mtp", "version": __version__}
-    about = {"mmspec": marker, "target": origin(model)[0]}
-    (folder / CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    write(folder, tensors, {"mmspec": marker, "target": origin(model)[0]})
 
 
 def saved(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Builds untrained drafters in the shape of a target's own layers, for `mmspec train`."""
+"""Builds untrained drafters in the shape of a target's own layers for `mmspec train`, and checks what that is given."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmspec.pipelines.drafters.mtp import MtpDrafter
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host.decoder import embedding, key_heads, layer_of
 from mmspec.pipelines.host.image_models import SIZE, ImageModel
-from mmspec.pipelines.host.kinds import GenerativeModel
+from mmspec.pipelines.host.kinds import GenerativeModel, Processor
 from mmspec.pipelines.host.vision import mask_token
 from mmspec.protocols import TargetInfo
 from mmspec.registry import drafter_class
@@ -81,6 +81,24 @@ def _what_draws(painter: Any) -> tuple[Any, TargetInfo]:
     model: Any = families.unwrap(painter.target) if isinstance(painter, ImageModel) else painter
     family = families.of(model)
     return model, family.pictures(model) or family.describe(model)
+
+
+def check(drafter: Any, model: Any, processor: Processor | None, recipe: Recipe, drawing: Options) -> None:
+    """ValueError for a drafter that cannot be trained for this model, or by this recipe."""
+    c = drafter.config
+    if processor is None:
+        check_drawing(drafter, model, recipe, drawing)
+    elif drawing:
+        raise ValueError("--draw is for models that draw, and this one generates text; leave it out")
+    else:
+        drafter.fit(families.of(model).describe(model), {})
+    if recipe.confidence_weight and not getattr(c, "confidence", False):
+        raise ValueError("confidence_weight is for drafters with a confidence head, as dspark's; leave it out")
+    if drafter.method == "block":
+        check_block(drafter, recipe)
+    heads = getattr(c, "tokens", 1)
+    if heads not in (1, recipe.unroll):
+        raise ValueError(f"a drafter of {heads} tokens per pass needs {heads} steps: set unroll={heads}, or tokens")
 
 
 def check_drawing(drafter: Any, painter: Any, recipe: Recipe, settings: Options) -> None:

@@ -29,6 +29,7 @@ from published_drafters import (
     same,
     speculators,
 )
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import mmspec
@@ -253,17 +254,19 @@ def test_card(tmp_path):
     assert "base_model" not in (tmp_path / "local" / "README.md").read_text()
 
 
-def test_a_failed_write_leaves_what_stood(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError, SafetensorError, RuntimeError])
+def test_a_failed_write_leaves_what_stood(tmp_path, monkeypatch, error):
     synced, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(file) or fsync(file))
     save.save_drafter(ours(), tmp_path)
     assert len(synced) == 3  # each file is on the disk before it replaces another
+    assert len({p.stat().st_mode for p in tmp_path.iterdir()}) == 1  # that of any new file
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
 
     def full(tensors, path, metadata):
         assert path.parent == tmp_path and path.name.startswith(f".{os.getpid()}-")
         path.write_bytes(b"half")
-        raise OSError("no space left on device")
+        raise error("no space left on device")
 
     monkeypatch.setattr(save, "save_file", full)
     with pytest.raises(OSError, match="no space"):

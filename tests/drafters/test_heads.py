@@ -164,9 +164,9 @@ def training(out: Path, recipe: Any = RECIPE, prompts: int = 13) -> HeadsTrainin
 def test_training_raises_what_a_forward_gives(tmp_path: Path) -> None:
     run = training(tmp_path, RECIPE.with_(steps=200, lr=5e-3), prompts=33)
     rounds, before = run._drawn(run.held_out, 0)
-    loss = run.learn(*rounds.batch(torch.arange(len(rounds.picture)), run.accelerator.device))
+    loss = run.learn(*rounds.batch(torch.arange(len(rounds.picture)), run.device))
     assert run.run() > before
-    assert run.learn(*rounds.batch(torch.arange(len(rounds.picture)), run.accelerator.device)) < 0.9 * loss
+    assert run.learn(*rounds.batch(torch.arange(len(rounds.picture)), run.device)) < 0.9 * loss
 
 
 @pytest.mark.parametrize(("part", "at", "by"), [("learn", 6, None), ("learn", 6, signal.SIGINT), ("save", 8, None)])
@@ -175,6 +175,18 @@ def test_a_stopped_run_goes_on_to_the_same_weights(
 ) -> None:
     """It stops in the second part of three, or at its end, when its rounds are written and its weights are not."""
     goes_on(training, tmp_path, part, at, by)
+
+
+def test_rounds_that_are_lost_stop_only_a_run_that_learns_from_them(tmp_path: Path) -> None:
+    (whole := training(tmp_path)).run()
+    (tmp_path / "rounds.pt").unlink()
+    (again := training(tmp_path)).run()
+    assert all(torch.equal(t, again.drafter.state_dict()[name]) for name, t in whole.drafter.state_dict().items())
+    torch.save({**torch.load(tmp_path / "checkpoint.pt"), "step": 1}, tmp_path / "checkpoint.pt")
+    for why in ("FileNotFound", "Unpickling"):
+        with pytest.raises(ValueError, match=rf"(?s)rounds.pt cannot be read \({why}.*delete checkpoint.pt beside it"):
+            training(tmp_path).run()
+        (tmp_path / "rounds.pt").write_bytes(b"PK")
 
 
 def test_each_part_needs_a_picture(tmp_path: Path) -> None:

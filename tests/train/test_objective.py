@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmspec.train import objective
 from mmspec.train.objective import cross_entropy, expected_tokens, law_distance, list_mle, losses
 from mmspec.train.recipes import FLASH, MSD, RECIPES, SPECVLM, VISPEC, Recipe, Stage
 from mmspec.train.trace import Trace
@@ -195,6 +196,23 @@ def test_a_draft_vocabulary_learns_only_what_it_can_say(trace: Trace) -> None:
     assert 0 < len(found) < len(right)
     assert loss.item() == pytest.approx(sum(found) / len(found), rel=1e-4)
     assert expected_tokens(agree) == pytest.approx(1 + sum(right) / len(right))
+
+
+@pytest.mark.parametrize("changes", [{}, {"overlap": True, "law_weight": 1.0}])
+def test_large_steps_are_in_memory_one_at_a_time_and_learn_the_same(
+    changes: dict[str, Any], trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learnt, wide = [], []
+    for large in (objective.LARGE, 0):
+        monkeypatch.setattr(objective, "LARGE", large)
+        toy, kept = Toy(), list[Tensor]()
+        toy.turn.requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+            loss, agree = losses(toy, toy, toy, trace, Recipe(**changes))
+        loss.backward()
+        learnt.append((loss, agree, toy.turn.grad))
+        wide.append(sum(t.shape[-1:] == (V,) for t in kept))
+    assert all(map(torch.equal, *learnt)) and wide[0] >= 3 and wide[1] == 0
 
 
 # -- stages ----------------------------------------------------------------------------------------------------------

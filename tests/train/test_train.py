@@ -23,7 +23,7 @@ import mmspec
 from benchmarks.zoo import sources
 from mmspec.app import cli
 from mmspec.app.files import hold
-from mmspec.app.train import train
+from mmspec.app.train import _opened, train
 from mmspec.checkpoints.save import save_drafter
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.feature import FeatureDrafter
@@ -154,7 +154,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(questions: Path, tmp_path: Pa
 
 
 def test_a_second_ctrl_c_stops_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyboardInterrupt), Stop(Accelerator()) as stop:
+    with pytest.raises(KeyboardInterrupt), Stop(Accelerator(), torch.device("cpu")) as stop:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             assert stop.asked() == stop.noted
             signal.raise_signal(number)
@@ -238,13 +238,12 @@ def test_pictures_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
         again = _run(tmp_path / "again", questions, recipe, answers=shared).answers(run.samples, "train")
     assert again[:5] == found[:5] and again[5]
     (path,) = shared.iterdir()
-    path.write_text(path.read_text().replace(f'"0 {run.samples[0].stamp()}"', '"0"'))  # as older runs wrote it
     written = path.read_text()
     Image.new("RGB", (56, 28), "red").save(tmp_path / f"{bad[2]}.png")  # another one in its place
     with pytest.warns(UserWarning, match="left out: 2 of 6"):
         last = _run(tmp_path / "last", questions, recipe, answers=shared).answers(run.samples, "train")
-    assert '"0"' in written and last[:5] == found[:5]
-    assert [key[:2] for key in json.loads(path.read_text().removeprefix(written))] == ["5 "]
+    assert last[:5] == found[:5]
+    assert [*json.loads(path.read_text().removeprefix(written))] == [f"{run.samples[5].key} {run.samples[5].stamp()}"]
 
 
 def test_training_goes_on_without_a_broken_picture(tmp_path: Path) -> None:
@@ -272,8 +271,9 @@ def test_no_picture_that_can_be_read(tmp_path: Path) -> None:
         ("x.jsonl", '{"prompt": "w5"}\n{"prompt": "w5", "video": "a.mp4"}',
          r"x.jsonl, line 2: 'video' holds a video, .*its frames as 'images'"),
         ("x.jsonl", '{"prompt": "w5"}\n' + "[" * 200_000, "line 2: a sample needs"),
+        ("x.jsonl", '{"prompt": ""}', "line 1: .*the prompt must be a string that is not empty"),
     ],
-    ids=["nowhere", "empty", "broken", "a video", "nested too deep"],
+    ids=["nowhere", "empty", "broken", "a video", "nested too deep", "no prompt"],
 )  # fmt: skip
 def test_bad_data(source: str, content: str | None, told: str, tmp_path: Path) -> None:
     if content is not None:
@@ -390,7 +390,42 @@ def test_a_signal_stops_the_command_after_its_step_and_the_same_command_resumes(
             patch.setattr(Distillation, part, lambda *args, own=own: signal.raise_signal(signal.SIGTERM) or own(*args))
             assert cli.main(words) == 130
         assert capsys.readouterr().err.endswith(f"mmspec train: {told} the same command again to resume\n")
+    state = torch.load(tmp_path / "run" / "checkpoint.pt")
+    torch.save({**state, "lasted": state["lasted"] + 600}, tmp_path / "run" / "checkpoint.pt")
     assert cli.main(words) == 0 and "resumes at step 1 of 4" in capsys.readouterr().out
+    assert 10 < json.loads((tmp_path / "run" / "report.json").read_text())["minutes"] < 11
+
+
+def test_all_is_on_the_targets_device(questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where accelerate would take another one; only of several processes it gives each its own."""
+    Accelerator()  # has looked for other processes
+    monkeypatch.setattr(Accelerator, "device", torch.device("meta"))
+    words = [*_words(tmp_path, questions), "--set", "steps=1", "batch=2", "held_out=4", "max_new_tokens=8"]
+    assert cli.main(words) == 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert _opened(words[2], False, "cpu")[0].device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("fails", "error", "told"),
+    [
+        ("torch.save", RuntimeError("[enforce fail] . unexpected pos 64\nframe #0"),
+         "cannot be written ([enforce fail] . unexpected pos 64): '{run}/checkpoint.pt'; free space and run the same "),
+        ("mmspec.train.distil.losses", torch.OutOfMemoryError("CUDA out of memory. Tried to\nallocate"),
+         "OutOfMemoryError: CUDA out of memory. Tried to\nlower batch or anchors by --set, or writing or max_new_"),
+    ],
+    ids=["a full disk", "a full GPU"],
+)  # fmt: skip
+def test_what_ends_a_run_is_told_with_what_to_do(
+    fails: str, error: Exception, told: str, tmp_path: Path, questions: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def failing(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(fails, failing)
+    words = [*_words(tmp_path, questions), "--set", "steps=1", "batch=2", "held_out=4", "max_new_tokens=8"]
+    assert cli.main(words) == 1 and told.format(run=tmp_path / "run") in capsys.readouterr().err
 
 
 def test_drawn_scenes_and_folders_are_sources(questions: Path) -> None:
@@ -416,6 +451,28 @@ def test_what_is_held_out_is_a_sample_of_all(tmp_path: Path) -> None:
     assert len({*held(rows)}) == 2  # all four questions about each of two pictures
     assert len(held(rows, count=6)) == 8  # the second one's, too
     assert held("pictures:20") == [sample.prompt for sample in data.read("pictures:8")]
+
+
+def test_what_shows_a_held_out_picture_is_held_out(tmp_path: Path) -> None:
+    """Under another spelling, or beside another picture; what else is held out stays if others are added."""
+    shown = [[name] for n in range(20) for name in (f"{n}.png", f"./{n}.png", f"in/../{n}.png")]
+    shown += [[f"{n}.png", f"{n + 1}.png"] for n in range(0, 12, 3)]
+    path = tmp_path / "data.jsonl"
+
+    def split(count: int) -> tuple[set[str], set[str]]:
+        """The pictures that are held out, and those to learn from."""
+        path.write_text("".join(json.dumps({"images": images, "prompt": "?"}) + "\n" for images in shown))
+        held = {*data.hold_out(data.read(str(path)), count, 0)}
+        measured, learnt = (
+            {Path(name).name for i, names in enumerate(shown) if (i in held) is side for name in names}
+            for side in (True, False)
+        )
+        return measured, learnt
+
+    measured, learnt = split(6)
+    assert 2 <= len(measured) <= 4 and not measured & learnt and len(measured | learnt) == 20
+    shown += [["21.png"], ["22.png", "23.png"]]
+    assert len(split(6)[0] & measured) >= len(measured) - 2
 
 
 def test_an_older_run_goes_on_with_what_it_held_out(questions: Path, tmp_path: Path) -> None:
@@ -541,13 +598,39 @@ def test_methods_share_the_targets_answers(questions: Path, tmp_path: Path) -> N
     assert max(map(len, third.answers(third.samples, "train"))) <= 6
 
 
-def test_a_torn_line_is_written_again(questions: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", [b'{"6', b"null", b'{"9": 5}', b'{"9": [null]}', b"\xff\xfe"])
+def test_a_torn_or_damaged_line_is_written_again(damaged: bytes, questions: Path, tmp_path: Path) -> None:
     run = _run(tmp_path, questions, RECIPE.with_(writing=3))
     whole = run.answers(run.samples, "train")
     [file] = tmp_path.glob("answers-train-*")
-    text = file.read_text()
-    file.write_text(text[:-9])
-    assert run.answers(run.samples, "train") == whole == run.answers(run.samples, "train")
+    *lines, last = file.read_bytes().splitlines()
+    file.write_bytes(b"\n".join([*lines, damaged]))
+    assert last and run.answers(run.samples, "train") == whole == run.answers(run.samples, "train")
+
+
+def test_the_answers_stay_where_samples_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with another number of processes; two samples that are the same have an answer each."""
+    shared, lines, asked = tmp_path / "answers", tiny_llava.noise(tmp_path, 9), list[str]()
+
+    def answered(out: str, lines: list[dict[str, Any]]) -> tuple[Distillation, list[list[int]]]:
+        run = _run(tmp_path / out, tiny_llava.listed(tmp_path, lines), RECIPE.with_(writing=2), answers=shared)
+        own = run.teacher.answers
+        monkeypatch.setattr(
+            run.teacher, "answers", lambda group, *how: asked.extend(s.key for s in group) or own(group, *how)
+        )
+        return run, run.answers(run.samples, "train")
+
+    run, first = answered("first", [*lines[1:], lines[5]])
+    assert sorted(asked) == sorted({s.key for s in run.samples}) and len(asked) == len(run.samples)
+    known = {s.key: a for s, a in zip(run.samples, first, strict=True)}
+    asked.clear()
+    more, second = answered("second", [*lines, lines[5]])
+    assert 0 < len(asked) <= 2 and not {*asked} & known.keys()
+    assert all(known.get(s.key, a) == a for s, a in zip(more.samples, second, strict=True))
+    asked.clear()
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    assert answered("third", [*lines, lines[5]])[1] == [a if i % 2 == 0 else [] for i, a in enumerate(second)]
+    assert not asked
 
 
 def test_what_is_remembered_is_what_was_seen(questions: Path, tmp_path: Path) -> None:
@@ -591,6 +674,22 @@ def test_a_vocabulary_is_learnt_written_and_proposed_from(questions: Path, tmp_p
     assert handle.drafter.options.draft_vocab == ids and handle.drafter.head.ids.tolist() == [*ids]
     mmspec.disable(model)
     assert drafter.chosen({"draft_vocab": "all"}).draft_vocab == "all"
+
+
+@pytest.mark.parametrize("changes", [{"draft_vocab": 120}, {"proposes": tuple(range(3, 120))}])
+def test_a_saved_drafter_goes_on_with_the_tokens_that_it_has(
+    changes: dict[str, Any], questions: Path, tmp_path: Path
+) -> None:
+    save_drafter(first := _made("eagle", **changes), tmp_path / "first")
+    recipe = RECIPE.with_(steps=1, batch=2, held_out=4, lr=1e-6, muon=False, vocabulary=len(first.config.proposes))
+    before = {name: weight.clone() for name, weight in first.state_dict().items()}
+    given = mmspec.load_drafter(tmp_path / "first")
+    made = train(tiny_llava.model(), tiny_llava.processor(), "eagle", str(questions), tmp_path, recipe, drafter=given)
+    after = made.state_dict()
+    assert made.config.proposes == first.config.proposes and any(not torch.equal(after[k], before[k]) for k in before)
+    for name, weight in before.items():
+        torch.testing.assert_close(after[name], weight, rtol=0, atol=1e-5)
+    assert made.head.own or made.head.ids.tolist() == [*first.config.proposes]
 
 
 def test_answers_of_all_processes_count_for_the_draft_vocabulary(
