@@ -134,8 +134,8 @@ class Server(uvicorn.Server):
     """Once it is to end, answers under way have `last` seconds; those that are left end with an error."""
 
     def __init__(self, app: FastAPI, worker: AsyncBatcher, last: int, **config: Any) -> None:
-        times = {"timeout_keep_alive": KEEP_ALIVE, "timeout_graceful_shutdown": last + 1}  # then it cancels tasks
-        super().__init__(uvicorn.Config(app, **times, **config))
+        config |= {"timeout_keep_alive": KEEP_ALIVE, "timeout_graceful_shutdown": last + 1}  # then it cancels tasks
+        super().__init__(uvicorn.Config(app, **config))
         self.end = threading.Timer(last, worker.fail, [ChatError(503, ENDED)])
         self.end.daemon = True
 
