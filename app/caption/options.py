@@ -246,7 +246,9 @@ def _from_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     """The options in a config file, which are parsed as if they were given on the command line."""
     try:
         entries = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise SettingsError(f"--config {path}: {error.strerror}; name a YAML file") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         why = f"line {mark.line + 1}: {error.problem}" if mark else str(error).partition("\n")[0]  # type: ignore[union-attr]
         raise SettingsError(f"{path} cannot be read as YAML ({why}); give lines like `model: name`") from error

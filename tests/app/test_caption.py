@@ -903,7 +903,7 @@ def test_fatal_errors_say_what_to_do(caption, truly, photos: Path, capsys: pytes
         ("--max-memory 0", "'0' is not a size"),
         ("--report photos/a.png", "'photos/a.png' is not a local report's name"),
         ("--prompt {nam}", "unknown variable {nam}"),
-        ("--config no.yaml", "no.yaml cannot be read"),
+        ("--config no.yaml", "no.yaml: No such file"),
     ],
 )
 def test_options_that_make_no_sense(option: str, reason: str, caption, capsys: pytest.CaptureFixture):
