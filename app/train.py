@@ -148,7 +148,7 @@ def train(
 
     torch.manual_seed(recipe.seed)
     given, shaped = drafter, build_for_pictures if processor is None else build
-    drafter = given.requires_grad_(True) if given else shaped(method, model, **(shape or {}))
+    drafter = given.float().requires_grad_(True) if given else shaped(method, model, **(shape or {}))
     check(drafter, model, processor, recipe, drawing or {})
     frames = frames or FramePolicy.parse(USUAL)
     clips = VideoReader(frames)

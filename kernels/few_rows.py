@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec.kernels.dispatch import VARIABLE
-from mmspec.kernels.reference_recurrent import path_decay, recurrent_tree
+from mmspec.kernels.reference_recurrent import path_decay, recurrent_fold, recurrent_tree
 
 ROWS = 96  # upper limit; torch's products of more rows are as fast
 FOLDER = Path(__file__).with_name("cpu")
@@ -85,7 +85,7 @@ def scans(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> bool:
         return False
     (K, V), at = state.shape[2:], state.stride()
     adjacent = (at[3] == 1 and at[2] == V and V % 16 == 0) or (at[2] == 1 and at[3] == K)
-    return adjacent and g.dim() == 3 and available(torch.float32)
+    return adjacent and K > 1 and g.dim() == 3 and available(torch.float32)
 
 
 def scan(
@@ -178,28 +178,36 @@ def _dtypes() -> set[torch.dtype]:
     return set() if built()[0] is None else {dtype for dtype in _NEAR if _right(dtype)}
 
 
+@torch.no_grad()
 def _right(dtype: torch.dtype) -> bool:
     def wave(most: float, *shape: int) -> Tensor:
-        return torch.linspace(-most, most, math.prod(shape), device="cpu").sin().view(shape)
+        return torch.linspace(-most, most, math.prod(shape), dtype=torch.float32, device="cpu").sin().view(shape)
 
-    x, w, b = (wave(1, n, k).to(dtype) for n, k in ((7, 77), (9, 77), (1, 9)))
-    wanted = F.linear(x, w, b[0])
-    off = [linear(x, w, b[0]) - wanted, *(y - F.linear(x, w) for y in products(x, [w, w]))]
-    if dtype == torch.float32:
-        q, k = (wave(3, 1, heads, n, 16) for n, heads in ((7, 4), (33, 2)))
-        keys = k.repeat_interleave(2, 1)
-        off.append(
-            attend(q, k, k, None, 0.5).transpose(1, 2) - F.scaled_dot_product_attention(q, keys, keys, scale=0.5)
-        )
-        k, g, seen = (
-            0.3 * k[:, :, :7],
-            -k[:, :, :7, 0].abs(),
-            torch.ones(1, 7, 7, dtype=torch.bool, device="cpu").tril(),
-        )
-        q, state = 0.3 * q[:, :2], wave(1, 1, 2, 16, 16)
-        found = scan(q, k, q, g.exp(), g, state, seen)[0].transpose(1, 2)
-        off.append(found - recurrent_tree(q, k, q, g.exp(), path_decay(g, seen), state, seen)[0])
-    return all(bool(one.abs().max() <= _NEAR[dtype] * wanted.abs().max()) for one in off)
+    with torch.autocast("cpu", enabled=False):  # a call may be the first one
+        x, w, b = (wave(1, n, k).to(dtype) for n, k in ((7, 77), (9, 77), (1, 9)))
+        wanted = F.linear(x, w, b[0])
+        off = [linear(x, w, b[0]) - wanted, *(y - F.linear(x, w) for y in products(x, [w, w]))]
+        if dtype == torch.float32:
+            q, k = (wave(3, 1, heads, n, 16) for n, heads in ((7, 4), (33, 2)))
+            keys = k.repeat_interleave(2, 1)
+            attended = F.scaled_dot_product_attention(q, keys, keys, scale=0.5)
+            off.append(attend(q, k, k, None, 0.5).transpose(1, 2) - attended)
+            off += _recurrent(0.3 * q[:, :2], 0.3 * k[:, :, :7])
+        return all(bool(one.abs().max() <= _NEAR[dtype] * wanted.abs().max()) for one in off)
+
+
+def _recurrent(q: Tensor, k: Tensor) -> list[Tensor]:
+    """How far the recurrent layer of a chain is from its definition; q and k are [1, H, n, K]."""
+    g, state = -k[..., 0].abs(), q[:, :, :1].transpose(2, 3) * k[:, :, :1]
+    seen = torch.ones(1, q.shape[2], q.shape[2], device="cpu").tril().bool()
+    G, path, last = path_decay(g, seen), seen[:, -1], seen[:, -1].sum(1) - 1
+    o, u = recurrent_tree(q, k, q, g.exp(), G, state, seen)
+    end, after = state.clone(), state.clone()
+    recurrent_fold(end, k, u, G, path, last)
+    fold([after], [(k, u, G)], path, last)
+    outputs, left = chain(q, k, q, g.exp(), g, state)
+    read = scan(q, k, q, g.exp(), g, state, seen)[0]
+    return [read.transpose(1, 2) - o, outputs.transpose(1, 2) - o, left - end, after - end]
 
 
 @lru_cache(maxsize=1)

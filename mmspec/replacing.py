@@ -32,6 +32,9 @@ def replaced(path: Path, part: Path | None = None, durable: bool = True) -> Iter
                 os.fsync(file.fileno())
         os.replace(part, path)
     except (RuntimeError, SafetensorError) as error:
-        raise OSError(errno.EIO, f"cannot be written ({str(error).partition(chr(10))[0]})", str(path)) from error
+        if type(error) not in (RuntimeError, SafetensorError):  # of memory, for example
+            raise
+        why = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+        raise OSError(errno.EIO, f"cannot be written ({why})", str(path)) from error
     finally:
         part.unlink(missing_ok=True)

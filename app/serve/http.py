@@ -160,7 +160,8 @@ def build(service: Service) -> FastAPI:
     @app.get("/health")
     async def health() -> dict[str, object]:
         rows = service.worker.batches.rows
-        return {"status": "ok", "open": service.open, "running": len(service.worker.batches.running), "rows": rows}
+        status = "ok" if service.worker.alive else "ended"
+        return {"status": status, "open": service.open, "running": len(service.worker.batches.running), "rows": rows}
 
     @app.get("/v1/models", dependencies=keyed)
     async def models() -> dict[str, object]:

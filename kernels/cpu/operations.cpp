@@ -227,7 +227,7 @@ static void scan(StableIValue* stack, uint64_t, uint64_t) {
     Tensor state(stack[5]), ancestors = contiguous(Tensor(stack[6]));
     const int64_t* at = state.strides();
     bool adjacent = (at[3] == 1 && at[2] == a.V && a.V % LANES == 0) || (at[2] == 1 && at[3] == a.K);
-    if (!fits(state, {a.B, a.H, a.K, a.V}) || !adjacent || ancestors.dtype() != aoti_torch_dtype_bool() ||
+    if (!fits(state, {a.B, a.H, a.K, a.V}) || !adjacent || a.K == 1 || ancestors.dtype() != aoti_torch_dtype_bool() ||
         ancestors.sizes() != std::vector<int64_t>{a.B, a.n, a.n})
         throw std::runtime_error("scan: the state must be float32 [B, H, K, V] with adjacent rows or columns, and "
                                  "ancestors bool [B, n, n]");

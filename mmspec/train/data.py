@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -179,9 +180,10 @@ def _folder(folder: Path) -> list[TrainingSample]:
             f"left out of {folder}, no pictures: videos: {films}{how}, others: {len(others) - films}", stacklevel=3
         )
     names = [path.relative_to(folder).as_posix() for path in paths]
+    prompts = [_PROMPTS[zlib.crc32(name.encode(errors="surrogateescape")) % len(_PROMPTS)] for name in names]
     return [
-        TrainingSample(_open(path), _PROMPTS[i % len(_PROMPTS)], name=names[i], files=(path,))
-        for i, path in enumerate(paths)
+        TrainingSample(_open(path), prompt, name=name, files=(path,))
+        for name, prompt, path in zip(names, prompts, paths, strict=True)
     ]
 
 

@@ -83,11 +83,12 @@ def _stored(path: Path) -> dict[str, list[int]]:
 
 
 def _keyed(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-    """The samples with the keys of their answers: hashes of name and prompt, so that others may be added; of those
-    drawn at random, of the place instead of the name. Where several are the same, they are numbered."""
+    """The samples with the keys of their answers: hashes of name and prompt, so that others may be added; of pictures
+    drawn at random, of their place instead of a name; without pictures, of the prompt alone. Where several are the
+    same, they are numbered."""
     found, seen = [], Counter[str]()
     for index, sample in enumerate(samples):
-        what = json.dumps([sample.name or index, sample.prompt])
+        what = json.dumps([(sample.name or index) if sample.images else "", sample.prompt])
         key = hashlib.sha256(what.encode()).hexdigest()[:16]
         found.append(replace(sample, key=f"{key}-{seen[what]}"))
         seen[what] += 1

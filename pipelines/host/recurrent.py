@@ -2,7 +2,8 @@
 
 A module with such a state calls one of the functions in SCANS in the middle of its forward. `reader` builds a mixin for
 the module's class, whose forward is stock's code with these functions replaced, only in that forward. While a draft is
-read, the replacements follow its tree and record what every node adds to the state; otherwise they call stock's.
+read, the replacements follow its tree and record what every node adds to the state; otherwise they call stock's, or
+for the gated delta rule on a CPU `few_rows.chain`.
 """
 
 from __future__ import annotations

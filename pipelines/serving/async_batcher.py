@@ -62,6 +62,7 @@ class AsyncBatcher:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # between rounds; None: end the thread
         self._open: set[_Send] = set()
         self._ended: RuntimeError | None = None  # why the thread has ended
+        self._refused: Exception | None = None  # the error of all prompts that come
         self._thread = threading.Thread(target=self._work, name="mmspec-model", daemon=True)
 
     def __enter__(self) -> AsyncBatcher:
@@ -115,10 +116,13 @@ class AsyncBatcher:
                 loop.call_soon_threadsafe(updates.put_nowait, progress)
 
         def begin() -> None:
+            self._open.add(send)
             try:
+                if self._refused is not None:
+                    raise self._refused
                 self.batches.add(send, inputs, seed, **settings)
-                self._open.add(send)
             except Exception as error:
+                self._open.discard(send)
                 send(_Progress([], Stats(), True, error=error))
 
         if not self._thread.is_alive():
@@ -138,9 +142,16 @@ class AsyncBatcher:
         finally:
             self._jobs.put(lambda: self._leave(send))
 
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     def fail(self, error: Exception) -> None:
-        """End all answers with this error, before the next round."""
-        self._jobs.put(lambda: self._fail(error))
+        """End all answers with this error, at once, and all later ones."""
+        self._refused = error
+        for send in [*self._open]:
+            send(_Progress([], Stats(), True, error=error))
 
     def _leave(self, send: _Send) -> None:
         self._open.discard(send)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -220,7 +221,13 @@ def test_a_client_that_leaves_frees_its_row(client: openai.OpenAI, base: str, se
 
 
 def test_a_server_that_ends_tells_its_clients(service: Service, caplog: pytest.LogCaptureFixture) -> None:
-    with running(service, 1) as (server, address), openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client:
+    worker = AsyncBatcher(service.engine.batcher(1), service.engine.processor)
+    own = replace(service, worker=worker)
+    with (
+        worker,
+        running(own, 1) as (server, address),
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client,
+    ):
         parts = ask(client, asking(url(blank(32))), stream=True, max_tokens=5000, temperature=2.0, seed=1)
         next(parts)
         server.handle_exit(signal.SIGINT, None)

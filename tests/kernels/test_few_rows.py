@@ -208,6 +208,8 @@ def test_shapes_that_it_does_not_take(compiled: None) -> None:
     for bad in ((q.half(), k, v, g, state), (q, k, v, g[..., None], state), (q, k, v, g, state[..., ::2]),
                 (q, k, v.requires_grad_(), g, state)):  # fmt: skip
         assert not few_rows.scans(*bad)
+    with pytest.raises(RuntimeError):
+        few_rows.scan(q[..., :1], k[..., :1], v, beta, g, state[:, :, :1], tree(1, 3))
     for bad in ((q, k[:, :1], v, beta, g, state), (q, k, v, beta, g, state[..., :8]), (q, k, v, beta, g.half(), state)):
         with pytest.raises(RuntimeError):
             few_rows.scan(*bad, tree(1, 3))
@@ -240,6 +242,20 @@ def test_without_it_there_is_none_and_it_says_why(why: str, tmp_path: Path, monk
         assert not list(tmp_path.glob("mmspec/tmp*"))
     finally:
         forget()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_first_call_in_any_mode_finds_it(dtype: torch.dtype) -> None:
+    if few_rows.built()[1]:
+        pytest.skip(few_rows.built()[1])
+    few_rows._dtypes.cache_clear()
+    try:
+        torch.set_default_dtype(dtype)
+        with torch.autocast("cpu"):
+            assert few_rows.available(torch.float32) and few_rows.available(torch.bfloat16)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        few_rows._dtypes.cache_clear()
 
 
 def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
