@@ -70,8 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--keep", type=from_zero, default=0.0, metavar="GB", help="memory for caching features")
     add("--limit", type=count, help="maximum number of samples")
     add("--video-frames", type=FramePolicy.parse, metavar="POLICY", default=USUAL, help=HELP)
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s); where several processes were "
-        "launched, accelerate gives each its own")  # fmt: skip
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ... (%(default)s); of one process alone")
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:

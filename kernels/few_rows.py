@@ -81,7 +81,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 def scans(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> bool:
     """Whether `scan` takes these tensors: plain float32 without autograd, one decay for a head, rows or columns of the
     state one after the other."""
-    if torch.compiler.is_compiling() or not all(_plain(t) for t in (q, k, v, g, state)) or _learns(q, k, v, g, state):
+    if torch.compiler.is_compiling() or not all(_plain(t) for t in (q, k, v, g, state)) or learns(q, k, v, g, state):
         return False
     (K, V), at = state.shape[2:], state.stride()
     adjacent = (at[3] == 1 and at[2] == V and V % 16 == 0) or (at[2] == 1 and at[3] == K)
@@ -102,7 +102,7 @@ def scan(
 
 def chains(v: Tensor, g: Tensor) -> bool:
     """Whether `chain` takes such values [..., V] and decays in float32: on a CPU without autograd, one for a head."""
-    plain = not torch.compiler.is_compiling() and type(v) is Tensor and v.is_cpu and not _learns(v, g)
+    plain = not torch.compiler.is_compiling() and type(v) is Tensor and v.is_cpu and not learns(v, g)
     return plain and v.shape[-1] % 16 == 0 and g.dim() == 3 and available(torch.float32)
 
 
@@ -137,7 +137,8 @@ def _plain(t: Tensor) -> bool:
     return type(t) is Tensor and t.dtype == torch.float32 and t.is_cpu
 
 
-def _learns(*tensors: Tensor) -> bool:
+def learns(*tensors: Tensor) -> bool:
+    """Whether autograd records what is done with these tensors."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 

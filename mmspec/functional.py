@@ -82,7 +82,7 @@ def _plain(*tensors: Tensor) -> bool:
     """Whether no tracing, autocast or grad is on for these tensors; `mmspec/compile/products.py` serves traced ones."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled("cpu"):
         return False
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    return not few_rows.learns(*tensors)
 
 
 def _served(q: Tensor, mask: Tensor | None) -> bool:

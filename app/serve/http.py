@@ -152,10 +152,7 @@ def build(service: Service) -> FastAPI:
     @app.exception_handler(HTTPException)
     @app.exception_handler(Exception)
     async def refused(request: Request, error: Exception) -> JSONResponse:
-        if not isinstance(error, ChatError):
-            status = getattr(error, "status_code", 500)
-            error = ChatError(status, str(getattr(error, "detail", None) or first_line(error)))
-        return JSONResponse({"error": error.body}, error.status)
+        return JSONResponse({"error": (known := _known(error)).body}, known.status)
 
     @app.get("/health")
     async def health() -> dict[str, object]:
@@ -210,17 +207,27 @@ async def _while_connected(request: Request, work: Awaitable[T]) -> T:
 
 async def _events(body: ChatRequest, parts: AsyncIterator[Part], frame: dict[str, object]) -> AsyncIterator[str]:
     """An answer as server-sent events; errors become events, too."""
-    event, frame = "data: {}\n\n".format, frame | {"object": "chat.completion.chunk"}
+    frame = frame | {"object": "chat.completion.chunk"}
     delta: dict[str, object] = {"role": "assistant", "content": ""}
     try:
         async for text, finish, more in parts:
             choice = {"index": 0, "delta": delta | {"content": text}, "finish_reason": finish, "logprobs": None}
             usage = more.pop("usage", None)
-            yield event(json.dumps(frame | {"choices": [choice], **more}))
+            yield _event(frame | {"choices": [choice], **more})
             if usage and (body.stream_options or {}).get("include_usage"):
-                yield event(json.dumps(frame | {"choices": [], "usage": usage}))
+                yield _event(frame | {"choices": [], "usage": usage})
             delta = {}
     except Exception as error:  # the status was sent already
-        known = error if isinstance(error, ChatError) else ChatError(500, first_line(error))
-        yield event(json.dumps({"error": known.body}))
-    yield event("[DONE]")
+        yield _event({"error": _known(error).body})
+    yield "data: [DONE]\n\n"
+
+
+def _event(value: dict[str, object]) -> str:
+    return f"data: {json.dumps(value)}\n\n"
+
+
+def _known(error: Exception) -> ChatError:
+    """Any error as one in OpenAI's format."""
+    if isinstance(error, ChatError):
+        return error
+    return ChatError(getattr(error, "status_code", 500), str(getattr(error, "detail", None) or first_line(error)))

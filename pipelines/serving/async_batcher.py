@@ -41,6 +41,10 @@ class _Progress(NamedTuple):
     cut: bool = False
     error: Exception | None = None
 
+    @classmethod
+    def failed(cls, error: Exception) -> _Progress:
+        return cls([], Stats(), True, error=error)
+
 
 _Send = Callable[[_Progress], object]
 
@@ -123,9 +127,9 @@ class AsyncBatcher:
                 self.batches.add(send, inputs, seed, **settings)
             except Exception as error:
                 self._open.discard(send)
-                send(_Progress([], Stats(), True, error=error))
+                send(_Progress.failed(error))
 
-        if not self._thread.is_alive():
+        if not self.alive:
             why = "an AsyncBatcher answers inside its `with` block only, where its thread runs the model"
             raise self._ended or RuntimeError(why)
         self._jobs.put(begin)
@@ -151,7 +155,7 @@ class AsyncBatcher:
         """End all answers with this error, at once, and all later ones."""
         self._refused = error
         for send in [*self._open]:
-            send(_Progress([], Stats(), True, error=error))
+            send(_Progress.failed(error))
 
     def _leave(self, send: _Send) -> None:
         self._open.discard(send)
@@ -160,7 +164,7 @@ class AsyncBatcher:
     def _fail(self, error: Exception) -> None:
         failed = [*self._open]
         for send in failed:  # all of them, before a row that cannot be removed raises an error
-            send(_Progress([], Stats(), True, error=error))
+            send(_Progress.failed(error))
         for send in failed:
             self._leave(send)
 
