@@ -19,8 +19,7 @@ from mmspec.app.compare import PLAIN, Method
 from mmspec.app.devices import EngineError, find_device, find_dtype, find_model, first_line, load_quietly
 from mmspec.app.embedded import MAR_DRAFT, MAR_MODEL
 from mmspec.app.painter import ImageResult, ImageSubject
-from mmspec.pipelines.families.table import unwrap
-from mmspec.pipelines.host import image_models
+from mmspec.pipelines.host import image_models, wrappers
 from mmspec.pipelines.host.image_models import ImageModel
 from mmspec.pipelines.patching.handle import Handle, Patch
 from mmspec.statistics import Stats
@@ -49,7 +48,7 @@ class ModelSubject(ImageSubject):
 
     @property
     def model(self) -> Any:
-        return unwrap(self.pipe)
+        return wrappers.unwrap(self.pipe)
 
     @property
     def classes(self) -> int:
@@ -206,7 +205,7 @@ def of_file(path: Path, device: torch.device, dtype: torch.dtype) -> ImageModel:
     except Exception as error:  # in the user's code
         raise EngineError(f"cannot load {str(path)!r} ({first_line(error)}); {OWN_FILE}") from error
     about = f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()[:10]}"
-    return ImageModel(target, partial(draw, target), image_models.codes_of(unwrap(target)), about)
+    return ImageModel(target, partial(draw, target), image_models.codes_of(wrappers.unwrap(target)), about)
 
 
 def load_mar(model: str, device: str, dtype: str, **settings: object) -> MarSubject:

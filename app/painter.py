@@ -19,6 +19,7 @@ from mmspec.app.compare import Method
 from mmspec.app.devices import EngineError, find_model, first_line, load_quietly
 from mmspec.app.embedded import STOCK
 from mmspec.pipelines.families import table as families
+from mmspec.pipelines.host import wrappers
 from mmspec.registry import DRAFTERS, resolve_rule
 from mmspec.rules import Rule
 from mmspec.statistics import Stats
@@ -127,7 +128,7 @@ class ImageSubject:
         return handle
 
     def _resolved(self, spec: str, budget: float | None) -> Rule:
-        family = families.of(model := families.unwrap(self.pipe))
+        family = families.of(model := wrappers.unwrap(self.pipe))
         codebook = family.codebook(model)
         codebook = codebook if codebook is None else codebook.detach().to(self.model.device)
         return resolve_rule(spec, codebook, budget, family.embeddings(model))

@@ -74,7 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
-    from mmspec.pipelines.drafters.untrained import draftable
+    from mmspec.pipelines.untrained import draftable
 
     pictures = draws(args.target, args.data)
     if pictures:
@@ -140,10 +140,10 @@ def train(
         drawing: how a model that draws is called, such as its `guidance_scale`.
     """
     from mmspec.pipelines.drafters import mtp_files
-    from mmspec.pipelines.drafters.untrained import build, build_for_pictures, check
     from mmspec.pipelines.host.training import Accelerator
     from mmspec.pipelines.image_teacher import ImageTeacher
     from mmspec.pipelines.teacher import Teacher
+    from mmspec.pipelines.untrained import build, build_for_pictures, check
 
     torch.manual_seed(recipe.seed)
     given, shaped = drafter, build_for_pictures if processor is None else build

@@ -25,7 +25,7 @@ from mmspec.app.media.decoder import VideoReader
 from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaLimits
 from mmspec.pipelines.host.kinds import GenerativeModel
-from mmspec.pipelines.prompts import Chat, inputs_of, knows_clips, shown, unmarked
+from mmspec.pipelines.prompts import Chat, inputs_of, knows_clips, shown
 from mmspec.pipelines.serving.batcher import Batcher, FinishedPrompt, StaticBatcher
 from mmspec.statistics import Stats
 
@@ -145,7 +145,7 @@ class Mmspec(lmms):  # type: ignore[misc]
         """Convert a part of a message; a video becomes one part if the processor supports videos, else its frames."""
         kind, value = part["type"], part["url"] if "url" in part else part["text"]
         if kind == "text":
-            return [{"type": "text", "text": unmarked(self.engine.processor, value)}]
+            return [{"type": "text", "text": value}]
         if kind == "image":
             return shown([media.rgb(value) if isinstance(value, Image.Image) else media.load_image(value)])
         cut = isinstance(value, dict) or part.get("start_time") is not None or part.get("end_time") is not None

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mmspec.config import Options
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.drafters.plain import Plain
-from mmspec.pipelines.families import table as families
+from mmspec.pipelines.host import wrappers
 from mmspec.pipelines.host.image_models import ImageModel
 from mmspec.pipelines.llamagen.pipeline import LlamaGenPipeline
 from mmspec.pipelines.patch import enable
@@ -112,7 +112,7 @@ class ImageTeacher:
     ) -> None:
         self.painter, self.features, self.settings = painter, features, dict(settings or {})
         self.model: Any = painter.target if isinstance(painter, ImageModel) else painter
-        network: Any = families.unwrap(self.model) if isinstance(painter, ImageModel) else painter.transformer
+        network: Any = wrappers.unwrap(self.model) if isinstance(painter, ImageModel) else painter.transformer
         network.eval().requires_grad_(False)
         self.dtype: torch.dtype = network.dtype
         self._target: Any = None
@@ -209,7 +209,7 @@ class ImageTeacher:
             if self._one_by_one:
                 return self.trace(samples, answers)
         raise ValueError(
-            f"{type(families.unwrap(self.model)).__name__} made no call of `generate` with {len(samples)} rows for "
+            f"{type(wrappers.unwrap(self.model)).__name__} made no call of `generate` with {len(samples)} rows for "
             f"{len(samples)} pictures; the teacher reads its features in such a call"
         )
 

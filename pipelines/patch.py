@@ -14,7 +14,7 @@ from mmspec.compile import version
 from mmspec.config import Options, SpecConfig, UnsupportedError
 from mmspec.pipelines import untested
 from mmspec.pipelines.families import table as families
-from mmspec.pipelines.host import adapters, release
+from mmspec.pipelines.host import adapters, release, wrappers
 from mmspec.pipelines.patching import choose, drafting
 from mmspec.pipelines.patching.family import Family
 from mmspec.pipelines.patching.handle import Handle, Patch, put_on
@@ -60,9 +60,9 @@ def enable(model_or_pipe: object, drafter: Any = None, **options: Any) -> Handle
         TypeError: an unknown option, or an object that does not generate tokens.
     """
     config, given = SpecConfig.split(options)
-    *wrappers, model = families.unwrap_all(model_or_pipe)
+    *around, model = wrappers.unwrap_all(model_or_pipe)
     family = families.of(model)
-    why = next(filter(None, map(adapters.soft_prompt, wrappers)), None) or family.unsupported(model)
+    why = next(filter(None, map(adapters.soft_prompt, around)), None) or family.unsupported(model)
     if why is None and not release.tested():
         why = untested.refusal(model, drafter, enable)
     if why is not None:
@@ -123,7 +123,7 @@ def disable(model_or_pipe: object) -> None:
     Args:
         model_or_pipe: what was passed to `enable`, or the model inside it.
     """
-    put_on(families.unwrap(model_or_pipe), None)
+    put_on(wrappers.unwrap(model_or_pipe), None)
 
 
 def refresh(model_or_pipe: object) -> None:
@@ -135,7 +135,7 @@ def refresh(model_or_pipe: object) -> None:
     """
     components = getattr(model_or_pipe, "components", None)  # of a diffusers pipeline
     parts = list(components.values()) if isinstance(components, dict) else [model_or_pipe]
-    modules = [part for part in parts if isinstance(part, Module)] or [families.unwrap(model_or_pipe)]
+    modules = [part for part in parts if isinstance(part, Module)] or [wrappers.unwrap(model_or_pipe)]
     version.refresh(*(part for part in modules if isinstance(part, Module)))
 
 
@@ -148,7 +148,7 @@ def stats(model_or_pipe: object) -> Stats:
     Raises:
         UnsupportedError: the model is not enabled.
     """
-    model = families.unwrap(model_or_pipe)
+    model = wrappers.unwrap(model_or_pipe)
     patch = Patch.of(model)
     if patch is None:
         raise UnsupportedError(f"{type(model).__name__} is not enabled; call mmspec.enable(model) first")

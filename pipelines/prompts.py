@@ -37,6 +37,9 @@ def chat_inputs(
 def inputs_of(processor: Processor, chats: Sequence[Chat], thinking: bool = False) -> BatchFeature:
     """Left-padded inputs, one row per chat: turns {role, content: parts of type text, image or video}.
 
+    Marks of pictures in texts (`<image>`, as in data sets for LLaVA) are left out: the chat template adds them where
+    the pictures belong.
+
     Args:
         thinking: whether a model that may reason before it answers does so, if its template leaves the choice
             (`enable_thinking`, as Qwen3.5's).
@@ -45,6 +48,7 @@ def inputs_of(processor: Processor, chats: Sequence[Chat], thinking: bool = Fals
         ValueError: an image for a text-only model.
     """
     text_only = text_alone(processor)
+    chats = chats if text_only else [_unmarked(processor, chat) for chat in chats]
     parts = [[part for turn in chat for part in turn["content"]] for chat in chats]
     pictures = [[part["image"] for part in row if part["type"] == "image"] for row in parts]
     if text_only and any(part["type"] != "text" for row in parts for part in row):
@@ -94,7 +98,7 @@ def _joined_text(chat: Chat) -> list[dict[str, Any]]:
 
 def _untemplated(processor: Processor, chat: Chat) -> str:
     """A chat as text without a template: for each turn a line of image tokens, and one for each of its texts."""
-    marker = _image_token(processor)
+    marker = _marker(processor, "image")
     lines = []
     for turn in chat:
         kinds = [part["type"] for part in turn["content"]]
@@ -103,14 +107,23 @@ def _untemplated(processor: Processor, chat: Chat) -> str:
     return "\n".join(filter(None, lines))
 
 
-def unmarked(processor: Processor, text: str) -> str:
-    """The text without the processor's image tokens: the chat template adds them where the images belong."""
-    marker = _image_token(processor)
-    return text.replace(marker, "").strip() if marker and marker in text else text
+def _unmarked(processor: Processor, chat: Chat) -> Chat:
+    """The chat, without the processor's marks of pictures and videos in its texts."""
+    markers = [marker for kind in ("image", "video") if (marker := _marker(processor, kind))]
+
+    def cleaned(part: dict[str, Any]) -> dict[str, Any]:
+        text = part.get("text", "")
+        found = [marker for marker in markers if marker in text]
+        for marker in found:
+            text = text.replace(marker, "")
+        return {**part, "text": text.strip()} if found else part
+
+    return [{**turn, "content": [cleaned(part) for part in turn["content"]]} for turn in chat]
 
 
-def _image_token(processor: Processor) -> str:
-    marker = getattr(processor, "image_token", None) or ""
+def _marker(processor: Processor, kind: str) -> str:
+    """The text that stands for a picture or a video in this processor's prompts."""
+    marker = getattr(processor, f"{kind}_token", None) or ""
     return str(getattr(marker, "content", marker))
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from mmspec.drafters.draft_vocab import DraftVocab
-from mmspec.pipelines.families import table as families
-from mmspec.pipelines.host import forward
+from mmspec.pipelines.host import forward, wrappers
 from mmspec.pipelines.host.call import TYPES
 from mmspec.pipelines.host.decoder import embedding, head
 from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel, Processor
@@ -26,7 +25,7 @@ class Teacher:
     """Context manager around a stock model; while it is open, hooks record the decoder's features."""
 
     def __init__(self, model: GenerativeModel, processor: Processor, features: tuple[int, ...]) -> None:
-        self.model = families.unwrap(model).eval().requires_grad_(False)
+        self.model = wrappers.unwrap(model).eval().requires_grad_(False)
         self.processor, self.dtype = processor, self.model.dtype
         self.features = features
         self._taps = taps(self.model, features)

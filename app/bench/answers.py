@@ -20,7 +20,7 @@ from mmspec.app.engine import sampling_settings
 from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel
 from mmspec.pipelines.host.vision import placeholders
 from mmspec.pipelines.patching.handle import Handle
-from mmspec.pipelines.prompts import chat, inputs_of, knows_clips, unmarked
+from mmspec.pipelines.prompts import chat, inputs_of, knows_clips
 from mmspec.pipelines.serving.batcher import answer_length
 from mmspec.statistics import Stats
 
@@ -91,7 +91,7 @@ class VlmBench:
     def inputs(self, batch: Sequence[Question]) -> BatchFeature:
         """Model inputs on the model's device, one row per question."""
         clips = knows_clips(self.processor)
-        chats = [chat(unmarked(self.processor, q.prompt), q.images, clips=q.clip and clips) for q in batch]
+        chats = [chat(q.prompt, q.images, clips=q.clip and clips) for q in batch]
         return inputs_of(self.processor, chats).to(self.model.device, self.model.dtype)
 
     def call(self, method: Method, temperature: float, inputs: Mapping[str, Tensor], seed: int) -> TimedCall:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from benchmarks import kernel_cases as cases
+from benchmarks.suites import kernel_cases as cases
 from mmspec.app.bench import report
 from mmspec.app.bench.command import Outcome, say
 from mmspec.app.devices import find_device, wait

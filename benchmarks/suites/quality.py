@@ -11,8 +11,8 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-from benchmarks.suites.faithful import PictureReader, on_canvas
 from benchmarks.suites.gallery import Gallery
+from benchmarks.zoo.faithful import PictureReader, on_canvas
 from mmspec.app import embedded
 from mmspec.app.bench.command import BenchError
 from mmspec.app.bench.report import Record

@@ -111,7 +111,7 @@ class ChatWays:
             c, title = drafter.config.shape, f"{name}{' tree attention' if attend == TREE else ''}{how}"
             if c.width == 1 and attend == TREE:
                 continue  # a chain needs no tree attention
-            options = {"depth": c.depth, "width": c.width, "size": c.size, **more}
+            options = {"depth": c.depth, "width": c.width, "size": c.size, "draft_vocab": "all", **more}
             methods.append((Method(title, drafter, options), attend))
         for method, attend in methods:
             call = partial(self._call, method, attend, inputs)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from benchmarks.suites.faithful import PictureReader
 from benchmarks.zoo import lessons, sheets
 from benchmarks.zoo.card import Results
+from benchmarks.zoo.faithful import PictureReader
 from benchmarks.zoo.fit import Say, fit
 from benchmarks.zoo.recipes.pictures import ImageRecipe
 from benchmarks.zoo.recipes.pictures import Tokenizer as VqRecipe

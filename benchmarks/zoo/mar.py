@@ -13,9 +13,9 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.suites.faithful import PictureReader
 from benchmarks.zoo import card, classes, lessons, sheets
 from benchmarks.zoo.card import Results, Score
+from benchmarks.zoo.faithful import PictureReader
 from benchmarks.zoo.fit import Say, fit
 from benchmarks.zoo.recipes.pictures import MarRecipe, Trunk
 from mmspec.continuous.denoising import Chain

@@ -14,7 +14,6 @@ from mmspec.drafters.block_network import BlockNetwork, within
 from mmspec.drafters.blocks import attention
 from mmspec.drafters.growth import Noise, draws, filled, gumbel
 from mmspec.drafters.memory import FeatureMemory, MemoryAttention, by_layer
-from mmspec.drafters.shape import ALL
 from mmspec.drafters.trained import check_fit, placed
 from mmspec.functional import LayerAttention
 from mmspec.protocols import BareEmbedding, SessionView, Target, TargetInfo
@@ -76,7 +75,7 @@ class BlockDrafter(BlockNetwork):
             raise ValueError(
                 f"a block of {c.block} drafts {c.most} tokens, so depth is at most that; got {options.depth}"
             )
-        if options.draft_vocab != ALL and (c.draft_vocab or c.sequential):
+        if options.restricted and (c.draft_vocab or c.sequential):
             raise ValueError("draft_vocab is for drafters that use only the target's head; leave it out with this one")
         if options.confidence and not (c.confidence and options.tree == "chain"):
             raise ValueError("confidence needs a drafter with a confidence head, and a chain (width=1)")

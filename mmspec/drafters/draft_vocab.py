@@ -54,6 +54,13 @@ class DraftVocab:
                 vocab = _CACHE[key] = cls(torch.tensor(ids, device=target.device))
         return vocab
 
+    def become(self, ids: Tensor) -> None:
+        """Hold other tokens, as many. All is changed in place, the rows of a head when it is next used."""
+        with torch.no_grad():
+            self.ids.copy_(ids)
+        for head, (_, rows) in list(self._cut.items()):
+            self._cut[head] = ([], rows)
+
     @property
     def tensors(self) -> list[Tensor]:
         """The ids and all rows that were copied so far."""

@@ -13,7 +13,7 @@ from mmspec.drafters.blocks import Attend, Block, RMSNorm
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.drafters.growth import head_of
 from mmspec.drafters.memory import FeatureMemory
-from mmspec.drafters.shape import ALL, TreeOptions
+from mmspec.drafters.shape import TreeOptions
 from mmspec.drafters.trained import TrainedConfig, check_fit, placed
 from mmspec.functional import Linear
 from mmspec.protocols import SessionView, Target, TargetInfo
@@ -124,11 +124,11 @@ class EagleDrafter(FeatureDrafter):
         """
         c, defaults = self.config, {"draft_vocab": self.config.proposes} if self.config.proposes else {}
         options = TreeOptions.like(c.shape).with_({**defaults, **given}, self.method)
-        if options.draft_vocab != ALL and c.draft_vocab:
+        if options.restricted and c.draft_vocab:
             raise ValueError(f"this drafter has a head of its own, with {c.draft_vocab} rows; leave draft_vocab out")
         if options.draws and c.draft_vocab:
             raise ValueError("draws=True needs the target's own head; this drafter has one of its own")
-        if options.draws and options.draft_vocab != ALL:
+        if options.draws and options.restricted:
             raise ValueError("draws=True needs the target's whole head; set draft_vocab='all', or draws=False")
         return options
 

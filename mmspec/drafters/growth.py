@@ -51,6 +51,13 @@ class TargetHead:
         return logits if self.vocab is None else logits[..., self.vocab.ids]
 
 
+def with_head(drafter: Any, head: TargetHead) -> Any:
+    """A copy of the drafter with the same weights and another head."""
+    twin = copy(drafter)
+    twin.head = head
+    return twin
+
+
 class ModelHead(TargetHead):
     """The head of a draft model, which computes logits over the target's tokens by itself."""
 

@@ -11,6 +11,7 @@ from mmspec.config import Options, chosen, is_whole, option_names
 from mmspec.drafters.static_trees import CHAIN, DYNAMIC, SHAPES, Paths, own_paths, paths_of
 
 ALL: Literal["all"] = "all"
+AUTO: Literal["auto"] = "auto"
 MOST = {"depth": 128, "width": 256, "size": 4096}  # upper limits
 
 
@@ -144,12 +145,13 @@ class TreeOptions(Shape):
     Attributes:
         draft_vocab: tokens that a drafter with the target's head may propose; it computes only their rows of the head.
             "all"; or N: the first N tokens, which a BPE vocabulary learned first, and those that end an answer; or ids,
-            stored as a sorted tuple.
+            stored as a sorted tuple; or "auto": of a vocabulary of at least 65,536 tokens the 32,768 that the model's
+            texts have most (see frequent.py), of a smaller one all.
         prune: share of a prompt's image and video tokens that the drafter skips, so that evenly spaced ones remain; the
             target reads them all.
     """
 
-    draft_vocab: int | tuple[int, ...] | Literal["all"] = ALL
+    draft_vocab: int | tuple[int, ...] | Literal["all", "auto"] = AUTO
     prune: float = 0.0
 
     def __post_init__(self) -> None:
@@ -158,16 +160,21 @@ class TreeOptions(Shape):
             raise ValueError(f"prune must be a share from 0 to 1; got {self.prune!r}")
         object.__setattr__(self, "draft_vocab", _vocabulary(self.draft_vocab))
 
+    @property
+    def restricted(self) -> bool:
+        """Whether the user named the tokens that may be proposed."""
+        return self.draft_vocab not in (ALL, AUTO)
 
-def _vocabulary(given: object) -> int | tuple[int, ...] | Literal["all"]:
-    """ALL, a number of tokens, or sorted unique token ids."""
+
+def _vocabulary(given: object) -> int | tuple[int, ...] | Literal["all", "auto"]:
+    """ALL, AUTO, a number of tokens, or sorted unique token ids."""
     vocabulary = given.tolist() if hasattr(given, "tolist") else given  # a tensor, an array
-    if is_whole(vocabulary, 1) or (isinstance(vocabulary, str) and vocabulary == ALL):
+    if is_whole(vocabulary, 1) or (isinstance(vocabulary, str) and vocabulary in (ALL, AUTO)):
         return vocabulary  # type: ignore[no-any-return]
     ids = list(vocabulary) if isinstance(vocabulary, Iterable) else []
     if not ids or not all(is_whole(i, 0) for i in ids):
         raise ValueError(
-            "draft_vocab must be a number of tokens ≥ 1, a list of token ids ≥ 0, or 'all' for the whole vocabulary; "
+            "draft_vocab must be a number of tokens ≥ 1, a list of token ids ≥ 0, 'all', or 'auto'; "
             f"got {briefly(given)}"
         )
     return tuple(sorted({*ids}))

@@ -119,8 +119,8 @@ def read(source: str, limit: int | None = None, seed: int = 0, clips: Clips | No
     if kind in DRAWN and rest.isdecimal():
         samples: Sequence[TrainingSample] = [DRAWN[kind](index, seed) for index in range(int(rest))]
     elif kind == "prompts" and Path(rest).is_file():
-        lines = enumerate(Path(rest).read_text(encoding="utf-8-sig").split("\n"))
-        samples = [TrainingSample(list, line.strip(), 0, name=str(row)) for row, line in lines if line.strip()]
+        lines = map(str.strip, Path(rest).read_text(encoding="utf-8-sig").split("\n"))
+        samples = [TrainingSample(list, line, 0, name=line) for line in lines if line]
     elif kind == "hf":
         samples = _dataset(rest, clips, limit)
     elif Path(source).is_dir():

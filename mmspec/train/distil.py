@@ -153,6 +153,13 @@ class Distillation:
                 f"vocabulary={recipe.vocabulary} is for drafters with EAGLE's layer and the target's head; this "
                 f"{drafter.method!r} drafter is different, so leave it out"
             )
+        kept = getattr(drafter.config, "proposes", ()) if trained else ()
+        if kept and recipe.vocabulary not in (0, len(kept)):
+            warnings.warn(
+                f"the drafter goes on proposing from its {len(kept)} tokens; vocabulary={recipe.vocabulary} is for new "
+                "drafters",
+                stacklevel=3,
+            )
         self.built = {"method": drafter.method, **getattr(drafter.config, "to_dict", dict)()}
         asked = [replace(s, prompt=f"{s.prompt} {recipe.suffix}") if recipe.suffix else s for s in samples]
         prompted = _keyed(asked)

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from mmspec.config import Options
 from mmspec.drafters.growth import ModelHead, draws, grown
-from mmspec.drafters.shape import ALL, TreeOptions
+from mmspec.drafters.shape import TreeOptions
 from mmspec.pipelines.host.exotic import gemma4_assistant as gemma
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.kinds import GenerativeModel
-from mmspec.pipelines.target.state import State, additive
+from mmspec.pipelines.host.masks import additive
+from mmspec.pipelines.target.state import State
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.types import FINAL, Draft, Prompt, decided, gather_rows
 
@@ -51,7 +52,7 @@ class AssistantDrafter:
             ValueError: made for another target, or an option that it does not use.
         """
         options = _USUAL.with_(given, "the assistant")
-        if options.draft_vocab != ALL or options.prune:
+        if options.restricted or options.prune:
             what = "an assistant has a head of its own and reads the target's cache"
             raise ValueError(f"{what}; leave draft_vocab and prune out")
         own = gemma.sizes(self.model)

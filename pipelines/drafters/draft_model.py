@@ -6,7 +6,6 @@ import copy
 import inspect
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,9 +14,8 @@ from torch.nn.functional import pad
 from mmspec.config import Options
 from mmspec.drafters import prune, static_trees
 from mmspec.drafters.growth import ModelHead, draws, grown
-from mmspec.drafters.shape import ALL, TreeOptions
-from mmspec.pipelines.families.table import unwrap
-from mmspec.pipelines.host import loading, readable
+from mmspec.drafters.shape import TreeOptions
+from mmspec.pipelines.host import readable
 from mmspec.pipelines.host.call import Call, calling
 from mmspec.pipelines.host.decoder import embedding
 from mmspec.pipelines.host.hooks import stock
@@ -77,19 +75,6 @@ class ModelDrafter:
     def __repr__(self) -> str:
         return f"ModelDrafter({stock(self.model).__name__}, {self.options})"
 
-    @classmethod
-    def of(cls, draft: GenerativeModel | str | Path) -> ModelDrafter:
-        """From a loaded model, a folder, or a hub name that is in the local cache.
-
-        Raises:
-            ValueError: there is no such folder, or the model cannot draft.
-        """
-        if isinstance(draft, str | Path):
-            draft = loading.draft_model(draft)
-        if not hasattr(draft, "generate") or not hasattr(draft, "config"):
-            raise ValueError(f"a draft model is a model of transformers, or its folder; got {type(draft).__name__}")
-        return cls(unwrap(draft))  # if its `generate` delegates to a component, that component
-
     def fit(self, target: TargetInfo, given: Options) -> ModelDrafter:
         """The same model with the user's options.
 
@@ -97,7 +82,7 @@ class ModelDrafter:
             ValueError: another vocabulary, a model that cannot read drafts, or an option that it does not use.
         """
         options = _USUAL.with_(given, "the model drafter")
-        if options.draft_vocab != ALL:
+        if options.restricted:
             raise ValueError("a draft model has a head of its own; leave draft_vocab out")
         name = stock(self.model).__name__
         why = readable.unsupported(self.model)

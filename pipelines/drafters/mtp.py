@@ -19,17 +19,17 @@ from mmspec.drafters import prune
 from mmspec.drafters.feature import FeatureDrafter, prompt_stats
 from mmspec.drafters.growth import head_of
 from mmspec.drafters.memory import FeatureMemory, PassThroughMemory
-from mmspec.drafters.shape import ALL, Shape, TreeOptions
+from mmspec.drafters.shape import Shape, TreeOptions
 from mmspec.drafters.trained import placed
 from mmspec.pipelines.drafters import mtp_files
 from mmspec.pipelines.host import tree_attention
 from mmspec.pipelines.host.assisted import draft_length
 from mmspec.pipelines.host.decoder import decoder
 from mmspec.pipelines.host.kinds import GenerativeModel
+from mmspec.pipelines.host.masks import additive
 from mmspec.pipelines.host.mtp import MtpHeads
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.host.readable import head_shape
-from mmspec.pipelines.target.state import additive
 from mmspec.protocols import SessionView, Target, TargetInfo
 from mmspec.ragged_cache import Lengths, RaggedBuffer
 from mmspec.types import FINAL, Prompt
@@ -207,7 +207,7 @@ class MtpDrafter(FeatureDrafter):
                 f"these heads are for a model of width {self.config.hidden}; {target.name} has {target.hidden}. Use "
                 "the ones in its own files"
             )
-        if options.draws and options.draft_vocab != ALL:
+        if options.draws and options.restricted:
             raise ValueError("draws=True needs all of the target's head; leave draft_vocab out, or use draws=False")
         return placed(self, target, options)
 

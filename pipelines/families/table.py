@@ -1,15 +1,12 @@
-"""The supported models: which tests prove identical, which family a class has, and how wrapped models are found."""
+"""The supported models: which tests prove identical, and which family a class has."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmspec.pipelines.families.surveyed import FOUND, VERSION
-from mmspec.pipelines.host import adapters, loading, release
-from mmspec.pipelines.host.kinds import GenerativeModel
-from mmspec.pipelines.host.names import has
+from mmspec.pipelines.host import loading, release
 from mmspec.registry import RULES, drafters
 
 if TYPE_CHECKING:  # `mmspec.supported` does not need these imports
@@ -53,101 +50,12 @@ FAMILIES: dict[str, str] = {
 }
 _USUAL = "families.decoder_only:DecoderOnly"
 
-# diffusers pipeline, or a model whose `generate` delegates → the component that generates its tokens
-COMPONENTS: dict[str, str] = {
-    "GlmImagePipeline": "vision_language_encoder",
-    "Blip2ForConditionalGeneration": "language_model",
-    "InstructBlipForConditionalGeneration": "language_model",
-    "InstructBlipVideoForConditionalGeneration": "language_model",
-    "Qwen2_5OmniForConditionalGeneration": "thinker",
-    "Qwen3OmniMoeForConditionalGeneration": "thinker",
-}
-
-
-def _entry(thing: object, table: dict[str, str]) -> str | None:
-    """The entry of a table for the class of `thing`, or for its nearest base class."""
-    return next((table[cls.__name__] for cls in type(thing).__mro__ if cls.__name__ in table), None)
-
 
 def of(model: object) -> Family:
     """The family of a model or pipeline; its module is imported on demand."""
-    module, _, name = (_entry(model, FAMILIES) or _USUAL).partition(":")
+    named = (FAMILIES[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in FAMILIES)
+    module, _, name = next(named, _USUAL).partition(":")
     return getattr(importlib.import_module(f"mmspec.pipelines.{module}"), name)()
-
-
-def unwrap(model_or_pipe: object) -> Any:
-    """The object to patch: the model inside a pipeline or a wrapper, or one of mmspec's pipelines; see `unwrap_all`."""
-    return unwrap_all(model_or_pipe)[-1]
-
-
-def unwrap_all(model_or_pipe: object) -> list[Any]:
-    """The object itself, the object inside it, and so on; the last one is the object to patch.
-
-    Raises:
-        TypeError: none of these generates tokens.
-    """
-    layers = [model_or_pipe]
-    while (inner := _inside(layers[-1])) is not None:
-        layers.append(inner)
-    if not hasattr(layers[-1], "generate") and _entry(layers[-1], FAMILIES) is None:
-        raise TypeError(
-            f"mmspec needs a transformers model or a pipeline that generates tokens; got "
-            f"{type(model_or_pipe).__name__}. mmspec.supported() lists what works"
-        )
-    return layers
-
-
-def outer(model_or_pipe: object) -> Any:
-    """The object whose `generate` takes what a processor returns: the one to patch, or a BLIP around it, which encodes
-    the pictures first."""
-    layers = unwrap_all(model_or_pipe)
-    encodes = (one for one in layers if hasattr(type(one), "generate") and has(type(one).generate, "pixel_values"))
-    return next(encodes, layers[-1])
-
-
-def _inside(wrapper: Any) -> object:
-    """The object inside a wrapper or a pipeline; None: it is neither."""
-    component = _entry(wrapper, COMPONENTS)
-    if component is not None:
-        return getattr(wrapper, component)
-    if _entry(wrapper, FAMILIES) is not None:
-        return None
-    if hasattr(wrapper, "_orig_mod"):  # torch.compile; its `generate` is the model's, and depends on the model's class
-        return wrapper._orig_mod
-    if (adapted := adapters.inside(wrapper)) is not None:
-        return adapted
-    if hasattr(wrapper, "generate"):
-        return None
-    writer = _writer(wrapper)  # a diffusers pipeline
-    return writer if writer is not None else getattr(wrapper, "model", None)  # transformers.pipeline
-
-
-def _writer(pipe: object) -> GenerativeModel | None:
-    """The component of a diffusers pipeline that generates tokens, for example to extend a prompt; None: none does.
-
-    It is the one that can generate, if the pipeline's own code calls a `generate` at all; most pipelines use their
-    language models only as encoders.
-
-    Raises:
-        TypeError: several components can generate.
-    """
-    parts = getattr(pipe, "components", None)
-    if not isinstance(parts, dict) or not any(map(_generates, type(pipe).__mro__)):
-        return None
-    writers = {name: part for name, part in parts.items() if getattr(part, "can_generate", bool)() is True}
-    if len(writers) > 1:
-        raise TypeError(
-            f"{type(pipe).__name__} has several models that can generate: {', '.join(writers)}; enable one of them, "
-            f"such as pipe.{next(iter(writers))}"
-        )
-    return next(iter(writers.values()), None)
-
-
-def _generates(cls: type) -> bool:
-    try:
-        return ".generate(" in inspect.getsource(cls)
-    except (OSError, TypeError):  # a class without a file
-        return False
 
 
 def untested() -> list[str]:

@@ -17,6 +17,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, GenerateDecoderOnlyOutput
 
+from mmspec.pipelines.host import devices
 from mmspec.pipelines.host.kinds import Cache, GenerativeModel
 from mmspec.pipelines.host.names import CACHE, LOGITS
 from mmspec.pipelines.host.processors import guidance as guided
@@ -175,11 +176,11 @@ class Call:
         return bool(self.generation_config.return_dict_in_generate or self.filled or self.owned)
 
     def for_model(self, model: GenerativeModel) -> Call:
-        """The same call with int64 ids, and with all inputs of a forward on the model's device, as stock moves them.
+        """The same call with int64 ids, and with all inputs of a forward on the device of the model's embedding.
 
         Nothing is moved to the CPU, since a model there may be moved to another device by its forward.
         """
-        ids, device = self.input_ids, model.device
+        ids, device = self.input_ids, devices.execution(model.get_input_embeddings())
         ids = ids if ids.is_floating_point() else ids.long()  # stock's embedding raises an error for floats
         if device.type in ("cpu", "meta") or device == ids.device:
             return replace(self, input_ids=ids)

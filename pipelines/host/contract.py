@@ -232,7 +232,7 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
     ("diffusers.utils.is_ftfy_available", "is", "", "Captions are cleaned if the libraries for it are installed", "llamagen/captions", "LlamaGenPipeline"),
     ("diffusers.image_processor.VaeImageProcessor", "is", "", "It converts the images that our pipelines return", "llamagen/pipeline mar/pipeline", "LlamaGenPipeline MARPipeline"),
     ("diffusers.pipelines.pixart_alpha.pipeline_pixart_alpha.PixArtAlphaPipeline._text_preprocessing", "takes", "text clean_caption", "Captions are cleaned as in training", "llamagen/captions", "LlamaGenPipeline"),
-    ("diffusers.pipelines.glm_image.pipeline_glm_image.GlmImagePipeline", "says", "vision_language_encoder generate", "The model inside that generates tokens is the one to enable", "families/table", "GlmImagePipeline"),
+    ("diffusers.pipelines.glm_image.pipeline_glm_image.GlmImagePipeline", "says", "vision_language_encoder generate", "The model inside that generates tokens is the one to enable", "host/wrappers", "GlmImagePipeline"),
     ("peft.peft_model.PeftModel", "holds", "get_base_model active_peft_config peft_config", "The model inside an adapter is the one to enable", "host/adapters", "PeftModel"),
     ("peft.config.PromptLearningConfig", "holds", "is_prompt_learning", "Adapters that add virtual tokens are refused", "host/adapters", "PeftModel"),
 ))

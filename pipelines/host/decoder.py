@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mmspec.modes import each_module
 from mmspec.pipelines.host import recurrent
 from mmspec.pipelines.host.exotic import path_readers
-from mmspec.pipelines.host.hooks import stock
+from mmspec.pipelines.host.hooks import OLD, stock
 from mmspec.pipelines.host.kinds import GenerativeModel, TextDecoder, Weighted
 from mmspec.pipelines.host.names import origin
 
@@ -71,6 +71,18 @@ def readers(text: TextDecoder) -> list[tuple[nn.Module, type]]:
     ours = {module: reader for module in each_module(text) if (reader := path_readers.reader(module)) is not None}
     rest = [(module, recurrent.reader(stock(module))) for module in recurrent.modules(text) if module not in ours]
     return [*ours.items(), *rest]
+
+
+def replaced(text: TextDecoder) -> str | None:
+    """Why those modules would not run that code: somebody else replaced the forward of one; None: they would.
+
+    Hooks of accelerate call the module's forward, see `hooks.swap`.
+    """
+    for module, _ in readers(text):
+        own = vars(module)
+        if "forward" in own and getattr(own.get(OLD), "__func__", None) is not stock(module).forward:
+            return f"its {stock(module).__name__} has a forward of its own, which cannot read drafts"
+    return None
 
 
 def more_than_states(text: TextDecoder) -> bool:

@@ -6,10 +6,12 @@ import copyreg
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
+from types import MethodType
 from typing import Any, SupportsIndex
 
 from mmspec.modes import stock_class
 
+OLD = "_old_forward"  # where accelerate's hooks keep a module's forward
 _LOCK = threading.RLock()  # enable and disable may be called from any thread
 
 
@@ -27,12 +29,24 @@ def swap(instance: object, mixin: type, **attributes: object) -> None:
     with _LOCK:
         before, base = _swapped(instance), _without(instance)
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        names |= _below_accelerate(instance, mixin)
         subclass: Any = type(base.__name__, (mixin, _Swapped, base), {**names, **attributes, "_mmspec_stock": base})
         subclass._mmspec_named = tuple(attributes)
         clear = _clear  # a model that lives until the interpreter exits outlives this module's globals
         subclass._mmspec_instance = weakref.ref(instance, lambda _: clear(subclass))
         instance.__class__ = subclass
         _clear(before)
+
+
+def _below_accelerate(instance: object, mixin: Any) -> dict[str, Any]:
+    """An attribute of the class by which the mixin's forward is called where accelerate's hook would call stock's.
+
+    The hook is a forward of the instance, which hides that of the class; it calls the instance's `_old_forward`, which
+    a property hides in turn.
+    """
+    if OLD not in vars(instance) or not hasattr(mixin, "forward"):
+        return {}
+    return {OLD: property(lambda self: MethodType(mixin.forward, self))}
 
 
 def restore(instance: object) -> None:

@@ -11,7 +11,16 @@ from mmspec.compile.version import Version, version
 from mmspec.modes import Mode, each_module
 from mmspec.pipelines.host import reach, recurrent, tree_attention
 from mmspec.pipelines.host.call import TYPES
-from mmspec.pipelines.host.decoder import decoder, embedding, head, more_than_states, readers, shared_scale, wrapped
+from mmspec.pipelines.host.decoder import (
+    decoder,
+    embedding,
+    head,
+    more_than_states,
+    readers,
+    replaced,
+    shared_scale,
+    wrapped,
+)
 from mmspec.pipelines.host.devices import mode_of
 from mmspec.pipelines.host.exotic import path_readers
 from mmspec.pipelines.host.hooks import Taps
@@ -64,7 +73,8 @@ class HostModel:
         config = text.config
         return cls(
             decoder=text, head=head(model), embedding=embedding(model), attention=config._attn_implementation,
-            draft_attention=tree_attention.for_drafts(text), unfit=wrapped(model) or tree_attention.unfit(text),
+            draft_attention=tree_attention.for_drafts(text),
+            unfit=wrapped(model) or replaced(text) or tree_attention.unfit(text),
             kinds=tuple(getattr(config, "layer_types", None) or ()), window=getattr(config, "sliding_window", None),
             slides=bool(getattr(config, "use_sliding_window", True)),
             chunk=getattr(config, "attention_chunk_size", None), table=reach.table(text),

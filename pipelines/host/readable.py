@@ -11,7 +11,7 @@ from mmspec.pipelines.host.decoder import decoder, head, wrapped
 from mmspec.pipelines.host.exotic import path_readers
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.kinds import GenerativeModel
-from mmspec.pipelines.target.state import MASKS_BY_KIND
+from mmspec.pipelines.host.masks import MASKS_BY_KIND
 
 _BLOCKS = ("index_kpool", "indexer_compress_ratio", "index_block_size")  # settings of an indexer that selects blocks
 # class → why it cannot be accelerated, for reasons that only its forward shows

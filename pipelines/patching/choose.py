@@ -14,7 +14,7 @@ from mmspec.config import Options, SpecConfig, option_names
 from mmspec.drafters.own_options import options_of
 from mmspec.drafters.shape import Shape
 from mmspec.pipelines.drafters import own_files
-from mmspec.pipelines.host import hooks, loading
+from mmspec.pipelines.host import hooks, loading, wrappers
 from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.names import own_setting
 from mmspec.protocols import TargetInfo
@@ -83,9 +83,13 @@ def _instance(drafter: Any, given: Options) -> tuple[Any, dict[str, Any]]:
     from mmspec.pipelines.drafters import assistant, draft_model
     from mmspec.pipelines.host.exotic import gemma4_assistant
 
-    smaller = draft_model.ModelDrafter.of(drafter)
-    name = hooks.stock(smaller.model).__name__
-    return (assistant.AssistantDrafter(smaller.model) if name in gemma4_assistant.CLASSES else smaller), rest
+    if isinstance(drafter, str | Path):
+        drafter = loading.draft_model(drafter)
+    if not hasattr(drafter, "generate") or not hasattr(drafter, "config"):
+        raise ValueError(f"a draft model is a model of transformers, or its folder; got {type(drafter).__name__}")
+    smaller = wrappers.unwrap(drafter)  # if its `generate` delegates to a component, that component
+    assists = hooks.stock(smaller).__name__ in gemma4_assistant.CLASSES
+    return (assistant.AssistantDrafter(smaller) if assists else draft_model.ModelDrafter(smaller)), rest
 
 
 def _built(drafter: Any, target: TargetInfo, model: GenerativeModel) -> Any:

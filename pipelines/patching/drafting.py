@@ -13,12 +13,13 @@ from torch import nn
 from mmspec.compile.capture_cache import CaptureCache, weights
 from mmspec.compile.draft import CapturedDraft
 from mmspec.config import SpecConfig
-from mmspec.drafters import lookup
+from mmspec.drafters import frequent, lookup
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.feature import FeatureDrafter
-from mmspec.drafters.growth import Adaptive, by_chain_length
+from mmspec.drafters.frequent import FrequentDrafts, FrequentTokens
+from mmspec.drafters.growth import Adaptive, TargetHead, by_chain_length, with_head
 from mmspec.drafters.heads import HeadsDrafter
-from mmspec.drafters.shape import Shape, Sizes
+from mmspec.drafters.shape import AUTO, Shape, Sizes
 from mmspec.pipelines.host import devices
 from mmspec.pipelines.target import captures
 from mmspec.protocols import Compilable, Drafter, Proposer, Target, TargetInfo
@@ -30,12 +31,14 @@ CHECKED = 3  # rounds of a call in which the tokens of a user's own drafter are 
 SWITCHED = True  # whether, by default, drafters without weights are switched off while they save no time
 # The switch's measurements, by model and by the drafter's layer (or its class if it has none); they outlive `disable`.
 _COSTS: WeakKeyDictionary[object, WeakKeyDictionary[object, dict[Hashable, RoundCosts]]] = WeakKeyDictionary()
+_TOKENS: WeakKeyDictionary[object, dict[Hashable, FrequentTokens]] = WeakKeyDictionary()  # by model
 # Captures of draft heads, by their first layer, which all fitted copies share.
 _HEADS: WeakKeyDictionary[object, CaptureCache] = weakref.WeakKeyDictionary()
 
 
 def proposer(model: object, drafter: Drafter, config: SpecConfig, target: TargetInfo, drafts: bool = True) -> Proposer:
-    """The drafter, with `compile` captured, with `lookup` wrapped in Lookup, and with `auto` behind a switch.
+    """The drafter, with `compile` captured, with `lookup` wrapped in Lookup, drafting from the frequent tokens of a
+    large vocabulary, and with `auto` behind a switch.
 
     Args:
         drafts: whether `compile` captures the drafter's own forward as well.
@@ -56,15 +59,21 @@ def proposer(model: object, drafter: Drafter, config: SpecConfig, target: Target
             f"{type(drafter).__name__}, so leave lookup out"
         )
     depths = {getattr(options, "depth", 0), *([lookup.LENGTH] if config.lookup else [])}  # the possible draft lengths
-    adaptive = getattr(options, "adaptive", False)
-    if adaptive:
-        each = {n: _captured(model, one, compile, target, depths) for n, one in by_chain_length(drafter).items()}
-        ready: Proposer = Adaptive(each)
-    else:
-        ready = _captured(model, drafter, compile, target, depths)
-    if config.lookup:
+
+    def built(drafter: Drafter) -> Proposer:
+        if adaptive := getattr(options, "adaptive", False):
+            each = {n: _captured(model, one, compile, target, depths) for n, one in by_chain_length(drafter).items()}
+            ready: Proposer = Adaptive(each)
+        else:
+            ready = _captured(model, drafter, compile, target, depths)
+        if not config.lookup:
+            return ready
         brief = ready if adaptive else _captured(model, lookup.brief(drafter), compile, target, depths)
-        ready = lookup.Lookup(ready, brief)
+        return lookup.Lookup(ready, brief)
+
+    ready = built(drafter)
+    if (tokens := _frequent(model, drafter, target)) is not None:
+        ready = FrequentDrafts(ready, built(with_head(drafter, TargetHead(tokens.vocab))), tokens)
     auto = config.auto if config.auto is not None else drafts and _switchable(model, drafter, config)
     if auto and drafter.nodes > 1:
         ready = Switch(ready, _costs(model, drafter, config, target))
@@ -75,6 +84,27 @@ def proposer(model: object, drafter: Drafter, config: SpecConfig, target: Target
 def switches(proposer: Proposer) -> bool:
     """Whether it turns drafting off by itself where that does not pay."""
     return isinstance(proposer.drafter if isinstance(proposer, CheckedDrafts) else proposer, Switch)
+
+
+def shares(proposer: Proposer) -> bool:
+    """Whether its drafts depend on other rows and calls."""
+    while isinstance(proposer, CheckedDrafts | Switch):
+        proposer = proposer.drafter
+    return bool(getattr(proposer, "shares", False))
+
+
+def _frequent(model: object, drafter: Drafter, target: TargetInfo) -> FrequentTokens | None:
+    """The frequent tokens of a model, if this drafter may draft from them alone: it has the target's head, which is
+    large, and the user did not say which tokens it drafts from."""
+    if not isinstance(drafter, FeatureDrafter | BlockDrafter) or target.ends is None or target.vocab < frequent.LEAST:
+        return None
+    sequential = isinstance(drafter, BlockDrafter) and drafter.config.sequential
+    if drafter.head.own or sequential or drafter.options.draft_vocab != AUTO or drafter.options.draws:
+        return None
+    known, key = _TOKENS.setdefault(model, {}), (target.vocab, target.device)
+    if key not in known:
+        known[key] = FrequentTokens(target)
+    return known[key]
 
 
 class CheckedDrafts:

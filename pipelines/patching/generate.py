@@ -22,7 +22,7 @@ from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.host.processors import followed, stopping
 from mmspec.pipelines.host.processors import guidance as guided
 from mmspec.pipelines.host.processors.table import Processors, unsafe
-from mmspec.pipelines.patching import obstacles
+from mmspec.pipelines.patching import drafting, obstacles
 from mmspec.pipelines.patching.handle import Patch
 from mmspec.pipelines.patching.obstacles import Obstacle
 from mmspec.pipelines.target.model import Request
@@ -185,7 +185,7 @@ def _fixed_noise(patch: Patch, rule: Rule) -> Noise | None:
     not depend on them; else None."""
     if patch.config.reproducible:
         return TorchNoise()
-    return CounterNoise() if getattr(patch.drafter, "shares", False) and rule.lossless else None
+    return CounterNoise() if drafting.shares(patch.proposer) and rule.lossless else None
 
 
 def rounds(target: Target, drafter: Proposer, rows: list[Row], inputs: Any) -> Iterator[tuple[Session, Round]]:

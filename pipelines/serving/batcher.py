@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmspec.pipelines.families import table as families
-from mmspec.pipelines.host import readable
+from mmspec.pipelines.host import readable, wrappers
 from mmspec.pipelines.host.assisted import setting
 from mmspec.pipelines.host.call import TYPES
 from mmspec.pipelines.host.kinds import GenerativeModel, Processor
@@ -98,9 +97,9 @@ class Batcher:
         """
         if not isinstance(rows, int) or rows < 1:
             raise ValueError(f"rows must be a whole number of at least 1; got {rows!r}")
-        self.model, self.stats, self.scored = families.unwrap(model), Stats(), scored
+        self.model, self.stats, self.scored = wrappers.unwrap(model), Stats(), scored
         self.rows = self.most = rows
-        self._outer = families.outer(model)
+        self._outer = wrappers.outer(model)
         self.generation = generation
         self._one_answer()
         self._tokenizer: Any = getattr(processor, "tokenizer", processor)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmspec.modes import LOOKS_ON, for_thread
-from mmspec.pipelines.families import table as families
+from mmspec.pipelines.host import wrappers
 from mmspec.pipelines.host.assisted import setting
 from mmspec.pipelines.host.call import calling
 from mmspec.pipelines.host.kinds import GenerativeModel
@@ -63,7 +63,7 @@ def stream(
     require_one_row(inputs, "stream")
     if settings.get("streamer") is not None:
         raise ValueError("stream uses its own streamer; leave streamer out, and iterate over the steps")
-    model, outer = families.unwrap(model_or_pipe), families.outer(model_or_pipe)
+    model, outer = wrappers.unwrap(model_or_pipe), wrappers.outer(model_or_pipe)
     answers = settings.get("num_return_sequences") or setting(
         "num_return_sequences", settings.get("generation_config"), getattr(model, "generation_config", None)
     )

@@ -22,9 +22,10 @@ from mmspec.pipelines.host import adapters, recurrent, tree_attention
 from mmspec.pipelines.host.cache import PassThroughCache
 from mmspec.pipelines.host.forward import now
 from mmspec.pipelines.host.kinds import Mask
+from mmspec.pipelines.host.masks import MASKS_BY_KIND
 from mmspec.pipelines.host.recurrent_state import RecurrentLayers
 from mmspec.pipelines.target.model import ModelTarget
-from mmspec.pipelines.target.state import MASKS_BY_KIND, State
+from mmspec.pipelines.target.state import State
 from mmspec.steady import Steady, addressed
 
 

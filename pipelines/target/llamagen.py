@@ -14,10 +14,11 @@ from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.devices import mode_of
 from mmspec.pipelines.host.forward import reading
 from mmspec.pipelines.host.kinds import Mask
+from mmspec.pipelines.host.masks import additive
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.target.captures import Forward
 from mmspec.pipelines.target.model import ModelTarget
-from mmspec.pipelines.target.state import Onward, State, additive, each_stream
+from mmspec.pipelines.target.state import Onward, State, each_stream
 from mmspec.protocols import SessionView
 from mmspec.ragged_cache import visibility
 from mmspec.session import Session

@@ -19,13 +19,13 @@ from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.exotic import by_path
 from mmspec.pipelines.host.forward import Read, during, reading
 from mmspec.pipelines.host.kinds import GenerativeModel, Mask, ModelOutput
+from mmspec.pipelines.host.masks import Masks, Visibility
 from mmspec.pipelines.host.model import HostModel
 from mmspec.pipelines.host.processors.guidance import Guidance, NegativePrompt
 from mmspec.pipelines.host.vision import media
-from mmspec.pipelines.prefix import prefixes
-from mmspec.pipelines.target import captured_prompt, captures
+from mmspec.pipelines.target import captured_prompt, captures, prefixes
 from mmspec.pipelines.target.model import ModelTarget
-from mmspec.pipelines.target.state import Masks, Onward, Places, State, Visibility, interleaved, positions_read
+from mmspec.pipelines.target.state import Onward, Places, State, interleaved, positions_read
 from mmspec.ragged_cache import Lengths
 from mmspec.session import Session
 from mmspec.tree import lone
@@ -214,7 +214,9 @@ class VlmTarget(ModelTarget):
             alone = depth.shape[1] == 1 and self.masks.plain
             if alone or (chain and self.flash and len(state.open_slots) == 1):
                 return None
-        return self.masks.build(Visibility(state, ancestors, depth), self.model.dtype, chain)
+        lengths = state.cache.lengths
+        visible = Visibility(lengths, state.open_slots, state.padded, state.prompt, ancestors, depth)
+        return self.masks.build(visible, self.model.dtype, chain)
 
 
 def _check(slots: RaggedCache, appended: int, read: int) -> None:

@@ -32,7 +32,7 @@ from mmspec.app.caption import run as running
 from mmspec.app.caption.journal import Journal
 from mmspec.app.caption.plan import ask_key
 from mmspec.app.caption.run import FatalError
-from mmspec.pipelines.prefix import prefix_keys
+from mmspec.pipelines.target import prefix_keys
 
 OK, FATAL, SENSELESS, SOME_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 GOOD = ("a.png", "b.jpg", "c.webp", "d.png")

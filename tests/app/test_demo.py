@@ -30,7 +30,7 @@ from pydantic import ValidationError
 from transformers import LogitsProcessor
 
 import mmspec
-from benchmarks.suites.faithful import PictureReader
+from benchmarks.zoo.faithful import PictureReader
 from mmspec import zoo
 from mmspec.app import embedded, engine
 from mmspec.app.demo import caption_tab, captions, image_tab

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from PIL import Image
+from transformers import AutoProcessor, AutoTokenizer
 
 from mmspec import zoo
 from mmspec.app.media.items import IMAGE, Item, file_source
 from mmspec.app.prompt import PromptChoice, PromptError, Prompts
-from mmspec.pipelines.prompts import inputs_of
+from mmspec.pipelines.prompts import chat_inputs, inputs_of
 
 
 def item(name: str = "birds/red/1.jpg", **more) -> Item:
@@ -59,3 +60,11 @@ def test_models_that_may_reason_do_so_only_if_told_to(thinking: bool):
     chat = [{"role": "user", "content": [{"type": "text", "text": "red"}]}]
     ids = inputs_of(tokenizer, [chat], **({"thinking": True} if thinking else {}))["input_ids"][0]
     assert tokenizer.decode(ids).split() == ["red", "small" if thinking else "large"]
+
+
+def test_marks_of_pictures_in_a_text_do_not_count_as_pictures():
+    processor, picture = AutoProcessor.from_pretrained(zoo.path("scenes-video")), Image.new("RGB", (96, 96))
+    plain = chat_inputs(processor, ["what is red ?"], [[picture]])
+    for marked in ("<image>\nwhat is red ?", "<image> what is red ? <image>"):
+        assert chat_inputs(processor, [marked], [[picture]])["input_ids"].tolist() == plain["input_ids"].tolist()
+    assert "pixel_values" not in chat_inputs(processor, ["<image> what is red ?"], [[]])

@@ -26,7 +26,7 @@ from mmspec.app.bench.answers import TimedCall
 from mmspec.app.bench.command import BenchError
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.drafters.mtp import MtpDrafter
-from mmspec.pipelines.drafters.untrained import build
+from mmspec.pipelines.untrained import build
 from mmspec.statistics import Stats
 
 METHODS = ("eagle", "vispec", "msd", "flash", "specvlm")

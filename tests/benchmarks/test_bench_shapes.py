@@ -152,7 +152,7 @@ def test_drafts_read_a_part_of_a_large_head_in_the_ways_that_say_so(monkeypatch)
     subject = ChatWays(MODELS["qwen2.5-vl-7b"], TOY, CPU, torch.float32, 3, 0)
     ways = {way.name: way.call for way in subject.ways(64, 1, False) if not way.plain}
     found = {name: call.args[0].options.get("draft_vocab") for name, call in ways.items()}
-    drafted = {f"{m}{rows}": 100 if rows else None for m in CHAT for rows in ("", " 100 rows")}
+    drafted = {f"{m}{rows}": 100 if rows else "all" for m in CHAT for rows in ("", " 100 rows")}
     assert found == {"plain": None, **drafted}
     ways["eagle 100 rows"]()
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.suites import faithful, quality
+from benchmarks.suites import quality
 from benchmarks.suites.quality import frechet, precision_recall
+from benchmarks.zoo import faithful
 from mmspec.app.bench.command import BenchError
 from mmspec.zoo import pictures
 

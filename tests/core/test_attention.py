@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec.functional import folded, sdpa
-from mmspec.pipelines.target.state import additive
+from mmspec.pipelines.host.masks import additive
 
 MASKS = ("bool", "additive", "none")
 

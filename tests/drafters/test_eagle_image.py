@@ -29,7 +29,6 @@ from mmspec.drafters.plain import Plain
 from mmspec.kernels import reference as ops
 from mmspec.loop import decode, start
 from mmspec.models import llamagen
-from mmspec.pipelines.drafters.untrained import build_for_pictures
 from mmspec.pipelines.host.processors.guidance import Guidance
 from mmspec.pipelines.host.processors.table import Processors
 from mmspec.pipelines.host.training import Accelerator
@@ -37,6 +36,7 @@ from mmspec.pipelines.image_teacher import ImageTeacher
 from mmspec.pipelines.target.llamagen import Condition, LlamaGenTarget
 from mmspec.pipelines.target.model import Request
 from mmspec.pipelines.target.noise import CounterNoise
+from mmspec.pipelines.untrained import build_for_pictures
 from mmspec.protocols import TargetInfo
 from mmspec.session import Row, Session
 from mmspec.train import data

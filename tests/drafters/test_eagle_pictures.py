@@ -15,9 +15,9 @@ import mmspec
 from mmspec.app import cli
 from mmspec.app.train import train
 from mmspec.config import UnsupportedError
-from mmspec.pipelines.drafters.untrained import build_for_pictures
 from mmspec.pipelines.host.image_models import ImageModel
 from mmspec.pipelines.image_teacher import ImageTeacher
+from mmspec.pipelines.untrained import build_for_pictures
 from mmspec.train.data import TrainingSample
 from mmspec.train.recipes import IMAGE_EAGLE
 

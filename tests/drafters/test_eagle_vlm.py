@@ -34,7 +34,7 @@ import mmspec
 from mmspec.drafters.blocks import Rope, rotate
 from mmspec.drafters.eagle import EagleConfig, EagleDrafter
 from mmspec.drafters.shape import Shape
-from mmspec.pipelines.drafters.untrained import build
+from mmspec.pipelines.untrained import build
 from mmspec.types import Prompt
 
 

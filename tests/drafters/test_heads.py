@@ -17,9 +17,9 @@ import mmspec
 from mmspec.app import cli
 from mmspec.compile import capture, capture_cache
 from mmspec.drafters.heads import HeadsConfig, HeadsDrafter, View
-from mmspec.pipelines.drafters.untrained import build_for_pictures
 from mmspec.pipelines.host.training import Accelerator
 from mmspec.pipelines.image_teacher import ImageTeacher
+from mmspec.pipelines.untrained import build_for_pictures
 from mmspec.train.data import TrainingSample
 from mmspec.train.heads import HeadsTraining, WindowRecorder
 from mmspec.train.recipes import RECIPES

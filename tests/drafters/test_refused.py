@@ -19,8 +19,8 @@ from mmspec.drafters.flash_vlm import FlashConfig
 from mmspec.drafters.msd import MsdConfig
 from mmspec.drafters.specvlm import SpecVlmConfig
 from mmspec.drafters.vispec import ViSpecConfig, ViSpecDrafter
-from mmspec.pipelines.drafters.untrained import build_for_pictures
 from mmspec.pipelines.patching.choose import chosen
+from mmspec.pipelines.untrained import build_for_pictures
 from mmspec.protocols import TargetInfo
 from tests.drafters import test_eagle_image as pictures
 from tests.drafters import test_eagle_pictures, test_eagle_vlm, test_flash, test_heads

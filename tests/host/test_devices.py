@@ -9,7 +9,7 @@ import sys
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -18,7 +18,8 @@ import tiny_llamagen
 import tiny_vlms
 import torch
 import transformers as T
-from compared import refused_or_stock
+import uncompiled
+from compared import as_stock, refused_or_stock
 from hostile_drafters import eagle, feature_drafter
 from torch import nn
 
@@ -61,6 +62,32 @@ def test_a_model_that_is_cast_after_it_was_enabled(method: str, cast: str, auto:
         assert handle.drafter is fitted and facts(own) == before
     stock = tiny_vlms.generate(getattr(model(), cast)(), inputs(fast.dtype), **SHORT)
     assert torch.equal(out, stock) if cast == "double" else out.shape == stock.shape
+
+
+HYBRIDS = {"qwen3_5": "linear_attn", "lfm2_vl": "conv"}  # the name of a recurrent layer
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["", "compile"])
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.every(2)
+def test_recurrent_layers_with_hooks_of_accelerate(name: str, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their forward is one of the instance, which hides that of its class."""
+    uncompiled.pieces(monkeypatch, forwards=False)
+    hooked = copy.deepcopy(tiny_vlms.model(name))
+    accelerate.dispatch_model(hooked, {"model": "cpu", "lm_head": "cpu"}, force_hooks=True)
+    for drafter in ("plain", eagle(hooked, depth=3, width=2, size=6)):
+        as_stock(hooked, tiny_vlms.prompt(name, "image first"), drafter, call=SHORT, compile=compile)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_recurrent_layers_whose_forward_somebody_replaced(name: str) -> None:
+    theirs, told = copy.deepcopy(tiny_vlms.model(name)), tiny_vlms.prompt(name, "image first")
+    stock = tiny_vlms.generate(theirs, told, **SHORT)
+    layer = next(part for path, part in theirs.named_modules() if path.endswith(HYBRIDS[name]))
+    with mmspec.enable(theirs, "plain", on_unsupported="fallback"):
+        layer.forward = MethodType(type(layer).forward, layer)  # as transformers' kernels do
+        with pytest.warns(UserWarning, match="has a forward of its own, which cannot read drafts"):
+            assert torch.equal(tiny_vlms.generate(theirs, told, **SHORT), stock)
 
 
 def test_one_drafter_on_two_targets() -> None:

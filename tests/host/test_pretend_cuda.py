@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmspec
-from benchmarks import kernel_cases as cases
+from benchmarks.suites import kernel_cases as cases
 from mmspec.kernels import dispatch
 from mmspec.pipelines.host import model as facts
 from mmspec.pipelines.host import tree_attention
@@ -70,14 +70,16 @@ def stock(kind: str) -> Tensor:
     return tiny_vlms.generate(tiny_vlms.model("llava"), asked(kind), **SHORT)
 
 
-def split(model: Any) -> Any:
-    """The first layer on one device, the others and the head on another, by accelerate."""
-    model.to(FIRST)
-    text = "model.language_model"
-    there = [f"{text}.layers.1", f"{text}.layers.2", f"{text}.norm", "lm_head"]
-    here = ["model.vision_tower", "model.multi_modal_projector", f"{text}.embed_tokens", f"{text}.rotary_emb"]
-    spread = {**dict.fromkeys([*here, f"{text}.layers.0"], FIRST), **dict.fromkeys(there, SECOND)}
-    return dispatch_model(model, {name: str(device) for name, device in spread.items()}, force_hooks=True)
+TEXT = "model.language_model"
+LATER = [f"{TEXT}.layers.1", f"{TEXT}.layers.2", f"{TEXT}.norm", "lm_head"]
+TOWER = ["model.vision_tower", "model.multi_modal_projector"]
+
+
+def split(model: Any, there: list[str] = LATER) -> Any:
+    """These parts on the second device, by default all layers but the first, and the head; all others on the first."""
+    parts = [*TOWER, f"{TEXT}.embed_tokens", f"{TEXT}.rotary_emb", f"{TEXT}.layers.0", *LATER]
+    spread = {name: str(SECOND if name in there else FIRST) for name in parts}
+    return dispatch_model(model.to(FIRST), spread, force_hooks=True)
 
 
 def answered(model: Any, kind: str, device: torch.device | str, **options: Any) -> Tensor:
@@ -126,6 +128,20 @@ def test_a_model_on_one_device_or_two(drafter: str, where: str) -> None:
         model = copy.deepcopy(tiny_vlms.model("llava"))
         model = split(model) if where == "two" else place(model, SECOND)
         device = FIRST if where == "two" else SECOND
+        with mmspec.enable(model, made) as handle:
+            for kind in ROWS:
+                out = answered(model, kind, device)
+                assert home(out) == device and torch.equal(out.cpu(), stock(kind))
+        assert handle.stats.rounds
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "eagle"])
+@pytest.mark.parametrize("there", [TOWER, [f"{TEXT}.embed_tokens"]], ids=["vision", "embedding"])
+@pytest.mark.parametrize("device", [FIRST, SECOND], ids=str)
+def test_vision_and_embedding_on_two_devices(device: torch.device, there: list[str], drafter: str) -> None:
+    made = DRAFTERS[drafter](tiny_vlms.model("llava"))
+    with Pretend():
+        model = split(copy.deepcopy(tiny_vlms.model("llava")), there)
         with mmspec.enable(model, made) as handle:
             for kind in ROWS:
                 out = answered(model, kind, device)

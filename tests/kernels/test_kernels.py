@@ -1,6 +1,6 @@
 """Every kernel beside its definition: Triton's interpreter proves the arithmetic on a CPU, the same tests a real GPU.
 
-How near each must come, and why, stands in `benchmarks/kernel_cases.py`: what is further off is not timed.
+How near each must come, and why, stands in `benchmarks/suites/kernel_cases.py`: what is further off is not timed.
 The interpreter's `tl.dot` of bfloat16 is wrong, so the kernel multiplies in float32 there: the same products. Nor does
 it know what a GPU can hold or forbids, so `full` compiles all kernels for one.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import mmspec
-from benchmarks import kernel_cases as cases
+from benchmarks.suites import kernel_cases as cases
 from benchmarks.suites import kernels as bench_kernels
 from mmspec import accept, rules
 from mmspec.app.bench import report

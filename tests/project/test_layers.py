@@ -148,15 +148,24 @@ def test_only_the_app_uses_the_face(source: str):
         assert parts[0] != "mmspec" or (len(parts) > 1 and parts[1] not in mmspec._FACE), f"{source} imports {module}"
 
 
-def test_no_file_reaches_itself_by_imports():
-    """Imports inside functions, and those for type checkers alone, count as well."""
+def test_no_file_and_no_folder_reaches_itself_by_imports():
+    """Imports inside functions, and those for type checkers alone, count as well. A folder includes those inside it."""
     where = importlib.util.spec_from_file_location("structure", ROOT / "benchmarks" / "structure.py")
     structure = importlib.util.module_from_spec(where)
     where.loader.exec_module(structure)
-    paths = structure.sources()
-    known = {structure.dotted(path) for path in paths}
-    graph = {structure.dotted(p): {name for name, _ in structure.imported(p, known)} - {"mmspec"} for p in paths}
+    paths = {structure.dotted(path): path.relative_to(ROOT) for path in structure.sources()}
+    graph = {
+        module: {name for name, _ in structure.imported(ROOT / path, paths.keys())} - {"mmspec"}
+        for module, path in paths.items()
+    }
     assert len(graph) > 100 and structure.circles(graph) == []
+    folders: dict[str, set[str]] = {}
+    for module, others in graph.items():
+        if str(paths[module]).startswith(("pipelines", "benchmarks")):
+            within = {"/".join(paths[other].parent.parts[:2]) for other in others}
+            folders.setdefault("/".join(paths[module].parent.parts[:2]), set()).update(within)
+    assert {"pipelines/host", "pipelines/target", "pipelines/patching"} <= folders.keys()
+    assert structure.circles(folders) == []
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -24,8 +24,8 @@ import mmspec
 from mmspec import zoo as embedded
 from mmspec.config import SpecConfig, size_in_bytes
 from mmspec.pipelines.host.names import CACHE
-from mmspec.pipelines.prefix import prefix_keys
 from mmspec.pipelines.serving.stream import stream
+from mmspec.pipelines.target import prefix_keys
 
 Inputs = dict[str, Tensor]
 DRAFTERS: dict[str, Callable[[Any], Any]] = {

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from benchmarks import kernel_cases as cases
+from benchmarks.suites import kernel_cases as cases
 from mmspec.kernels import attention, checks, dispatch
 
 MODEL = {"D": 128, "heads": 28, "kv_heads": 4, "T": 1000, "V": 5000, "N": 60, "k": 1000, "C": 16, "R": 2, "layers": 1}

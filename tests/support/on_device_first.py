@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from benchmarks import kernel_cases as cases
+from benchmarks.suites import kernel_cases as cases
 from mmspec.app.provenance import provenance
 from mmspec.compile import capture, graphs, recording
 from mmspec.compile.capture import PiecewiseFunction

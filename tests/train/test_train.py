@@ -28,10 +28,10 @@ from mmspec.checkpoints.save import save_drafter
 from mmspec.drafters.eagle import EagleDrafter
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.drafters.growth import TargetHead
-from mmspec.pipelines.drafters.untrained import build
 from mmspec.pipelines.host.training import Accelerator
 from mmspec.pipelines.prompts import chat_inputs
 from mmspec.pipelines.teacher import Teacher
+from mmspec.pipelines.untrained import build
 from mmspec.registry import DRAFTERS
 from mmspec.train import data, gate
 from mmspec.train.data import TrainingSample
@@ -451,6 +451,9 @@ def test_what_is_held_out_is_a_sample_of_all(tmp_path: Path) -> None:
     assert len({*held(rows)}) == 2  # all four questions about each of two pictures
     assert len(held(rows, count=6)) == 8  # the second one's, too
     assert held("pictures:20") == [sample.prompt for sample in data.read("pictures:8")]
+    texts = tmp_path / "texts"
+    texts.write_text("\n".join(str(n % 20) for n in range(60)))
+    assert len(held(f"prompts:{texts}", count=7)) == 9 and len({*held(f"prompts:{texts}", count=7)}) == 3
 
 
 def test_what_shows_a_held_out_picture_is_held_out(tmp_path: Path) -> None:
@@ -690,6 +693,9 @@ def test_a_saved_drafter_goes_on_with_the_tokens_that_it_has(
     for name, weight in before.items():
         torch.testing.assert_close(after[name], weight, rtol=0, atol=1e-5)
     assert made.head.own or made.head.ids.tolist() == [*first.config.proposes]
+    if not made.head.own:
+        with pytest.warns(UserWarning, match="goes on proposing from its 117 tokens; vocabulary=9"):
+            _run(tmp_path / "other", questions, recipe.with_(vocabulary=9), given, trained=True)
 
 
 def test_answers_of_all_processes_count_for_the_draft_vocabulary(

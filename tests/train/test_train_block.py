@@ -14,8 +14,8 @@ import mmspec
 from benchmarks.zoo.recipes.drafters import DRAFTERS
 from mmspec.app.train import train
 from mmspec.drafters.dflash import BlockDrafter
-from mmspec.pipelines.drafters.untrained import build, check_block, layers_read
 from mmspec.pipelines.teacher import Teacher
+from mmspec.pipelines.untrained import build, check_block, layers_read
 from mmspec.train.data import hold_out, read
 from mmspec.train.objective import _anchors, losses
 from mmspec.train.recipes import RECIPES

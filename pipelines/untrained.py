@@ -10,6 +10,7 @@ from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.heads import HeadsConfig, HeadsDrafter
 from mmspec.pipelines.drafters.mtp import MtpDrafter
 from mmspec.pipelines.families import table as families
+from mmspec.pipelines.host import wrappers
 from mmspec.pipelines.host.decoder import embedding, key_heads, layer_of
 from mmspec.pipelines.host.image_models import SIZE, ImageModel
 from mmspec.pipelines.host.kinds import GenerativeModel, Processor
@@ -78,7 +79,7 @@ def build_for_pictures(method: str, pipe: Any, **shape: object) -> Any:
 
 def _what_draws(painter: Any) -> tuple[Any, TargetInfo]:
     """The model or pipeline that draws the tokens, and the TargetInfo that a drafter for its pictures must fit."""
-    model: Any = families.unwrap(painter.target) if isinstance(painter, ImageModel) else painter
+    model: Any = wrappers.unwrap(painter.target) if isinstance(painter, ImageModel) else painter
     family = families.of(model)
     return model, family.pictures(model) or family.describe(model)
 

@@ -19,8 +19,8 @@ from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.call import BOTH_WAYS, ONCE, TYPES, Call
 from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.host.vision import encoded, media
-from mmspec.pipelines.prefix import prefix_keys
-from mmspec.pipelines.prefix.prefix_keys import ASIDE, POSITIONS, Text
+from mmspec.pipelines.target import prefix_keys
+from mmspec.pipelines.target.prefix_keys import ASIDE, POSITIONS, Text
 from mmspec.pipelines.target.state import Onward, State, positions_read
 from mmspec.prefix_store import Segment
 from mmspec.session import Session

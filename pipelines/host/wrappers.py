@@ -1,0 +1,105 @@
+"""Finds the model to patch inside pipelines, adapters, compiled modules, and models that delegate their `generate`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from mmspec.pipelines.host import adapters
+from mmspec.pipelines.host.kinds import GenerativeModel
+from mmspec.pipelines.host.names import has
+
+# diffusers pipeline, or a model whose `generate` delegates → the component that generates its tokens
+COMPONENTS: dict[str, str] = {
+    "GlmImagePipeline": "vision_language_encoder",
+    "Blip2ForConditionalGeneration": "language_model",
+    "InstructBlipForConditionalGeneration": "language_model",
+    "InstructBlipVideoForConditionalGeneration": "language_model",
+    "Qwen2_5OmniForConditionalGeneration": "thinker",
+    "Qwen3OmniMoeForConditionalGeneration": "thinker",
+}
+OURS = {"LlamaGenPipeline", "MARPipeline"}  # mmspec's own pipelines, which are patched themselves
+
+
+def _names(thing: object) -> list[str]:
+    """The names of its class and of the base classes."""
+    return [cls.__name__ for cls in type(thing).__mro__]
+
+
+def _ours(thing: object) -> bool:
+    return not OURS.isdisjoint(_names(thing))
+
+
+def unwrap(model_or_pipe: object) -> Any:
+    """The object to patch: the model inside a pipeline or a wrapper, or one of mmspec's pipelines; see `unwrap_all`."""
+    return unwrap_all(model_or_pipe)[-1]
+
+
+def unwrap_all(model_or_pipe: object) -> list[Any]:
+    """The object itself, the object inside it, and so on; the last one is the object to patch.
+
+    Raises:
+        TypeError: none of these generates tokens.
+    """
+    layers = [model_or_pipe]
+    while (inner := _inside(layers[-1])) is not None:
+        layers.append(inner)
+    if not hasattr(layers[-1], "generate") and not _ours(layers[-1]):
+        raise TypeError(
+            f"mmspec needs a transformers model or a pipeline that generates tokens; got "
+            f"{type(model_or_pipe).__name__}. mmspec.supported() lists what works"
+        )
+    return layers
+
+
+def outer(model_or_pipe: object) -> Any:
+    """The object whose `generate` takes what a processor returns: the one to patch, or a BLIP around it, which encodes
+    the pictures first."""
+    layers = unwrap_all(model_or_pipe)
+    encodes = (one for one in layers if hasattr(type(one), "generate") and has(type(one).generate, "pixel_values"))
+    return next(encodes, layers[-1])
+
+
+def _inside(wrapper: Any) -> object:
+    """The object inside a wrapper or a pipeline; None: it is neither."""
+    component = next((COMPONENTS[name] for name in _names(wrapper) if name in COMPONENTS), None)
+    if component is not None:
+        return getattr(wrapper, component)
+    if _ours(wrapper):
+        return None
+    if hasattr(wrapper, "_orig_mod"):  # torch.compile; its `generate` is the model's, and depends on the model's class
+        return wrapper._orig_mod
+    if (adapted := adapters.inside(wrapper)) is not None:
+        return adapted
+    if hasattr(wrapper, "generate"):
+        return None
+    writer = _writer(wrapper)  # a diffusers pipeline
+    return writer if writer is not None else getattr(wrapper, "model", None)  # transformers.pipeline
+
+
+def _writer(pipe: object) -> GenerativeModel | None:
+    """The component of a diffusers pipeline that generates tokens, for example to extend a prompt; None: none does.
+
+    It is the one that can generate, if the pipeline's own code calls a `generate` at all; most pipelines use their
+    language models only as encoders.
+
+    Raises:
+        TypeError: several components can generate.
+    """
+    parts = getattr(pipe, "components", None)
+    if not isinstance(parts, dict) or not any(map(_generates, type(pipe).__mro__)):
+        return None
+    writers = {name: part for name, part in parts.items() if getattr(part, "can_generate", bool)() is True}
+    if len(writers) > 1:
+        raise TypeError(
+            f"{type(pipe).__name__} has several models that can generate: {', '.join(writers)}; enable one of them, "
+            f"such as pipe.{next(iter(writers))}"
+        )
+    return next(iter(writers.values()), None)
+
+
+def _generates(cls: type) -> bool:
+    try:
+        return ".generate(" in inspect.getsource(cls)
+    except (OSError, TypeError):  # a class without a file
+        return False
