@@ -228,7 +228,7 @@ def built() -> tuple[ctypes.CDLL | None, str]:
         return ctypes.CDLL(str(file)), ""
     except subprocess.CalledProcessError as error:
         return None, f"{words[0]} failed: {error.stderr.decode(errors='replace').strip().partition(chr(10))[0]}"
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:  # RuntimeError: there is no home directory
         return None, str(error)
 
 

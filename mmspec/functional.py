@@ -18,7 +18,7 @@ ENTRIES = 1 << 14  # size of a weight from which `few_rows` is faster
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of x [..., K] with a weight [N, K]; a few rows on a CPU by `few_rows`, which rounds differently."""
     rows = x.numel() // x.shape[-1] if x.numel() else 0
-    few = 0 < rows <= few_rows.ROWS and gains(x, weight)
+    few = 0 < rows <= few_rows.ROWS and gains(x, weight) and (bias is None or not few_rows.learns(bias))
     return few_rows.linear(x, weight, bias) if few else F.linear(x, weight, bias)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.pipelines.host import forward, wrappers
 from mmspec.pipelines.host.call import TYPES
-from mmspec.pipelines.host.decoder import embedding, head
+from mmspec.pipelines.host.decoder import dtype_of, embedding, head
 from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel, Processor
 from mmspec.pipelines.host.tapping import taps
 from mmspec.pipelines.host.vision import media, placeholders
@@ -26,7 +26,7 @@ class Teacher:
 
     def __init__(self, model: GenerativeModel, processor: Processor, features: tuple[int, ...]) -> None:
         self.model = wrappers.unwrap(model).eval().requires_grad_(False)
-        self.processor, self.dtype = processor, self.model.dtype
+        self.processor, self.dtype = processor, dtype_of(self.model)
         self.features = features
         self._taps = taps(self.model, features)
 

@@ -223,8 +223,8 @@ struct Heads {  // the arguments of a recurrent layer
 // scan(Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor g, Tensor state, Tensor ancestors)
 //     -> (Tensor o, Tensor u, Tensor G)
 static void scan(StableIValue* stack, uint64_t, uint64_t) {
+    Tensor state(stack[5]), ancestors = contiguous(Tensor(stack[6]));  // before anything is refused, so that it is freed
     Heads a(stack);
-    Tensor state(stack[5]), ancestors = contiguous(Tensor(stack[6]));
     const int64_t* at = state.strides();
     bool adjacent = (at[3] == 1 && at[2] == a.V && a.V % LANES == 0) || (at[2] == 1 && at[3] == a.K);
     if (!fits(state, {a.B, a.H, a.K, a.V}) || !adjacent || a.K == 1 || ancestors.dtype() != aoti_torch_dtype_bool() ||
@@ -253,8 +253,8 @@ static void scan(StableIValue* stack, uint64_t, uint64_t) {
 
 // chain(Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor g, Tensor? state) -> (Tensor o, Tensor state)
 static void chain(StableIValue* stack, uint64_t, uint64_t) {
-    Heads a(stack);
     Tensor given = optional(stack[5]);
+    Heads a(stack);
     if ((given.handle && (!fits(given, {a.B, a.H, a.K, a.V}) || !given.contiguous())) || a.V % LANES)
         throw std::runtime_error("chain: the state must be contiguous float32 [B, H, K, V], V a multiple of the CPU's "
                                  "vectors");

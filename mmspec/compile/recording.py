@@ -137,7 +137,12 @@ def proved(device: torch.device) -> bool:
 
 def _wrong(device: torch.device, recorder: type[Recorder]) -> str:
     """The error in the graphs of such recorders; empty if there is none."""
-    weight = torch.randn(4096, 256, device=device, dtype=torch.bfloat16)  # long sums of few rows: cuBLAS splits them
+    seed = torch.Generator().manual_seed(0)  # of its own: a call that is running draws from the global ones
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=seed, device="cpu").to(device, torch.bfloat16)
+
+    weight = drawn(4096, 256)  # long sums of few rows: cuBLAS splits them
 
     def function(x: Tensor) -> list[Tensor]:
         return [x @ weight, (x @ weight).relu()]
@@ -157,7 +162,7 @@ def _wrong(device: torch.device, recorder: type[Recorder]) -> str:
     with ThreadPoolExecutor(1) as thread:
         elsewhere = thread.submit(recorded).result()
     passes, stays = recorded(), recorded()
-    x = torch.randn(8, 4096, device=device, dtype=torch.bfloat16)
+    x = drawn(8, 4096)
     wanted, _ = function(x), passes(x)
     torch.cuda.synchronize(device)
     del passes

@@ -12,7 +12,7 @@ from mmspec.compile.version import unchanging
 from mmspec.pipelines.drafters import own_files
 from mmspec.pipelines.host import assisted, devices, tree_attention
 from mmspec.pipelines.host.call import Call, calling, current
-from mmspec.pipelines.host.decoder import decoder, embedding, shared_scale
+from mmspec.pipelines.host.decoder import decoder, dtype_of, embedding, shared_scale
 from mmspec.pipelines.host.hooks import Taps, stock
 from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.loops import like_generate, loops, reached
@@ -161,6 +161,6 @@ class DecoderOnly(Family[GenerativeModel]):
         ends = model.generation_config.eos_token_id
         return TargetInfo(
             name=origin(model)[0] or type(model).__name__, vocab=vocab, hidden=hidden, embedding=table.weight.shape[-1],
-            layers=len(decoder(model).layers), device=devices.execution(table), dtype=model.dtype,
+            layers=len(decoder(model).layers), device=devices.execution(table), dtype=dtype_of(model),
             ends=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
         )  # fmt: skip

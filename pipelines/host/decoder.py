@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mmspec.modes import each_module
@@ -43,6 +44,12 @@ def head(model: GenerativeModel) -> Weighted | None:
 def embedding(model: GenerativeModel) -> Weighted:
     """The embedding of token ids."""
     return model.get_input_embeddings()
+
+
+def dtype_of(model: GenerativeModel) -> torch.dtype:
+    """The dtype of the decoder's features; that of the model is its first parameter's, often the vision tower's."""
+    own: torch.dtype = embedding(model).weight.dtype
+    return own if own.is_floating_point else model.dtype
 
 
 def layer_of(model: GenerativeModel, hidden: int) -> dict[str, Any]:

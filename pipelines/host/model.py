@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from mmspec.compile.version import Version, version
@@ -13,6 +14,7 @@ from mmspec.pipelines.host import reach, recurrent, tree_attention
 from mmspec.pipelines.host.call import TYPES
 from mmspec.pipelines.host.decoder import (
     decoder,
+    dtype_of,
     embedding,
     head,
     more_than_states,
@@ -55,6 +57,7 @@ class HostModel:
     cacheless: bool  # whether gradient checkpointing in training mode takes the cache away from layers
     readers: list[tuple[nn.Module, type]]  # see `decoder.readers`
     shared_scale: str | None  # see `decoder.shared_scale`
+    dtype: torch.dtype  # of its features
     mode: Mode  # inference_mode or no_grad for its rounds
     taps: dict[tuple[int, ...], Taps] = field(default_factory=dict)  # by the features that they record; see tapping.py
 
@@ -83,7 +86,7 @@ class HostModel:
             recurrent=bool(recurrent.modules(text)), stateful=more_than_states(text),
             apart=_apart(text), both_ways=_both_ways(model),
             cacheless=any(map(_checkpoints, each_module(model.get_decoder()))), readers=readers(text),
-            shared_scale=shared_scale(model), mode=mode_of(model),
+            shared_scale=shared_scale(model), dtype=dtype_of(model), mode=mode_of(model),
         )  # fmt: skip
 
     def _is_of(self, model: GenerativeModel) -> bool:

@@ -15,7 +15,7 @@ from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 from transformers.utils import logging
 
 from mmspec.pipelines.drawing.weight_files import listed
-from mmspec.pipelines.host.decoder import decoder
+from mmspec.pipelines.host.decoder import decoder, dtype_of
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.kinds import GenerativeModel, PretrainedConfig, TextDecoder
 
@@ -62,7 +62,7 @@ def filled(model: GenerativeModel, tensors: dict[str, Tensor]) -> MtpHeads:
         raise ValueError(f"{listed(sorted(odd))}; mmspec reads heads in float16, bfloat16, float32 or float64")
     count = len({key.split(".")[1] for key in tensors})
     heads = MtpHeads(model, count)
-    load = LoadStateDictConfig(weight_mapping=_conversions(model), device_map={"": "cpu"}, dtype=model.dtype)
+    load = LoadStateDictConfig(weight_mapping=_conversions(model), device_map={"": "cpu"}, dtype=dtype_of(model))
     with _quiet():
         info, _ = convert_and_load_state_dict_in_model(model=heads, state_dict=dict(tensors), load_config=load)
     wrong = [f"{name} is {list(got)}, expected {list(expected)}" for name, got, expected in info.mismatched_keys]

@@ -216,7 +216,7 @@ class VlmTarget(ModelTarget):
                 return None
         lengths = state.cache.lengths
         visible = Visibility(lengths, state.open_slots, state.padded, state.prompt, ancestors, depth)
-        return self.masks.build(visible, self.model.dtype, chain)
+        return self.masks.build(visible, self.host.dtype, chain)
 
 
 def _check(slots: RaggedCache, appended: int, read: int) -> None:

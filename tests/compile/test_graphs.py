@@ -594,8 +594,10 @@ def books(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> pr
 
 
 def test_graphs_outlive_those_that_were_let_go_and_threads_that_ended(books: pretend_streams.Cuda) -> None:
-    """In every release; the same is what `proved` tries on a device."""
+    """In every release; the same is what `proved` tries on a device, in the middle of a call that may draw."""
+    before = torch.get_rng_state()
     assert recording._wrong(torch.device("cpu"), recording.Recorder) == ""
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 class OnAnyStream(recording.Recorder):

@@ -64,6 +64,20 @@ def test_a_model_that_is_cast_after_it_was_enabled(method: str, cast: str, auto:
     assert torch.equal(out, stock) if cast == "double" else out.shape == stock.shape
 
 
+@pytest.mark.parametrize(("vision", "text"), [("float", "bfloat16"), ("bfloat16", "float")])
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+@pytest.mark.every(2)
+def test_a_tower_in_another_precision(name: str, vision: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's own dtype is then the tower's, which comes first."""
+    uncompiled.pieces(monkeypatch, forwards=False)
+    mixed, told = copy.deepcopy(tiny_vlms.model(name)), tiny_vlms.prompt(name, "image first")
+    for module in (mixed, mixed.get_decoder(), mixed.lm_head):
+        getattr(module, vision if module is mixed else text)()
+    told = {key: t.to(mixed.dtype) if t.is_floating_point() else t for key, t in told.items()}
+    for compile in (False, True):
+        as_stock(mixed, told, eagle(mixed, depth=3, width=2, size=6), call=SHORT, compile=compile)
+
+
 HYBRIDS = {"qwen3_5": "linear_attn", "lfm2_vl": "conv"}  # the name of a recurrent layer
 
 

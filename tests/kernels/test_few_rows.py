@@ -4,14 +4,16 @@ that this CPU has."""
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from mmspec.kernels import few_rows
+from mmspec.kernels import dispatch, few_rows
 from mmspec.kernels import reference_recurrent as recurrent
 from mmspec.tree import from_parents
 
@@ -173,6 +175,37 @@ def test_it_reads_a_prompt(n: int, compiled: None) -> None:
     assert not few_rows.chains(v[..., :9], g) and not few_rows.chains(v, g[..., None])
     with pytest.raises(RuntimeError):
         few_rows.chain(q, k, v, beta, g, state[:1])
+
+
+def test_what_it_refuses_is_freed(compiled: None) -> None:
+    """The tensors of a call, of which the compiled operations hold references of their own."""
+    q, v, g, seen = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 16), torch.rand(1, 2, 3), torch.ones(1, 3, 3).bool()
+
+    def used() -> int:
+        return psutil.Process().memory_info().rss
+
+    def refused(call: Callable[[Tensor], object]) -> None:
+        with pytest.raises(RuntimeError):
+            call(torch.ones(1, 2, 16, 16 * 1024))
+
+    calls = (lambda s: few_rows.scan(q, q[:, :1], v, g, g, s, seen), lambda s: few_rows.chain(q, q[:, :1], v, g, g, s))
+    for call in calls:
+        refused(call)
+    before = used()
+    for _ in range(100):
+        for call in calls:
+            refused(call)
+    assert used() - before < 100 * 2**20  # of 400 MiB
+
+
+def test_a_user_without_a_home_directory_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    monkeypatch.setattr(few_rows.Path, "home", homeless)
+    assert few_rows.built.__wrapped__() == (None, "Could not determine home directory.")
 
 
 def test_it_commits_a_path(compiled: None) -> None:
