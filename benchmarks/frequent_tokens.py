@@ -67,7 +67,11 @@ def main() -> None:
     for name, file in (text.split("=", 1) for text in args.texts):
         read = Path(file).read_text(encoding="utf-8", errors="replace")
         found[name] = measured(encoding.encode_ordinary(read)[:MOST], vocab)
-    facts = provenance(torch.device("cpu"), torch.float32) | {"argv": [sys.argv[0], *args.texts], "vocabulary": vocab}
+    named = [
+        args.ranks.name,
+        *(f"{name}={Path(file).name}" for name, file in (one.split("=", 1) for one in args.texts)),
+    ]
+    facts = provenance(torch.device("cpu"), torch.float32) | {"argv": [sys.argv[0], *named], "vocabulary": vocab}
     names = list(next(iter(found.values())))
     lines = heading(["text", *names])
     for name, row in found.items():
