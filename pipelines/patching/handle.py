@@ -66,11 +66,14 @@ class Patch:
         now = self.family.describe(model)
         with self._lock:
             old = self.target
-            resized = old is not None and getattr(self.drafter, "shares", False) and now.vocab != old.vocab
+            resized = old is not None and drafting.shares(self.proposer) and now.vocab != old.vocab
             if old is not None and (resized or devices.moved(old, now)):
-                now = replace(old, device=now.device, dtype=now.dtype, vocab=now.vocab)
-                self.drafter, self.target = self.drafter.fit(now, self.given), now
-                self.proposer = drafting.proposer(model, self.drafter, self.config, now, self.family.captures_drafts)
+                self.target = replace(old, device=now.device, dtype=now.dtype, vocab=now.vocab)
+                if devices.moved(old, now) or getattr(self.drafter, "shares", False):  # else only its head is another
+                    self.drafter = self.drafter.fit(self.target, self.given)
+                self.proposer = drafting.proposer(
+                    model, self.drafter, self.config, self.target, self.family.captures_drafts
+                )
                 self.fitted = {}
             return self.proposer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -113,6 +114,20 @@ def test_its_output_is_stocks_with_either_head(method: str, options: dict[str, A
     as_stock(model, inputs, made, **options)
     assert {"whole", "few"} <= {*heads} and heads[0] == "few"  # tiny models say anything
     assert (PiecewiseFunction.made > count) == bool(options.get("compile"))
+
+
+def test_a_resized_model_has_other_frequent_tokens(heads: list[str]) -> None:
+    model, inputs = copy.deepcopy(tiny_vlms.model("llava")), tiny_vlms.prompt("llava", "ragged")
+    made, outputs = eagle(model), []
+    for enabled in (True, False):
+        with mmspec.enable(model, made, **CHAIN) if enabled else contextlib.nullcontext():
+            for rows in (tiny_vlms.VOCAB, tiny_vlms.VOCAB + 8, tiny_vlms.VOCAB):
+                model.resize_token_embeddings(rows, mean_resizing=False)
+                for layer, scale in ((model.get_input_embeddings(), 1), (model.get_output_embeddings(), 1.5)):
+                    with torch.no_grad():
+                        layer.weight[tiny_vlms.VOCAB :] = scale * layer.weight[: rows - tiny_vlms.VOCAB]
+                outputs.append(tiny_vlms.generate(model, inputs, max_new_tokens=12))
+    assert all(map(torch.equal, outputs[:3], outputs[3:])) and heads and outputs[1].max() >= tiny_vlms.VOCAB
 
 
 @pytest.mark.parametrize("options", [CHAIN, TREE], ids=["chain", "tree"])
