@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mmspec.modes import each_module
 from mmspec.pipelines.host import recurrent
 from mmspec.pipelines.host.exotic import path_readers
-from mmspec.pipelines.host.hooks import OLD, stock
+from mmspec.pipelines.host.hooks import OLD, of_class, stock
 from mmspec.pipelines.host.kinds import GenerativeModel, TextDecoder, Weighted
 from mmspec.pipelines.host.names import origin
 
@@ -87,7 +87,9 @@ def replaced(text: TextDecoder) -> str | None:
     """
     for module, _ in readers(text):
         own = vars(module)
-        if "forward" in own and getattr(own.get(OLD), "__func__", None) is not stock(module).forward:
+        runs = getattr(own.get(OLD, own.get("forward")), "__func__", None)
+        hooked = OLD in own and runs is stock(module).forward
+        if "forward" in own and not hooked and runs is not of_class:
             return f"its {stock(module).__name__} has a forward of its own, which cannot read drafts"
     return None
 

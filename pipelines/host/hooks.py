@@ -28,8 +28,12 @@ def swap(instance: object, mixin: type, **attributes: object) -> None:
     """
     with _LOCK:
         before, base = _swapped(instance), _without(instance)
-        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        names |= _below_accelerate(instance, mixin)
+        names: dict[str, Any] = {
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+        }
+        names |= {OLD: _below_accelerate(mixin)} if hasattr(mixin, "forward") else {}
         subclass: Any = type(base.__name__, (mixin, _Swapped, base), {**names, **attributes, "_mmspec_stock": base})
         subclass._mmspec_named = tuple(attributes)
         clear = _clear  # a model that lives until the interpreter exits outlives this module's globals
@@ -38,15 +42,28 @@ def swap(instance: object, mixin: type, **attributes: object) -> None:
         _clear(before)
 
 
-def _below_accelerate(instance: object, mixin: Any) -> dict[str, Any]:
-    """An attribute of the class by which the mixin's forward is called where accelerate's hook would call stock's.
+def of_class(self: object, *args: object, **kwargs: object) -> object:
+    """The forward of the module's class, swapped or not."""
+    return type(self).forward(self, *args, **kwargs)  # type: ignore[attr-defined]
 
-    The hook is a forward of the instance, which hides that of the class; it calls the instance's `_old_forward`, which
-    a property hides in turn.
+
+def _below_accelerate(mixin: Any) -> property:
+    """An attribute of a swapped class by which accelerate's hooks call the mixin's forward.
+
+    Such a hook is a forward of the instance, which hides that of the class, and calls the instance's `_old_forward`.
+    What it leaves when it is removed runs the forward of the class, too.
     """
-    if OLD not in vars(instance) or not hasattr(mixin, "forward"):
-        return {}
-    return {OLD: property(lambda self: MethodType(mixin.forward, self))}
+
+    def read(self: object) -> object:
+        if OLD not in vars(self):
+            raise AttributeError(OLD)
+        return MethodType(of_class, self)
+
+    def write(self: object, forward: object) -> None:
+        ours = getattr(forward, "__func__", None) is mixin.forward  # the hook is put on now
+        vars(self)[OLD] = MethodType(of_class, self) if ours else forward
+
+    return property(read, write, lambda self: vars(self).pop(OLD))
 
 
 def restore(instance: object) -> None:

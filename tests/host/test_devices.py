@@ -94,6 +94,23 @@ def test_recurrent_layers_with_hooks_of_accelerate(name: str, compile: bool, mon
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
+def test_hooks_that_come_and_go_while_a_model_is_enabled(name: str) -> None:
+    moved, told = copy.deepcopy(tiny_vlms.model(name)), tiny_vlms.prompt(name, "image first")
+    stock = tiny_vlms.generate(moved, told, **SHORT)
+    layers = [part for path, part in moved.named_modules() if path.endswith(HYBRIDS[name])]
+    for _ in range(2):
+        with mmspec.enable(moved, "ngram"):
+            accelerate.dispatch_model(moved, {"model": "cpu", "lm_head": "cpu"}, force_hooks=True)
+            assert torch.equal(tiny_vlms.generate(moved, told, **SHORT), stock)
+        assert torch.equal(tiny_vlms.generate(moved, told, **SHORT), stock)
+        with mmspec.enable(moved, "ngram"):
+            accelerate.hooks.remove_hook_from_submodules(moved)
+            assert torch.equal(tiny_vlms.generate(moved, told, **SHORT), stock)
+        assert torch.equal(tiny_vlms.generate(moved, told, **SHORT), stock)
+        assert not any("_old_forward" in vars(layer) for layer in layers)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_recurrent_layers_whose_forward_somebody_replaced(name: str) -> None:
     theirs, told = copy.deepcopy(tiny_vlms.model(name)), tiny_vlms.prompt(name, "image first")
     stock = tiny_vlms.generate(theirs, told, **SHORT)
