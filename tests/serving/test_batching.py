@@ -530,9 +530,9 @@ def test_engine_falls_back_to_static_batches(temperature: float, monkeypatch: py
 
 
 def test_engine_fails_items_alone() -> None:
-    """A placeholder in the prompt, which asks for a picture that is not there; and no picture at all but a number."""
+    """Those whose pictures are none."""
     engine = Engine(tiny_llava.model(), tiny_llava.processor(), "ngram", 5)
-    bad: list[Any] = [([picture(1)], Asked("w5 <image>")), ([7], Asked("w5"))]
+    bad: list[Any] = [([picture(1), None], Asked("w5")), ([7], Asked("w5"))]
     found = captioned(engine.flow(2), [QUESTIONS[0], *bad, QUESTIONS[2]])
     assert [answer.ticket for answer in found if answer.error] == [1, 2]
     assert found[0].text and found[3].text and not found[1].text
