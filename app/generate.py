@@ -170,8 +170,7 @@ def _summary(results: Sequence[Any], base: Sequence[Any], options: dict[str, Any
         )
     if base:
         plain = sum(each.seconds for each in base)
-        same = sum(bool((a == b).all()) for m, p in zip(results, base, strict=True)
-                   for a, b in zip(m.tokens, p.tokens, strict=True))  # fmt: skip
+        same = sum(sum(m.same(p)) for m, p in zip(results, base, strict=True))
         identical = f"identical pictures: {same} of {count}"
         if not options.get("reproducible") and drafter != STOCK:
             identical += f" (the others are from {'a changed' if relaxed else 'the same'} distribution)"

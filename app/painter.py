@@ -44,13 +44,13 @@ class ImageResult:
 
     @property
     def forwards(self) -> float:
-        """Forwards of the target per picture, including the prefill."""
-        return self.stats.row_rounds / len(self.images) + 1
+        """Forwards of the target per picture, including prefills."""
+        return (self.stats.row_rounds + len(self.tokens)) / len(self.images)
 
     @property
     def compression(self) -> float:
-        """Tokens of one picture per forward of its row; 1 for plain decoding."""
-        return self.tokens[0].numel() / self.forwards
+        """Tokens of a row per forward; 1 for plain decoding."""
+        return self.stats.tokens / (self.stats.row_rounds + len(self.tokens))
 
     @property
     def decode_seconds(self) -> float:
@@ -60,6 +60,11 @@ class ImageResult:
     @property
     def round_seconds(self) -> float:
         return self.decode_seconds / max(1, self.stats.rounds)
+
+    def same(self, other: ImageResult) -> list[bool]:
+        """Whether each row has the tokens of the other's, without what fills it up to the longest one."""
+        pairs = zip(self.tokens, other.tokens, strict=True)
+        return [torch.equal(a[a != NO_TOKEN], b[b != NO_TOKEN]) for a, b in pairs]
 
 
 def together(results: Sequence[ImageResult]) -> ImageResult:

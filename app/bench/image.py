@@ -187,8 +187,7 @@ def figures(name: str, calls: dict[str, list[ImageResult]], best: str) -> Record
     stats = report.total(own)
     parts = {part: stats.seconds.get(part, 0.0) for part in ("draft", "verify")}
     parts["other"] = sum(much for part, much in stats.seconds.items() if part not in (*parts, "prefill"))
-    same = [torch.equal(a, b) for m, p in zip(own, plain, strict=False)
-            for a, b in zip(m.tokens, p.tokens, strict=True)]  # fmt: skip
+    same = [one for m, p in zip(own, plain, strict=False) for one in m.same(p)]
     return {
         "best_plain": best,
         "stock_path": name in PLAIN,
