@@ -177,7 +177,7 @@ def open_model(model: str, device: torch.device, dtype: torch.dtype, decoded: bo
     Args:
         decoded: refuse models whose pictures transformers cannot decode.
 
-    Raises EngineError: there is no such model.
+    Raises EngineError: there is no such model, or it generates no tokens.
     """
     if model.endswith(".py"):
         return of_file(Path(model), device, dtype)
@@ -186,6 +186,8 @@ def open_model(model: str, device: torch.device, dtype: torch.dtype, decoded: bo
         found = image_models.load(find_model(model), device, dtype, decoded)
     except (OSError, ValueError):  # `pipeline` reports the error, since most users mean a LlamaGen
         found = None
+    except TypeError as error:
+        raise EngineError(f"cannot draw with {model!r}: {error}") from error
     return painter.pipeline(model, device, dtype) if found is None else found
 
 
@@ -200,12 +202,11 @@ def of_file(path: Path, device: torch.device, dtype: torch.dtype) -> ImageModel:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
+        about = f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()[:10]}"
         target = module.load(device, dtype)
-        draw = module.draw
+        return ImageModel(target, partial(module.draw, target), image_models.codes_of(wrappers.unwrap(target)), about)
     except Exception as error:  # in the user's code
         raise EngineError(f"cannot load {str(path)!r} ({first_line(error)}); {OWN_FILE}") from error
-    about = f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()[:10]}"
-    return ImageModel(target, partial(draw, target), image_models.codes_of(wrappers.unwrap(target)), about)
 
 
 def load_mar(model: str, device: str, dtype: str, **settings: object) -> MarSubject:

@@ -138,6 +138,12 @@ def test_what_cannot_draw_is_said(tmp_path: Path, folders: dict[str, Path]) -> N
     (tmp_path / "half.py").write_text("def load(device, dtype): return 1\n")
     with pytest.raises(EngineError, match=r"cannot load .*half\.py"):
         image_model.load(str(tmp_path / "half.py"), "cpu", "float32")
+    (tmp_path / "pair.py").write_text("def load(device, dtype): return 1, 2\ndef draw(model, prompts): return []\n")
+    with pytest.raises(EngineError, match=r"cannot load .*pair\.py.*that generates tokens; got tuple.*`load\(device"):
+        image_model.load(str(tmp_path / "pair.py"), "cpu", "float32")
+    (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    with pytest.raises(EngineError, match="a pipeline that generates tokens; got StableDiffusionPipeline"):
+        image_model.load(str(tmp_path), "cpu", "float32")  # before its weights are looked for
     T.BertConfig().save_pretrained(tmp_path / "bert")
     with pytest.raises(EngineError, match=r"It must be a LlamaGenPipeline.*your own Python file"):
         image_model.load(str(tmp_path / "bert"), "cpu", "float32")
