@@ -16,7 +16,7 @@ from mmspec.app import embedded, enabling
 from mmspec.app.bench import drafters, report
 from mmspec.app.bench.answers import enabled
 from mmspec.app.bench.command import BenchError, Outcome, matching, say
-from mmspec.app.bench.questions import Question, pictures_of, read_questions
+from mmspec.app.bench.questions import TEXT_ALONE, Question, pictures_of, read_questions
 from mmspec.app.compare import Comparison, Method, over
 from mmspec.app.devices import wait
 from mmspec.app.embedded import STOCK
@@ -25,7 +25,7 @@ from mmspec.app.options import count, seed_value, where
 from mmspec.app.provenance import provenance
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel
-from mmspec.pipelines.prompts import chat_inputs
+from mmspec.pipelines.prompts import chat_inputs, text_alone
 from mmspec.pipelines.serving.batcher import Batcher, FinishedPrompt, StaticBatcher
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.statistics import Stats
@@ -66,9 +66,8 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """Measure each batch size in turn; yields whenever the outcome has new records."""
     engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
     model = engine.model
-    prompts = [
-        chat_inputs(engine.processor, [q.prompt], [q.images]).to(model.device, model.dtype) for q in questions(args)
-    ]
+    asked = questions(args, not text_alone(engine.processor))
+    prompts = [chat_inputs(engine.processor, [q.prompt], [q.images]).to(model.device, model.dtype) for q in asked]
     outcome.provenance = provenance(model.device, model.dtype) | {"model": args.model}
     chosen = matching(methods(model, args), None, args.without)
     for rows in args.rows:
@@ -79,13 +78,18 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         yield
 
 
-def questions(args: argparse.Namespace) -> list[Question]:
-    """The user's questions; or drawn pictures with one prompt, or prompts for long, short and very short answers."""
+def questions(args: argparse.Namespace, pictures: bool = True) -> list[Question]:
+    """The user's questions; or drawn pictures with one prompt, or prompts for long, short and very short answers.
+
+    `pictures`: whether the model reads pictures; one that reads text alone needs --data.
+    """
     prompts = PROMPTS if args.prompt is None else (zoo.PROMPTS.get(args.prompt, args.prompt),)
     if args.data is None:
+        if not pictures:
+            raise BenchError(TEXT_ALONE.format(args.model))
         some = pictures_of(HELD_OUT, args.seed, args.images)
     else:
-        some = read_questions(args.data, args.images)
+        some = read_questions(args.data, args.images, pictures)
         if some[0].prompt and args.prompt is not None:
             raise BenchError(f"--prompt: the questions of {args.data} have their own prompts; leave it out")
     return [q if q.prompt else Question(q.images, prompts[i % len(prompts)]) for i, q in enumerate(some)]

@@ -70,6 +70,7 @@ class QuestionSource:
 FINDERS: list[Callable[[Path], QuestionSource | None]] = []  # further sources, which are asked first
 NAMES: list[str] = []  # the names of data that these know
 HUB = "hf:owner/name[:split]"
+TEXT_ALONE = "{} reads text alone; name a list of prompts without pictures with --data"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +95,7 @@ def asked(args: argparse.Namespace, pictures: bool = True, tuning: int = 0) -> Q
         if args.images is None:
             raise BenchError("--images all is for --data; for drawn pictures give a number")
         if not pictures:
-            raise BenchError(f"{args.model} reads text alone; name a list of prompts without pictures with --data")
+            raise BenchError(TEXT_ALONE.format(args.model))
         drawn = pictures_of(TUNING if tuning else HELD_OUT, args.seed, tuning or args.images)
         return labelled(Shown("picture", 1), drawn, args.prompt)
     found: Questions = {}
