@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from mmspec.app.compare import Method
     from mmspec.app.painter import ImageSubject
 
-EXACT = ("exact", "gaussian_path")  # the lossless rules, of tokens and of a MAR
 OWN = "mmspec"
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -156,8 +155,8 @@ def _orders(args: argparse.Namespace, prompts: list[str]) -> list[DrawingOrder]:
 
 def _summary(results: Sequence[Any], base: Sequence[Any], options: dict[str, Any], drafter: str) -> Iterator[str]:
     """Lines with the time and the work, the cost of a rule, and the comparison with plain decoding."""
-    rule, seconds = options.get("rule") or EXACT[0], sum(each.seconds for each in results)
-    relaxed = rule not in EXACT
+    rule, seconds = options.get("rule"), sum(each.seconds for each in results)
+    relaxed = rule == "cspd" or not all(each.lossless for each in results)
     count = sum(len(each.images) for each in results)
     yield f"{count} picture{'s' * (count != 1)} in {seconds:.1f} s; {_work(results)}"
     if rule == "cspd":

@@ -58,6 +58,11 @@ class ImageResult:
         return sum(spent for part, spent in self.stats.seconds.items() if part != "prefill")
 
     @property
+    def lossless(self) -> bool:
+        """Whether no relaxed rule had an effect on its tokens; a MAR's `cspd` is not looked at."""
+        return getattr(self.stats, "lossless", True)
+
+    @property
     def round_seconds(self) -> float:
         return self.decode_seconds / max(1, self.stats.rounds)
 

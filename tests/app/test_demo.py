@@ -37,7 +37,7 @@ from mmspec.app.demo import caption_tab, captions, image_tab
 from mmspec.app.demo import command as demo
 from mmspec.app.demo import race as races
 from mmspec.app.demo.captions import CORRECTED, DRAFTED, OWN, PLAIN, Answer, CaptionRace, CaptionRequest, Token, Turn
-from mmspec.app.demo.images import METHODS, SEED_EXACT, Drawing, ImageRace
+from mmspec.app.demo.images import COUPLED, METHODS, SEED_EXACT, Drawing, ImageRace
 from mmspec.app.demo.race import DONE, MODELS, TIMED_OUT, RefusedError
 from mmspec.app.embedded import SHIPPED
 from mmspec.app.engine import Engine
@@ -482,6 +482,14 @@ def test_a_lossy_picture_tells_its_distortion(draws: ImageRace) -> None:
     [spent] = pair.fast.result.spent
     assert spent > 0 and kind == "lossy" and f"{spent:.2f}" in words
     assert "scaled(omega=6.0) changes" in image_tab.show_headline(pair)
+
+
+def test_at_temperature_0_a_rule_is_lossy_where_it_has_an_effect(draws: ImageRace) -> None:
+    pair = drawn(draws, method=COUPLED, window=4, rule="lantern(k=40, delta=0.9)", temperature=0)
+    assert pair.same < 64 and image_tab.acceptance(pair)[0] == "lossy" and "changes" in image_tab.show_headline(pair)
+    with pytest.warns(UserWarning, match="no effect on greedy calls"):
+        pair = drawn(draws, method=COUPLED, window=4, rule="typical(epsilon=0.3, delta=0.05)", temperature=0)
+    assert image_tab.acceptance(pair)[0] == "same" and "changes" not in image_tab.show_headline(pair)
 
 
 DRAWING = {

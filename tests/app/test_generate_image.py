@@ -83,6 +83,10 @@ def test_a_relaxed_rule_says_that_it_is_one(text: Path, tmp_path: Path, capsys: 
     told = capsys.readouterr().out
     assert "not lossless: scaled(omega=3.0) changed the distribution" in told
     assert 0 <= float(told.partition("maximum ")[2].split()[0]) <= 0.25
+    with pytest.warns(UserWarning, match="no effect on greedy calls"):
+        assert run(*words, "rule=scaled(omega=3.0)", "--temperature", 0, "--compare", "--overwrite") == 0
+    told = capsys.readouterr().out
+    assert "identical pictures: 1 of 1" in told and "chang" not in told and "not lossless" not in told
 
 
 def test_classes(classes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
