@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mmspec.app import embedded, enabling
 from mmspec.app.embedded import STOCK
 from mmspec.app.extras import EngineError, say
+from mmspec.app.files import check_writable
 from mmspec.app.options import count, from_zero, seed_value, where
 from mmspec.app.prompt import read_prompts
 
@@ -148,8 +149,9 @@ def _orders(args: argparse.Namespace, prompts: list[str]) -> list[DrawingOrder]:
         raise EngineError(f"{len(conditions)} pictures do not fit into {str(out)!r}; name a folder")
     slugs = (re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture" for prompt in conditions)
     paths = [out if one else out / f"{i:04d}-{slug}.png" for i, slug in enumerate(slugs)]
-    if not args.overwrite and (there := next((path for path in paths if path.exists()), None)):
-        raise EngineError(f"{there} is there already; choose another -o, or --overwrite")
+    if there := next((path for path in paths if path.is_dir() or (path.exists() and not args.overwrite)), None):
+        raise EngineError(f"{there} is there already; choose another -o{', or --overwrite' * there.is_file()}")
+    check_writable(paths[0])
     return [DrawingOrder(prompt, args.seed + i, paths[i]) for i, prompt in enumerate(conditions)]
 
 

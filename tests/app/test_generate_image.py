@@ -127,6 +127,21 @@ def test_bad_input_is_told_in_one_line(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [("/proc/nowhere/x.png", "'/proc/nowhere/x.png': No such file"), ("a.file/x.png", "Not a directory"),
+     ("folder.png", "folder.png is there already; choose another -o\n")],
+)  # fmt: skip
+def test_a_place_where_nothing_can_be_written_is_told_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.file").touch()
+    Path("folder.png").mkdir()
+    assert run(PROMPT, "--model", "nowhere", "--overwrite", "-o", place) == 1
+    assert told in capsys.readouterr().err
+
+
 def test_a_list_of_prompts_that_is_absent(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run("--prompts", "/absent/list.txt")
