@@ -128,8 +128,9 @@ def _method(args: argparse.Namespace, subject: ImageSubject, options: dict[str, 
     plain = args.drafter == STOCK
     if not isinstance(subject, MarSubject):
         return Method(OWN, None if plain else embedded.fitting(args.drafter, args.model), options)
-    if args.drafter not in ("jacobi", "self", STOCK):
-        options = {**options, "draft": subject.small(args.drafter)}
+    small = options.get("draft") if args.drafter in ("jacobi", "self", STOCK) else args.drafter
+    if isinstance(small, str):
+        options = {**options, "draft": subject.small(small)}
     # cspd works with any schedule and sampler
     if (args.compare or not plain) and options.get("rule") != "cspd" and (note := subject.singly()):
         print(f"note: {note}", file=sys.stderr)
