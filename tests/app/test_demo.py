@@ -376,6 +376,7 @@ REFUSED = {
     "heat": ({"temperature": float("nan")}, "temperature.*equal to"),
     "room": ({"max_new_tokens": 512}, "room for 512"),
     "seed": ({"seed": None}, "seed.*integer"),
+    "drafter": ({"drafter": "nix"}, "There is no drafter 'nix'"),
     "half a token": ({"max_new_tokens": 1.5}, "max_new_tokens.*integer"),
 }
 
@@ -499,6 +500,7 @@ DRAWING = {
 WRONG = {
     "prompt": ({"prompt": " "}, "prompt is empty"),
     "rule": ({"rule": "landern(k=1)"}, "unknown rule &#x27;landern"),
+    "method": ({"method": "nix"}, "There is no method &#x27;nix"),
     "window": ({"window": 1000}, "window: Input should be less than or equal to 64."),
     "heat": ({"temperature": float("nan")}, "temperature: Input should be"),
 }
@@ -666,6 +668,12 @@ def test_uploads_are_not_opened_by_the_server(content: bytes, served: Any, monke
     values = asyncio.run(served.page.preprocess_data(run, ["image", file, None, *VALUES], None))
     *_, refused = run.fn(*values)
     assert "This picture " in refused[0] and "--" not in refused[0] and "pip install" not in refused[0]
+
+
+@pytest.mark.parametrize("upload", [{}, {"path": None}])
+def test_an_upload_without_a_file_is_none(asks: CaptionRace, upload: dict[str, Any]) -> None:
+    *_, refused = caption_tab.run(asks, "image", upload, None, *VALUES)
+    assert "There is no picture. Upload one" in refused[0]
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "http://127.0.0.1:9/x.png"])
