@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import io
 import tempfile
 import time
@@ -40,6 +41,8 @@ def write_whole(path: Path, data: bytes, partial: Path | None = None, durable: b
 def check_writable(path: Path) -> None:
     """EngineError, before any work is done, if a file cannot be written at this place; nothing is made there."""
     try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder; name a file in it")
         with tempfile.TemporaryFile(dir=next(folder for folder in path.parents if folder.exists())):
             pass
     except OSError as error:

@@ -78,11 +78,9 @@ def run(args: argparse.Namespace) -> int:
         if args.model == embedded.IMAGE_MODEL:
             say(painter.NOTE)
         print("\n".join(_summary(*_draw(subject, method, orders, args), options, args.drafter)))
-    except (EngineError, enabling.EnableError) as error:
-        print(f"mmspec generate: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"mmspec generate: {error}; pictures written before are kept", file=sys.stderr)
+    except (EngineError, enabling.EnableError, OSError) as error:
+        kept = "; pictures written before are kept" * isinstance(error, OSError)
+        print(f"mmspec generate: {' '.join(str(error).split())}{kept}", file=sys.stderr)
         return 1
     return 0
 
@@ -150,8 +148,8 @@ def _orders(args: argparse.Namespace, prompts: list[str]) -> list[DrawingOrder]:
         raise EngineError(f"{len(conditions)} pictures do not fit into {str(out)!r}; name a folder")
     slugs = (re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture" for prompt in conditions)
     paths = [out if one else out / f"{i:04d}-{slug}.png" for i, slug in enumerate(slugs)]
-    if there := next((path for path in paths if path.is_dir() or (path.exists() and not args.overwrite)), None):
-        raise EngineError(f"{there} is there already; choose another -o{', or --overwrite' * there.is_file()}")
+    if not args.overwrite and (there := next((path for path in paths if path.exists()), None)):
+        raise EngineError(f"{there} is there already; choose another -o, or --overwrite")
     check_writable(paths[0])
     return [DrawingOrder(prompt, args.seed + i, paths[i]) for i, prompt in enumerate(conditions)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import runpy
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -40,8 +40,10 @@ class ModelSubject(ImageSubject):
     removed again would invalidate the captures of the model.
     """
 
+    codes = classes = 0
+
     def __init__(self, model: ImageModel, **settings: object) -> None:
-        self._draw, self._codes, self._method = model.draw, model.codes, PLAIN
+        self._draw, self.codes, self._method = model.draw, model.codes, PLAIN
         self._calls: list[tuple[Tensor, dict[int, float]]] = []  # tokens [B, n], and the rule's cost by row
         super().__init__(model.target, **settings)
         self.model.generate = self._generate
@@ -49,14 +51,6 @@ class ModelSubject(ImageSubject):
     @property
     def model(self) -> Any:
         return wrappers.unwrap(self.pipe)
-
-    @property
-    def classes(self) -> int:
-        return 0
-
-    @property
-    def codes(self) -> int:
-        return self._codes
 
     def go(self, method: Method) -> Handle | None:
         self._method = method
@@ -196,15 +190,13 @@ def of_file(path: Path, device: torch.device, dtype: torch.dtype) -> ImageModel:
 
     Raises EngineError: there is no such file, it fails, or it lacks `load` or `draw`.
     """
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not path.is_file() or spec is None or spec.loader is None:
+    if not path.is_file():
         raise EngineError(f"no file {str(path)!r}; {OWN_FILE}")
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        own = runpy.run_path(str(path))
         about = f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()[:10]}"
-        target = module.load(device, dtype)
-        return ImageModel(target, partial(module.draw, target), image_models.codes_of(wrappers.unwrap(target)), about)
+        target = own["load"](device, dtype)
+        return ImageModel(target, partial(own["draw"], target), image_models.codes_of(wrappers.unwrap(target)), about)
     except Exception as error:  # in the user's code
         raise EngineError(f"cannot load {str(path)!r} ({first_line(error)}); {OWN_FILE}") from error
 

@@ -44,13 +44,13 @@ class ImageResult:
 
     @property
     def forwards(self) -> float:
-        """Forwards of the target per picture, including prefills."""
-        return (self.stats.row_rounds + len(self.tokens)) / len(self.images)
+        """Forwards of the target per picture, including the prefill."""
+        return self.stats.row_rounds / len(self.images) + 1
 
     @property
     def compression(self) -> float:
-        """Tokens of a row per forward; 1 for plain decoding."""
-        return self.stats.tokens / (self.stats.row_rounds + len(self.tokens))
+        """Tokens of a picture per forward of its row; 1 for plain decoding."""
+        return self.stats.tokens / len(self.images) / self.forwards
 
     @property
     def decode_seconds(self) -> float:
@@ -73,14 +73,13 @@ class ImageResult:
 
 
 def together(results: Sequence[ImageResult]) -> ImageResult:
-    """The results of several calls as one."""
+    """The results of several calls as one, without the tokens."""
     stats = Stats()
     for each in results:
         stats.add(each.stats)
-    rows = [row.flatten() for each in results for row in each.tokens]
     return ImageResult(
         [image for each in results for image in each.images],
-        torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=NO_TOKEN),
+        torch.empty(0),
         sum(each.seconds for each in results),
         stats,
         [cost for each in results for cost in each.spent],

@@ -15,8 +15,8 @@ from mmspec import registry, zoo
 from mmspec.app import embedded, enabling
 from mmspec.app.bench import drafters, report
 from mmspec.app.bench.answers import enabled
-from mmspec.app.bench.command import BenchError, Outcome, matching, say
-from mmspec.app.bench.questions import TEXT_ALONE, Question, pictures_of, read_questions
+from mmspec.app.bench.command import Outcome, matching, say
+from mmspec.app.bench.questions import Question, Shown, labelled, pictures_of, read_questions
 from mmspec.app.compare import Comparison, Method, over
 from mmspec.app.devices import wait
 from mmspec.app.embedded import STOCK
@@ -79,20 +79,15 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
 
 
 def questions(args: argparse.Namespace, pictures: bool = True) -> list[Question]:
-    """The user's questions; or drawn pictures with one prompt, or prompts for long, short and very short answers.
-
-    `pictures`: whether the model reads pictures; one that reads text alone needs --data.
-    """
-    prompts = PROMPTS if args.prompt is None else (zoo.PROMPTS.get(args.prompt, args.prompt),)
+    """The user's questions, without `pictures` for a model that reads text alone; or drawn pictures with one prompt,
+    or prompts for long, short and very short answers."""
     if args.data is None:
-        if not pictures:
-            raise BenchError(TEXT_ALONE.format(args.model))
-        some = pictures_of(HELD_OUT, args.seed, args.images)
+        some = pictures_of(args, HELD_OUT, args.images, pictures)
     else:
         some = read_questions(args.data, args.images, pictures)
-        if some[0].prompt and args.prompt is not None:
-            raise BenchError(f"--prompt: the questions of {args.data} have their own prompts; leave it out")
-    return [q if q.prompt else Question(q.images, prompts[i % len(prompts)]) for i, q in enumerate(some)]
+    if args.prompt is not None:
+        [some] = labelled(Shown(), some, [args.prompt], str(args.data or "")).values()
+    return [q if q.prompt else Question(q.images, PROMPTS[i % len(PROMPTS)]) for i, q in enumerate(some)]
 
 
 def methods(model: GenerativeModel, args: argparse.Namespace) -> list[Method]:

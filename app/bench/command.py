@@ -69,8 +69,6 @@ def run(args: argparse.Namespace, outcome: Outcome | None = None) -> int:
         if getattr(args, "missing", None):
             raise BenchError(f"it needs the package {args.missing}: pip install {args.missing}")
         for path in filter(None, (args.json, args.markdown)):
-            if path.is_dir():
-                raise BenchError(f"{path} is a folder; name a file in it")
             check_writable(path)
         for _ in importlib.import_module(args.module).measure(args, outcome):
             _save(args.json, outcome)

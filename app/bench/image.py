@@ -170,8 +170,7 @@ def timed(bench: ImageBench, chosen: list[Method], prompts: Sequence[str | int],
     comparison.warm_up(groups[0], ["ar"])
     results = comparison.measure(groups)
     best = report.fastest(results, PLAIN, "seconds")
-    about = {"suite": SPEED, "batch": batch}
-    notes = comparison.notes
+    about, notes = {"suite": SPEED, "batch": batch}, comparison.notes
     return [about | facts(m) | figures(m.name, results, best) | {"note": notes.get(m.name, "")} for m in chosen]
 
 

@@ -130,7 +130,7 @@ def test_bad_input_is_told_in_one_line(
 @pytest.mark.parametrize(
     ("place", "told"),
     [("/proc/nowhere/x.png", "'/proc/nowhere/x.png': No such file"), ("a.file/x.png", "Not a directory"),
-     ("folder.png", "folder.png is there already; choose another -o\n")],
+     ("folder.png", "cannot write 'folder.png': it is a folder")],
 )  # fmt: skip
 def test_a_place_where_nothing_can_be_written_is_told_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str, told: str
