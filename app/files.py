@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import io
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from mmspec.app.extras import EngineError
 from mmspec.replacing import replaced
 
 try:
@@ -33,6 +36,17 @@ def write_whole(path: Path, data: bytes, partial: Path | None = None, durable: b
     """Replace a file in one step."""
     with replacing(path, partial, durable) as file:
         file.write(data)
+
+
+def check_writable(path: Path) -> None:
+    """EngineError, before any work is done, if a file cannot be written at this place; nothing is made there."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder; name a file in it")
+        with tempfile.TemporaryFile(dir=next(folder for folder in path.parents if folder.exists())):
+            pass
+    except OSError as error:
+        raise EngineError(f"cannot write {str(path)!r}: {error.strerror}") from error
 
 
 def stamp(path: Path) -> str | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mmspec.app import embedded, enabling
 from mmspec.app.embedded import STOCK
 from mmspec.app.extras import EngineError, say
+from mmspec.app.files import check_writable
 from mmspec.app.options import count, from_zero, seed_value, where
 from mmspec.app.prompt import read_prompts
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from mmspec.app.compare import Method
     from mmspec.app.painter import ImageSubject
 
-EXACT = ("exact", "gaussian_path")  # the lossless rules, of tokens and of a MAR
 OWN = "mmspec"
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -78,11 +78,9 @@ def run(args: argparse.Namespace) -> int:
         if args.model == embedded.IMAGE_MODEL:
             say(painter.NOTE)
         print("\n".join(_summary(*_draw(subject, method, orders, args), options, args.drafter)))
-    except (EngineError, enabling.EnableError) as error:
-        print(f"mmspec generate: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"mmspec generate: {error}; pictures written before are kept", file=sys.stderr)
+    except (EngineError, enabling.EnableError, OSError) as error:
+        kept = "; pictures written before are kept" * isinstance(error, OSError)
+        print(f"mmspec generate: {' '.join(str(error).split())}{kept}", file=sys.stderr)
         return 1
     return 0
 
@@ -128,8 +126,9 @@ def _method(args: argparse.Namespace, subject: ImageSubject, options: dict[str, 
     plain = args.drafter == STOCK
     if not isinstance(subject, MarSubject):
         return Method(OWN, None if plain else embedded.fitting(args.drafter, args.model), options)
-    if args.drafter not in ("jacobi", "self", STOCK):
-        options = {**options, "draft": subject.small(args.drafter)}
+    small = options.get("draft") if args.drafter in ("jacobi", "self", STOCK) else args.drafter
+    if isinstance(small, str):
+        options = {**options, "draft": subject.small(small)}
     # cspd works with any schedule and sampler
     if (args.compare or not plain) and options.get("rule") != "cspd" and (note := subject.singly()):
         print(f"note: {note}", file=sys.stderr)
@@ -151,13 +150,14 @@ def _orders(args: argparse.Namespace, prompts: list[str]) -> list[DrawingOrder]:
     paths = [out if one else out / f"{i:04d}-{slug}.png" for i, slug in enumerate(slugs)]
     if not args.overwrite and (there := next((path for path in paths if path.exists()), None)):
         raise EngineError(f"{there} is there already; choose another -o, or --overwrite")
+    check_writable(paths[0])
     return [DrawingOrder(prompt, args.seed + i, paths[i]) for i, prompt in enumerate(conditions)]
 
 
 def _summary(results: Sequence[Any], base: Sequence[Any], options: dict[str, Any], drafter: str) -> Iterator[str]:
     """Lines with the time and the work, the cost of a rule, and the comparison with plain decoding."""
-    rule, seconds = options.get("rule") or EXACT[0], sum(each.seconds for each in results)
-    relaxed = rule not in EXACT
+    rule, seconds = options.get("rule"), sum(each.seconds for each in results)
+    relaxed = rule == "cspd" or not all(each.lossless for each in results)
     count = sum(len(each.images) for each in results)
     yield f"{count} picture{'s' * (count != 1)} in {seconds:.1f} s; {_work(results)}"
     if rule == "cspd":
@@ -170,8 +170,7 @@ def _summary(results: Sequence[Any], base: Sequence[Any], options: dict[str, Any
         )
     if base:
         plain = sum(each.seconds for each in base)
-        same = sum(bool((a == b).all()) for m, p in zip(results, base, strict=True)
-                   for a, b in zip(m.tokens, p.tokens, strict=True))  # fmt: skip
+        same = sum(sum(m.same(p)) for m, p in zip(results, base, strict=True))
         identical = f"identical pictures: {same} of {count}"
         if not options.get("reproducible") and drafter != STOCK:
             identical += f" (the others are from {'a changed' if relaxed else 'the same'} distribution)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import runpy
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -40,8 +40,10 @@ class ModelSubject(ImageSubject):
     removed again would invalidate the captures of the model.
     """
 
+    codes = classes = 0
+
     def __init__(self, model: ImageModel, **settings: object) -> None:
-        self._draw, self._codes, self._method = model.draw, model.codes, PLAIN
+        self._draw, self.codes, self._method = model.draw, model.codes, PLAIN
         self._calls: list[tuple[Tensor, dict[int, float]]] = []  # tokens [B, n], and the rule's cost by row
         super().__init__(model.target, **settings)
         self.model.generate = self._generate
@@ -49,14 +51,6 @@ class ModelSubject(ImageSubject):
     @property
     def model(self) -> Any:
         return wrappers.unwrap(self.pipe)
-
-    @property
-    def classes(self) -> int:
-        return 0
-
-    @property
-    def codes(self) -> int:
-        return self._codes
 
     def go(self, method: Method) -> Handle | None:
         self._method = method
@@ -177,7 +171,7 @@ def open_model(model: str, device: torch.device, dtype: torch.dtype, decoded: bo
     Args:
         decoded: refuse models whose pictures transformers cannot decode.
 
-    Raises EngineError: there is no such model.
+    Raises EngineError: there is no such model, or it generates no tokens.
     """
     if model.endswith(".py"):
         return of_file(Path(model), device, dtype)
@@ -186,6 +180,8 @@ def open_model(model: str, device: torch.device, dtype: torch.dtype, decoded: bo
         found = image_models.load(find_model(model), device, dtype, decoded)
     except (OSError, ValueError):  # `pipeline` reports the error, since most users mean a LlamaGen
         found = None
+    except TypeError as error:
+        raise EngineError(f"cannot draw with {model!r}: {error}") from error
     return painter.pipeline(model, device, dtype) if found is None else found
 
 
@@ -194,18 +190,15 @@ def of_file(path: Path, device: torch.device, dtype: torch.dtype) -> ImageModel:
 
     Raises EngineError: there is no such file, it fails, or it lacks `load` or `draw`.
     """
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not path.is_file() or spec is None or spec.loader is None:
+    if not path.is_file():
         raise EngineError(f"no file {str(path)!r}; {OWN_FILE}")
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-        target = module.load(device, dtype)
-        draw = module.draw
+        own = runpy.run_path(str(path))
+        about = f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()[:10]}"
+        target = own["load"](device, dtype)
+        return ImageModel(target, partial(own["draw"], target), image_models.codes_of(wrappers.unwrap(target)), about)
     except Exception as error:  # in the user's code
         raise EngineError(f"cannot load {str(path)!r} ({first_line(error)}); {OWN_FILE}") from error
-    about = f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()[:10]}"
-    return ImageModel(target, partial(draw, target), image_models.codes_of(wrappers.unwrap(target)), about)
 
 
 def load_mar(model: str, device: str, dtype: str, **settings: object) -> MarSubject:

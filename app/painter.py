@@ -49,8 +49,8 @@ class ImageResult:
 
     @property
     def compression(self) -> float:
-        """Tokens of one picture per forward of its row; 1 for plain decoding."""
-        return self.tokens[0].numel() / self.forwards
+        """Tokens of a picture per forward of its row; 1 for plain decoding."""
+        return self.stats.tokens / len(self.images) / self.forwards
 
     @property
     def decode_seconds(self) -> float:
@@ -58,19 +58,28 @@ class ImageResult:
         return sum(spent for part, spent in self.stats.seconds.items() if part != "prefill")
 
     @property
+    def lossless(self) -> bool:
+        """Whether no relaxed rule had an effect on its tokens; a MAR's `cspd` is not looked at."""
+        return getattr(self.stats, "lossless", True)
+
+    @property
     def round_seconds(self) -> float:
         return self.decode_seconds / max(1, self.stats.rounds)
 
+    def same(self, other: ImageResult) -> list[bool]:
+        """Whether each row has the tokens of the other's, without what fills it up to the longest one."""
+        pairs = zip(self.tokens, other.tokens, strict=True)
+        return [torch.equal(a[a != NO_TOKEN], b[b != NO_TOKEN]) for a, b in pairs]
+
 
 def together(results: Sequence[ImageResult]) -> ImageResult:
-    """The results of several calls as one."""
+    """The results of several calls as one, without the tokens."""
     stats = Stats()
     for each in results:
         stats.add(each.stats)
-    rows = [row.flatten() for each in results for row in each.tokens]
     return ImageResult(
         [image for each in results for image in each.images],
-        torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=NO_TOKEN),
+        torch.empty(0),
         sum(each.seconds for each in results),
         stats,
         [cost for each in results for cost in each.spent],

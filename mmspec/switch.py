@@ -8,9 +8,10 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 from statistics import median
 from typing import Any
 
@@ -31,7 +32,7 @@ MARGIN = 0.1  # the expected gain of a draft must exceed its price by this share
 DOUBT = 0.5  # the same while recent drafts did not pay
 
 LOOK, PLAIN = 8, 3  # rounds with and without a draft that are timed before a batch size is judged
-JUDGED = 32  # latest drafted rounds that are judged
+JUDGED = 32  # latest drafted rounds that are judged; of a picture as many as give a whole one
 AGAIN = 128  # drafted rounds until one without a draft is timed again: the machine may have been busy before
 GAIN, TRIALS = 0.02, 0.01  # shares of the time: what drafting must gain, and what trials of it may lose
 
@@ -91,10 +92,15 @@ class Prices:
 
 
 class RoundCosts:
-    """Costs and gains of the rounds of one drafter on one target, by batch size rounded up to a power of two."""
+    """Costs and gains of the rounds of one drafter on one target, by batch size rounded up to a power of two.
+
+    Attributes:
+        whole: tokens of a picture, whose parts differ much in what drafts gain; 0 for text.
+    """
 
     def __init__(self) -> None:
-        self.drafted: defaultdict[int, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=JUDGED))
+        self.whole = 0
+        self.drafted: defaultdict[int, deque[tuple[float, float]]] = defaultdict(deque)
         self.plain: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=2 * PLAIN - 1))
         self.since: Counter[int] = Counter()  # drafted rounds since a plain one was timed
         self.seconds = self.lost = 0.0  # of all rounds; of these, time lost by drafting
@@ -107,7 +113,10 @@ class RoundCosts:
             self.plain[batch].append(seconds)
             self.since[batch] = 0
             return
-        self.drafted[batch].append((seconds, gained))
+        judged = self.drafted[batch]
+        judged.append((seconds, gained))
+        while len(judged) > JUDGED and _gained(judged) - judged[0][1] >= self.whole:
+            judged.popleft()
         self.since[batch] += 1
         if self.plain[batch]:  # plain rounds are timed first
             typical = median([each for each, _ in list(self.drafted[batch])])
@@ -119,11 +128,11 @@ class RoundCosts:
         The time of a round is capped at twice the median: longer ones were disturbed by other work or by compilation.
         """
         drafted, plain = list(self.drafted[batch]), list(self.plain[batch])
-        if len(drafted) < LOOK or len(plain) < PLAIN:
+        if len(drafted) < LOOK or len(plain) < PLAIN or _gained(drafted) < self.whole:
             return None
         most = 2 * median([seconds for seconds, _ in drafted])
         spent = sum(min(seconds, most) for seconds, _ in drafted)
-        return sum(gained for _, gained in drafted) * median(plain) > (1 + GAIN) * spent
+        return _gained(drafted) * median(plain) > (1 + GAIN) * spent
 
     def wants_plain(self, batch: int) -> bool:
         """Whether a round without a draft must be timed now."""
@@ -139,6 +148,11 @@ class RoundCosts:
             return False
         self.drafted[nearest].clear()  # a trial is judged by itself
         return True
+
+
+def _gained(rounds: Iterable[tuple[float, float]]) -> float:
+    """Tokens that a row gained in some drafted rounds."""
+    return sum(gained for _, gained in rounds)
 
 
 @dataclass
@@ -178,6 +192,7 @@ class Switch:
         self.features, self.nodes = drafter.features, drafter.nodes
 
     def start(self, session: Session, target: Target, prompt: Prompt) -> _Memory:
+        self.costs.whole = prod(prompt.grid) if prompt.grid else 0
         if not self.weighs and not self.costs.tries(_size(session)):
             return _Memory(None, False, {})
         began, doubtful = time.perf_counter(), self.costs.pays(_size(session)) is not True

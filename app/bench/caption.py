@@ -15,8 +15,8 @@ from mmspec import registry, zoo
 from mmspec.app import embedded, enabling
 from mmspec.app.bench import drafters, report
 from mmspec.app.bench.answers import enabled
-from mmspec.app.bench.command import BenchError, Outcome, matching, say
-from mmspec.app.bench.questions import Question, pictures_of, read_questions
+from mmspec.app.bench.command import Outcome, matching, say
+from mmspec.app.bench.questions import Question, Shown, labelled, pictures_of, read_questions
 from mmspec.app.compare import Comparison, Method, over
 from mmspec.app.devices import wait
 from mmspec.app.embedded import STOCK
@@ -25,7 +25,7 @@ from mmspec.app.options import count, seed_value, where
 from mmspec.app.provenance import provenance
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.host.kinds import BatchFeature, GenerativeModel
-from mmspec.pipelines.prompts import chat_inputs
+from mmspec.pipelines.prompts import chat_inputs, text_alone
 from mmspec.pipelines.serving.batcher import Batcher, FinishedPrompt, StaticBatcher
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.statistics import Stats
@@ -66,9 +66,8 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """Measure each batch size in turn; yields whenever the outcome has new records."""
     engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0)
     model = engine.model
-    prompts = [
-        chat_inputs(engine.processor, [q.prompt], [q.images]).to(model.device, model.dtype) for q in questions(args)
-    ]
+    asked = questions(args, not text_alone(engine.processor))
+    prompts = [chat_inputs(engine.processor, [q.prompt], [q.images]).to(model.device, model.dtype) for q in asked]
     outcome.provenance = provenance(model.device, model.dtype) | {"model": args.model}
     chosen = matching(methods(model, args), None, args.without)
     for rows in args.rows:
@@ -79,16 +78,16 @@ def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
         yield
 
 
-def questions(args: argparse.Namespace) -> list[Question]:
-    """The user's questions; or drawn pictures with one prompt, or prompts for long, short and very short answers."""
-    prompts = PROMPTS if args.prompt is None else (zoo.PROMPTS.get(args.prompt, args.prompt),)
+def questions(args: argparse.Namespace, pictures: bool = True) -> list[Question]:
+    """The user's questions, without `pictures` for a model that reads text alone; or drawn pictures with one prompt,
+    or prompts for long, short and very short answers."""
     if args.data is None:
-        some = pictures_of(HELD_OUT, args.seed, args.images)
+        some = pictures_of(args, HELD_OUT, args.images, pictures)
     else:
-        some = read_questions(args.data, args.images)
-        if some[0].prompt and args.prompt is not None:
-            raise BenchError(f"--prompt: the questions of {args.data} have their own prompts; leave it out")
-    return [q if q.prompt else Question(q.images, prompts[i % len(prompts)]) for i, q in enumerate(some)]
+        some = read_questions(args.data, args.images, pictures)
+    if args.prompt is not None:
+        [some] = labelled(Shown(), some, [args.prompt], str(args.data or "")).values()
+    return [q if q.prompt else Question(q.images, PROMPTS[i % len(PROMPTS)]) for i, q in enumerate(some)]
 
 
 def methods(model: GenerativeModel, args: argparse.Namespace) -> list[Method]:

@@ -6,7 +6,6 @@ import argparse
 import importlib
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,7 +17,7 @@ from mmspec.app.bench import report
 from mmspec.app.devices import EngineError
 from mmspec.app.enabling import EnableError
 from mmspec.app.extras import say as say  # also for the suites
-from mmspec.app.files import write_whole
+from mmspec.app.files import check_writable, write_whole
 from mmspec.app.provenance import load_average
 from mmspec.media import MediaError
 
@@ -70,11 +69,7 @@ def run(args: argparse.Namespace, outcome: Outcome | None = None) -> int:
         if getattr(args, "missing", None):
             raise BenchError(f"it needs the package {args.missing}: pip install {args.missing}")
         for path in filter(None, (args.json, args.markdown)):
-            if path.is_dir():
-                raise BenchError(f"{path} is a folder; name a file in it")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=path.parent):  # an error now, not after the measurement
-                pass
+            check_writable(path)
         for _ in importlib.import_module(args.module).measure(args, outcome):
             _save(args.json, outcome)
     except (BenchError, EnableError, EngineError, MediaError, OSError) as error:

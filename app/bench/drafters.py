@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable
 
 import mmspec
 from mmspec import zoo
@@ -18,8 +17,7 @@ from mmspec.registry import DRAFTERS, drafter_class, name_of
 
 ALL = "all"
 WEIGHTLESS = [name for name, entry in DRAFTERS.items() if not entry.trained and not entry.from_model]
-# By a drafter's name: a function that builds it from the measured model, for drafters that need no separate file.
-OF_MODEL: dict[str, Callable[[GenerativeModel], Drafter]] = {"mtp": MtpDrafter.of_model}
+OF_MODEL = "mtp"  # the drafter that is built from the measured model, without a separate file
 # By a drafter's method: the arguments that make stock `generate` draft the same way, except for prompt lookup.
 ASSISTED = {"mtp": {"use_mtp": True}}
 
@@ -58,7 +56,7 @@ def read(args: argparse.Namespace, model: GenerativeModel | None = None) -> dict
             return {}
         known = dict.fromkeys([*here.values(), *WEIGHTLESS])
         raise BenchError(f"--drafters: {error}; available by name: {', '.join(known)}") from error
-    titles = {name: name if name in WEIGHTLESS or name in OF_MODEL else name_of(one) for name, one in loaded.items()}
+    titles = {name: name if name in (*WEIGHTLESS, OF_MODEL) else name_of(one) for name, one in loaded.items()}
     alone = Counter(titles.values())
     return {title if alone[title] == 1 else f"{title}:{name}": loaded[name] for name, title in titles.items()}
 
@@ -67,9 +65,9 @@ def _loaded(name: str, model: GenerativeModel | None) -> Drafter:
     if name in WEIGHTLESS:
         return drafter_class(name)()
     if name in DRAFTERS and DRAFTERS[name].from_model:
-        if name not in OF_MODEL or model is None:
+        if name != OF_MODEL or model is None:
             raise ValueError(f"{name} is built from a model, and cannot be named here")
-        return OF_MODEL[name](model)
+        return MtpDrafter.of_model(model)
     drafter = mmspec.load_drafter(embedded.resolve(name))
     if model is not None:  # once here, so that `enable` makes no copies, which would recompile
         drafter.to(device=model.device, dtype=model.dtype)

@@ -170,8 +170,7 @@ def timed(bench: ImageBench, chosen: list[Method], prompts: Sequence[str | int],
     comparison.warm_up(groups[0], ["ar"])
     results = comparison.measure(groups)
     best = report.fastest(results, PLAIN, "seconds")
-    about = {"suite": SPEED, "batch": batch}
-    notes = comparison.notes
+    about, notes = {"suite": SPEED, "batch": batch}, comparison.notes
     return [about | facts(m) | figures(m.name, results, best) | {"note": notes.get(m.name, "")} for m in chosen]
 
 
@@ -187,8 +186,7 @@ def figures(name: str, calls: dict[str, list[ImageResult]], best: str) -> Record
     stats = report.total(own)
     parts = {part: stats.seconds.get(part, 0.0) for part in ("draft", "verify")}
     parts["other"] = sum(much for part, much in stats.seconds.items() if part not in (*parts, "prefill"))
-    same = [torch.equal(a, b) for m, p in zip(own, plain, strict=False)
-            for a, b in zip(m.tokens, p.tokens, strict=True)]  # fmt: skip
+    same = [one for m, p in zip(own, plain, strict=False) for one in m.same(p)]
     return {
         "best_plain": best,
         "stock_path": name in PLAIN,

@@ -93,9 +93,7 @@ def asked(args: argparse.Namespace, pictures: bool = True, tuning: int = 0) -> Q
     if args.data is None:
         if args.images is None:
             raise BenchError("--images all is for --data; for drawn pictures give a number")
-        if not pictures:
-            raise BenchError(f"{args.model} reads text alone; name a list of prompts without pictures with --data")
-        drawn = pictures_of(TUNING if tuning else HELD_OUT, args.seed, tuning or args.images)
+        drawn = pictures_of(args, TUNING if tuning else HELD_OUT, tuning or args.images, pictures)
         return labelled(Shown("picture", 1), drawn, args.prompt)
     found: Questions = {}
     for path in args.data:
@@ -105,9 +103,11 @@ def asked(args: argparse.Namespace, pictures: bool = True, tuning: int = 0) -> Q
     return found
 
 
-def pictures_of(first: int, seed: int, count: int) -> list[Question]:
-    """Drawn scenes, without prompts; the seeds begin with `first`."""
-    drawn = (scenes.draw(np.random.default_rng([first, seed, i])) for i in range(count))
+def pictures_of(args: argparse.Namespace, first: int, count: int, pictures: bool = True) -> list[Question]:
+    """Drawn scenes, without prompts; the seeds begin with `first`. BenchError: the model reads no pictures."""
+    if not pictures:
+        raise BenchError(f"{args.model} reads text alone; name a list of prompts without pictures with --data")
+    drawn = (scenes.draw(np.random.default_rng([first, args.seed, i])) for i in range(count))
     return [Question((scenes.render(scene),)) for scene in drawn]
 
 

@@ -8,7 +8,7 @@ import posixpath
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path, PurePosixPath
 
 from mmspec.app.caption import formats
@@ -228,19 +228,15 @@ class Outputs:
                 written.append(path)
             if kind == "webdataset":
                 self.finals.drop_shards(written)
-        failures = self.folder / FAILURES
-        if lines := b"".join(map(line_of, self._standing_failures(items))):
+        failures, failed = self.folder / FAILURES, list(self.ledger.all_failures())
+        names = {item.name for item in items()} if failed else set()  # of inputs that are still there
+        standing = (one for one in failed if one["file_name"] in names or one.get("folder") != self.origin)
+        if lines := b"".join(map(line_of, standing)):
             self.finals.note(failures)
             write_whole(failures, lines)
         else:
             failures.unlink(missing_ok=True)
         return written
-
-    def _standing_failures(self, items: Callable[[], Iterable[Item]]) -> Iterator[Record]:
-        """Failures of items that have no caption since, without items of these inputs that no longer exist."""
-        failures = list(self.ledger.all_failures())
-        names = {item.name for item in items()} if failures else set()
-        return (one for one in failures if one["file_name"] in names or one.get("folder") != self.origin)
 
     def close(self) -> None:
         self.ledger.close()

@@ -46,11 +46,10 @@ def run(race: CaptionRace, kind: str, image: Any, video: Any, *values: Any) -> I
 
 def _upload(file: dict[str, Any] | None) -> str | None:
     """The path of an upload or example. RefusedError: another file; gradio only checks what is marked as a file."""
-    if file is None:
-        return None
-    if not Path(file["path"]).resolve().is_relative_to(Path(get_upload_folder()).resolve()):
+    path = (file or {}).get("path")
+    if path and not Path(path).resolve().is_relative_to(Path(get_upload_folder()).resolve()):
         raise RefusedError("This is no uploaded file. Upload one or choose an example.")
-    return file["path"]
+    return path
 
 
 def empty(race: CaptionRace) -> str:

@@ -170,6 +170,8 @@ class CaptionRace(Race):
         question = view.question
         if not question.media:
             raise RefusedError(f"There is no {question.noun}. Upload one or choose an example.")
+        if question.drafter not in self.drafters:
+            raise RefusedError(f"There is no drafter {question.drafter!r}.")
         if not question.prompt.strip():
             raise RefusedError(f"The prompt is empty. Write what to ask about the {question.noun}.")
         view.frames = read_media(question, self.decoder)

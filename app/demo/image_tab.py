@@ -127,7 +127,7 @@ def acceptance(pair: Pair) -> tuple[str, str]:
         return "open", "nothing to compare"
     if drawing.method == CSPD:
         return "lossy", "approximate: a picture of another distribution"
-    if drawing.rule != EXACT and drawing.temperature > 0:
+    if not fast.result.lossless:
         [spent] = fast.result.spent
         return "lossy", f"lossy: cost {spent:.2f} in total variation, {spent / total:.3f} per token"
     if drawing.method in OF_MAR:
@@ -155,7 +155,7 @@ def _cost(pair: Pair) -> str:
             f"({plain['passes']} → {fast['passes']}) and costs evaluations of the head, which tests every draft: "
             "little gain where both cost the same, as on a CPU."
         )
-    if drawing.rule == EXACT:
+    if result.lossless:
         return ""
     far = "; above 1 it is no bound for the picture as a whole" if result.spent[0] > 1 else ""
     cost = f"in expectation at most by this cost, in total variation{far}"

@@ -128,6 +128,8 @@ class ImageRace(Race):
         drawing = view.drawing
         if not drawing.prompt.strip():
             raise RefusedError("The prompt is empty. Write what to draw.")
+        if drawing.method not in self.methods:
+            raise RefusedError(f"There is no method {drawing.method!r}.")
         label = self.subject.label(drawing.prompt.strip())
         for pair, forwards in ((self.pair(drawing), WARM_UP), (view, math.inf)):  # one-time costs are not timed
             for picture, method in ((pair.plain, PLAIN), (pair.fast, self.method(drawing))):

@@ -79,11 +79,6 @@ def bytes_source(data: bytes) -> Source:
     return Source("bytes", partial(_given, data))
 
 
-def data_source(url: str) -> Source:
-    """The content of a data URL."""
-    return Source("data", partial(media.read_url, url))
-
-
 def broken(name: str, error: MediaError) -> Item:
     """An item that fails with this error when it is read."""
     return Item(name, IMAGE, Source(str(error), partial(_given, error)))

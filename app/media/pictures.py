@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from functools import partial
 
 import httpx
 from PIL import Image
 
 from mmspec.app.media.decoder import Decoder
-from mmspec.app.media.items import IMAGE, Item, bytes_source, data_source
+from mmspec.app.media.items import IMAGE, Item, Source, bytes_source
 from mmspec.app.media.video import FramePolicy
-from mmspec.media import MediaError, MediaLimits
+from mmspec.media import MediaError, MediaLimits, read_url
 
 DECODERS, FETCHES = 2, 64  # processes; addresses that are fetched at once
 PLAIN = {"Accept-Encoding": "identity"}  # what a few compressed bytes hold may be gigabytes
@@ -36,7 +37,8 @@ class PictureLoader(Decoder):
         if scheme not in self.schemes:
             why = f"has a URL that this server does not open ({url[:60]!r})"
             raise MediaError("picture", why, "send it as a data URL, or see --allow-http")
-        source = data_source(url) if scheme == "data" else bytes_source(await self._content(url))
+        whole = scheme == "data"
+        source = Source("data", partial(read_url, url)) if whole else bytes_source(await self._content(url))
         return (await self.awaited(Item("picture", IMAGE, source))).frames[0]
 
     async def _content(self, url: str) -> bytes:

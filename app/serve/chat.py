@@ -44,19 +44,15 @@ class _Picture(BaseModel):
     image_url: _Url
 
 
-def _parts(content: object) -> object:
-    """A text is a list of one part."""
-    return [{"type": "text", "text": content or ""}] if isinstance(content, str | None) else content
-
-
 _Part = Annotated[_Text | _Picture, Field(discriminator="type")]
 _Stop = Annotated[str, Field(max_length=STOP_LENGTH)]
+_PARTS = BeforeValidator(lambda text: [{"type": "text", "text": text or ""}] if isinstance(text, str | None) else text)
 _LISTED = BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop or [])
 
 
 class _Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[_Part], Field(max_length=MESSAGES), BeforeValidator(_parts)]
+    content: Annotated[list[_Part], Field(max_length=MESSAGES), _PARTS]
 
 
 class _Format(BaseModel):

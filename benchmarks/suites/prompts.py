@@ -49,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     drafter = subject.named(args)
     engine = subject.loaded(args, outcome, drafter, drafter=drafter)
-    pictures = [list(question.images) for question in pictures_of(HELD_OUT, args.seed, args.images)]
+    pictures = [list(question.images) for question in pictures_of(args, HELD_OUT, args.images)]
     sides = [Method(BASE), Method("one run", options={"prefix_cache": KEPT}), Method("one run, nothing kept")]
     for rows in args.rows:
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from mmspec.config import Options, option_names
-from mmspec.drafters.block_config import BlockOptions
 from mmspec.drafters.shape import TreeOptions
 from mmspec.registry import DRAFTERS, drafter_class
 
@@ -17,10 +16,7 @@ def options_of(method: object) -> dict[str, list[Any]]:
     """
     takers: dict[str, list[Any]] = {}
     for name in [method] if isinstance(method, str) and method in DRAFTERS else DRAFTERS:
-        if DRAFTERS[name].trained or DRAFTERS[name].from_model:
-            one: Any = BlockOptions() if name == "block" else TreeOptions()
-        else:
-            one = getattr(drafter_class(name), "options", None)
+        one = TreeOptions() if DRAFTERS[name].from_model else getattr(drafter_class(name), "options", None)
         for option in option_names(one):
             takers.setdefault(option, []).append(one)
     return takers

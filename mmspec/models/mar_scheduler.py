@@ -30,15 +30,19 @@ class MARScheduler(SchedulerMixin, ConfigMixin):
     def __init__(self, num_train_timesteps: int = 1000, final_noise: bool = False, skip_terminal: bool = False) -> None:
         self.alphas_cumprod = alpha_bar(num_train_timesteps)
 
+    def check(self, steps: int) -> None:
+        """Raise ValueError for fewer than two steps (three with `skip_terminal`), or more than training timesteps."""
+        least, most = 2 + self.config["skip_terminal"], self.config["num_train_timesteps"]
+        if not least <= steps <= most:
+            raise ValueError(f"the number of steps must be from {least} to {most}; got {steps}")
+
     def chain(self, steps: int, device: torch.device | str | None = None) -> Chain:
         """The sampler's steps, evenly spaced over the training timesteps, both ends included.
 
-        Raises ValueError: fewer than two steps (three with `skip_terminal`), or more than training timesteps.
+        Raises ValueError: see `check`.
         """
+        self.check(steps)
         T = self.config["num_train_timesteps"]
-        least = 2 + self.config["skip_terminal"]
-        if not least <= steps <= T:
-            raise ValueError(f"the number of steps must be from {least} to {T}; got {steps}")
         stride = [(T - 1) / (steps - 1)] * (steps - 1)  # added up as in the published code, for exact halves
         times = torch.tensor([round(time) for time in accumulate(stride, initial=0.0)], device="cpu")
         bar = self.alphas_cumprod[times]

@@ -136,7 +136,7 @@ def _draw(model: GenerativeModel, patch: Patch, ready: Prepared) -> Tensor | Mod
         fitted = patch.drafter.fit(info, patch.given)
         patch.fitted[info] = drafting.proposer(model, fitted, patch.config, info, drafts=False)
     drafter = patch.fitted[info]
-    patch.warn_if_greedy(bool(config.do_sample))
+    rule = patch.heeded(bool(config.do_sample))
     noise = TorchNoise() if config.do_sample and patch.config.reproducible else None
     guidance, warpers = ready.split
     # stock draws from distributions of the model's own precision, so its noise has that too
@@ -144,7 +144,7 @@ def _draw(model: GenerativeModel, patch: Patch, ready: Prepared) -> Tensor | Mod
     target = JanusTarget(model, drafter.features, guidance)
     count, limit = len(ready.ids) // 2, janus.tokens(model)
     seeds = row_seeds(model, count, config.do_sample and noise is None)
-    rows = [Row([], 0, limit, seed, index=b, rule=patch.rule, request=request) for b, seed in enumerate(seeds)]
+    rows = [Row([], 0, limit, seed, index=b, rule=rule, request=request) for b, seed in enumerate(seeds)]
     with torch.no_grad():
         for session, _ in rounds(target, drafter, list(rows), ready):
             stats = session.stats

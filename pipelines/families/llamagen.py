@@ -27,10 +27,8 @@ class LlamaGenPatch:
         patch = Patch.of(self)
         if patch is None:  # it was disabled after this call began
             return stock(self)._plan(self, sample)
-        patch.warn_if_greedy(sample)
-        return DecodingPlan(
-            patch.fitted_proposer(self), patch.rule, patch.config.reproducible, patch.config.compile, patch.add_stats
-        )
+        proposer, config = patch.fitted_proposer(self), patch.config
+        return DecodingPlan(proposer, patch.heeded(sample), config.reproducible, config.compile, patch.add_stats)
 
     def _rounds(self, *args: object) -> Iterator[Session]:
         patch = Patch.of(self)

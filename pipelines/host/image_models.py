@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoProcessor
 
 from mmspec.config import Options
+from mmspec.pipelines.host import wrappers
 from mmspec.pipelines.host.kinds import GenerativeModel, Processor
 from mmspec.pipelines.host.loading import stock_class
 
@@ -22,13 +23,16 @@ VAE_PARTS = 3  # tokens after an image of Emu3: end of file, end of image, end o
 
 @dataclass(frozen=True)
 class ImageModel:
-    """A model or pipeline that generates images from prompts."""
+    """A model or pipeline that generates images from prompts; TypeError for one that generates no tokens."""
 
     target: object  # what `mmspec.enable` takes
     # prompts and settings → an image each, sampled from torch's global generator
     draw: Callable[..., Sequence[Image.Image]]  # returns none if transformers cannot decode them
     codes: int = 0  # the size of the codebook; 0: unknown
     about: str = ""  # what its images depend on besides the model's name
+
+    def __post_init__(self) -> None:
+        wrappers.unwrap(self.target)
 
 
 def load(where: str, device: torch.device, dtype: torch.dtype, decoded: bool = True) -> ImageModel | None:
@@ -39,6 +43,7 @@ def load(where: str, device: torch.device, dtype: torch.dtype, decoded: bool = T
 
     Raises:
         OSError, ValueError: there is no such model, or its processor is missing.
+        TypeError: a pipeline that generates no tokens.
     """
     try:
         kind = AutoConfig.from_pretrained(where).model_type
@@ -64,6 +69,7 @@ def _pipeline(where: str, device: torch.device, dtype: torch.dtype) -> ImageMode
     kind = diffusers.DiffusionPipeline.load_config(where).get("_class_name")
     if kind == "LlamaGenPipeline" or not hasattr(diffusers, str(kind)):
         return None
+    wrappers.check_pipeline(getattr(diffusers, kind))
     pipe = diffusers.DiffusionPipeline.from_pretrained(where, torch_dtype=dtype).to(device)
     pipe.set_progress_bar_config(disable=True)
 

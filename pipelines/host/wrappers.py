@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -18,6 +19,9 @@ COMPONENTS: dict[str, str] = {
     "Qwen2_5OmniForConditionalGeneration": "thinker",
     "Qwen3OmniMoeForConditionalGeneration": "thinker",
 }
+NEEDED = (
+    "mmspec needs a transformers model or a pipeline that generates tokens; got {}. mmspec.supported() lists what works"
+)
 OURS = {"LlamaGenPipeline", "MARPipeline"}  # mmspec's own pipelines, which are patched themselves
 
 
@@ -45,11 +49,14 @@ def unwrap_all(model_or_pipe: object) -> list[Any]:
     while (inner := _inside(layers[-1])) is not None:
         layers.append(inner)
     if not hasattr(layers[-1], "generate") and not _ours(layers[-1]):
-        raise TypeError(
-            f"mmspec needs a transformers model or a pipeline that generates tokens; got "
-            f"{type(model_or_pipe).__name__}. mmspec.supported() lists what works"
-        )
+        raise TypeError(NEEDED.format(type(model_or_pipe).__name__))
     return layers
+
+
+def check_pipeline(cls: type) -> None:
+    """Raise TypeError for a class of diffusers pipelines none of which generates tokens, before one is loaded."""
+    if not _generates(cls) and COMPONENTS.keys().isdisjoint(one.__name__ for one in cls.__mro__):
+        raise TypeError(NEEDED.format(cls.__name__))
 
 
 def outer(model_or_pipe: object) -> Any:
@@ -87,7 +94,7 @@ def _writer(pipe: object) -> GenerativeModel | None:
         TypeError: several components can generate.
     """
     parts = getattr(pipe, "components", None)
-    if not isinstance(parts, dict) or not any(map(_generates, type(pipe).__mro__)):
+    if not isinstance(parts, dict) or not _generates(type(pipe)):
         return None
     writers = {name: part for name, part in parts.items() if getattr(part, "can_generate", bool)() is True}
     if len(writers) > 1:
@@ -99,7 +106,9 @@ def _writer(pipe: object) -> GenerativeModel | None:
 
 
 def _generates(cls: type) -> bool:
-    try:
-        return ".generate(" in inspect.getsource(cls)
-    except (OSError, TypeError):  # a class without a file
-        return False
+    """Whether the code of a class, or of one that it extends, calls a `generate`."""
+    for one in cls.__mro__:
+        with contextlib.suppress(OSError, TypeError):  # a class without a file
+            if ".generate(" in inspect.getsource(one):
+                return True
+    return False

@@ -198,6 +198,8 @@ class MARPipeline(OffloadedWhole):
             raise ValueError("compile=True compiles the fast head; leave fast_head=False out")
         steps = args["num_diffusion_steps"]
         steps = tuple(map(int, steps)) if isinstance(steps, (list, tuple)) else int(steps)
+        for each in steps if isinstance(steps, tuple) else (steps,):
+            self.scheduler.check(each)
         definition = distribution(
             self.transformer.tokens, args["num_inference_steps"], args["guidance_scale"], args["guidance_schedule"],
             steps, args["annealing"], args["temperature"],

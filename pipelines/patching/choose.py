@@ -102,7 +102,7 @@ def _built(drafter: Any, target: TargetInfo, model: GenerativeModel) -> Any:
                 f"the drafter {drafter!r} needs weights; pass its folder or hub name, or train one with "
                 f"`mmspec train --method {drafter} --target {target.name}`"
             )
-        return drafter_class(drafter).of_model(model) if DRAFTERS[drafter].from_model else drafter_class(drafter)()
+        return _heads(model, target) if DRAFTERS[drafter].from_model else drafter_class(drafter)()
     if drafter in zoo.DRAFTERS and not Path(drafter).exists():
         drafter = zoo.path(str(drafter))
     if isinstance(drafter, str) and "/" not in drafter and not Path(drafter).exists():
@@ -118,12 +118,10 @@ def _loaded(folder: Path, target: TargetInfo, model: GenerativeModel) -> Any:
     Raises:
         FileNotFoundError, ValueError: it is neither; see `load_drafter`.
     """
-    from mmspec.pipelines.drafters import mtp, mtp_files
+    from mmspec.pipelines.drafters import mtp_files
 
     folder = locate(folder)
-    if mtp_files.saved(folder):
-        return mtp.MtpDrafter.of_model(model, folder)
-    return load_drafter(folder, target=target)
+    return _heads(model, target, folder) if mtp_files.saved(folder) else load_drafter(folder, target=target)
 
 
 def _shipped(model: GenerativeModel, target: TargetInfo) -> Any:
@@ -142,8 +140,10 @@ def _shipped(model: GenerativeModel, target: TargetInfo) -> Any:
         _log.info("mmspec drafts for %s with the drafter in %s", name, folder)
         return drafter
     if where is not None:
+        from mmspec.pipelines.drafters import mtp_files
+
         try:
-            drafter = _heads(model)
+            drafter = _heads(model, target) if mtp_files.found(model) else None
         except (ValueError, OSError) as error:
             _log.warning("mmspec does not use the multi-token-prediction heads of %s: %s", name, error)
             drafter = None
@@ -176,11 +176,14 @@ def _in_folder(folder: Path, target: TargetInfo, model: GenerativeModel) -> Any:
     return _loaded(folder, target, model).fit(target, {})
 
 
-def _heads(model: GenerativeModel) -> Any:
-    """The model's multi-token-prediction heads, or None."""
-    from mmspec.pipelines.drafters import mtp, mtp_files
+def _heads(model: GenerativeModel, target: TargetInfo, folder: Path | None = None) -> Any:
+    """The multi-token-prediction heads in the model's own files, or in a folder. ValueError: there are none, or the
+    model draws pictures."""
+    from mmspec.pipelines.drafters.mtp import MtpDrafter
 
-    return mtp.MtpDrafter.of_model(model) if mtp_files.found(model) else None
+    if target.ends is None:
+        raise ValueError(f"'mtp' drafts text, and {target.name} draws pictures; use 'jacobi', which needs no weights")
+    return MtpDrafter.of_model(model, folder)
 
 
 @lru_cache(maxsize=256)

@@ -129,9 +129,9 @@ class Patch:
 
     def rule_of(self, call: Call, sample: bool) -> Rule:
         """The rule of a call; warns once if it is `exact` although `enable` named another."""
-        rule = self.family.rule(self.rule, call)
-        self.warn_if_greedy(sample)
-        if rule.lossless and not self.rule.lossless and (sample or self.rule.greedy is not None):
+        named = self.heeded(sample)
+        rule = self.family.rule(named, call)
+        if rule.lossless and not named.lossless:
             self.warn_once(
                 f"mmspec accepts drafts of this call by the rule 'exact', not by {self.rule.name!r}: a relaxed rule is "
                 "for pictures, and this call generates text as far as mmspec knows; for calls that generate both, the "
@@ -139,13 +139,16 @@ class Patch:
             )
         return rule
 
-    def warn_if_greedy(self, sample: bool) -> None:
-        """Warn once if this is a greedy call, on which a relaxed rule has no effect."""
-        if not sample and not self.rule.lossless and self.rule.greedy is None:
-            self.warn_once(
-                f"the rule {self.rule.name!r} has no effect on greedy calls, which accept drafts by 'exact'; to use "
-                "it, sample (do_sample=True, or temperature above 0)"
-            )
+    def heeded(self, sample: bool) -> Rule:
+        """The rule; or `exact`, with a warning once, if this is a greedy call, on which most relaxed rules have no
+        effect."""
+        if sample or self.rule.lossless or self.rule.greedy is not None:
+            return self.rule
+        self.warn_once(
+            f"the rule {self.rule.name!r} has no effect on greedy calls, which accept drafts by 'exact'; to use it, "
+            "sample (do_sample=True, or temperature above 0)"
+        )
+        return exact
 
     def decline(self, why: Obstacle) -> None:
         """Raise UnsupportedError, or warn once that the stock path runs, which keeps the distribution of the output."""

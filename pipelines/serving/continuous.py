@@ -73,7 +73,6 @@ class ContinuousBatcher(Batcher):
         self._handle = patch
         if self._handle.config.reproducible:
             raise ValueError("reproducible=True uses torch's noise, which is per call; here each row has its own seed")
-        self.stats.lossless = self._handle.rule.lossless
         self._rounds = Counter[int]()  # by batch size
         self._together = False  # whether several prompts may share one prefill; known after the first one
         self._restart()
@@ -156,7 +155,7 @@ class ContinuousBatcher(Batcher):
                 self._finished.append(FinishedPrompt(prompt.ticket, tokens, now - prompt.begun, *rest))
         self.stats.add(session.stats)
         self._handle.add_stats(session.stats)
-        session.stats = Stats(lossless=self._handle.rule.lossless)
+        session.stats = Stats(lossless=session.rule.lossless)
 
     def _admit(self, group: list[QueuedPrompt]) -> bool:
         """Prefill prompts and let their rows join; False: rows have to end before others can join."""

@@ -37,7 +37,7 @@ from mmspec.app.demo import caption_tab, captions, image_tab
 from mmspec.app.demo import command as demo
 from mmspec.app.demo import race as races
 from mmspec.app.demo.captions import CORRECTED, DRAFTED, OWN, PLAIN, Answer, CaptionRace, CaptionRequest, Token, Turn
-from mmspec.app.demo.images import METHODS, SEED_EXACT, Drawing, ImageRace
+from mmspec.app.demo.images import COUPLED, METHODS, SEED_EXACT, Drawing, ImageRace
 from mmspec.app.demo.race import DONE, MODELS, TIMED_OUT, RefusedError
 from mmspec.app.embedded import SHIPPED
 from mmspec.app.engine import Engine
@@ -376,6 +376,7 @@ REFUSED = {
     "heat": ({"temperature": float("nan")}, "temperature.*equal to"),
     "room": ({"max_new_tokens": 512}, "room for 512"),
     "seed": ({"seed": None}, "seed.*integer"),
+    "drafter": ({"drafter": "nix"}, "There is no drafter 'nix'"),
     "half a token": ({"max_new_tokens": 1.5}, "max_new_tokens.*integer"),
 }
 
@@ -484,6 +485,14 @@ def test_a_lossy_picture_tells_its_distortion(draws: ImageRace) -> None:
     assert "scaled(omega=6.0) changes" in image_tab.show_headline(pair)
 
 
+def test_at_temperature_0_a_rule_is_lossy_where_it_has_an_effect(draws: ImageRace) -> None:
+    pair = drawn(draws, method=COUPLED, window=4, rule="lantern(k=40, delta=0.9)", temperature=0)
+    assert pair.same < 64 and image_tab.acceptance(pair)[0] == "lossy" and "changes" in image_tab.show_headline(pair)
+    with pytest.warns(UserWarning, match="no effect on greedy calls"):
+        pair = drawn(draws, method=COUPLED, window=4, rule="typical(epsilon=0.3, delta=0.05)", temperature=0)
+    assert image_tab.acceptance(pair)[0] == "same" and "changes" not in image_tab.show_headline(pair)
+
+
 DRAWING = {
     "prompt": "a zebra circle", "method": SEED_EXACT, "window": 4, "rule": "exact", "seed": 7,
     "guidance": 3.0, "temperature": 1.0,
@@ -491,6 +500,7 @@ DRAWING = {
 WRONG = {
     "prompt": ({"prompt": " "}, "prompt is empty"),
     "rule": ({"rule": "landern(k=1)"}, "unknown rule &#x27;landern"),
+    "method": ({"method": "nix"}, "There is no method &#x27;nix"),
     "window": ({"window": 1000}, "window: Input should be less than or equal to 64."),
     "heat": ({"temperature": float("nan")}, "temperature: Input should be"),
 }
@@ -658,6 +668,12 @@ def test_uploads_are_not_opened_by_the_server(content: bytes, served: Any, monke
     values = asyncio.run(served.page.preprocess_data(run, ["image", file, None, *VALUES], None))
     *_, refused = run.fn(*values)
     assert "This picture " in refused[0] and "--" not in refused[0] and "pip install" not in refused[0]
+
+
+@pytest.mark.parametrize("upload", [{}, {"path": None}])
+def test_an_upload_without_a_file_is_none(asks: CaptionRace, upload: dict[str, Any]) -> None:
+    *_, refused = caption_tab.run(asks, "image", upload, None, *VALUES)
+    assert "There is no picture. Upload one" in refused[0]
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "http://127.0.0.1:9/x.png"])

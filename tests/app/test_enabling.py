@@ -30,7 +30,7 @@ OPTIONS = {"compile": True, "depth": 3}
         ("draft-vocab=512", "scenes-video-eagle", 512), ("proactive=3,3", "jacobi", (3, 3)),
         ("tree=chain", None, "chain"),
         ("confidence=0.2", "block", 0.2), ("rule=typical(epsilon=0.3, delta=0.05)", "jacobi", None),
-        ("budget=none", "jacobi", None),
+        ("budget=none", "jacobi", None), ("window=24", "heads", 24), ("window=24", "scenes-llamagen-heads", 24),
     ],
 )  # fmt: skip
 def test_words_become_values(word: str, drafter: str | None, value: Any) -> None:
@@ -43,6 +43,7 @@ def test_words_become_values(word: str, drafter: str | None, value: Any) -> None
     [
         ("dept=6", "eagle", "no 'dept' with the drafter eagle. It takes rule, budget,"),
         ("window=8", "eagle", "no 'window' with the drafter eagle"),
+        ("depth=3", "heads", "no 'depth' with the drafter heads"),
         ("tree=chain", "ngram", "no 'tree' with the drafter ngram"),
         ("compile=maybe", None, "compile must be True or False; got 'maybe'. Write True"),
         ("budget=-1", None, "budget must be a distance ≥ 0"),

@@ -83,6 +83,10 @@ def test_a_relaxed_rule_says_that_it_is_one(text: Path, tmp_path: Path, capsys: 
     told = capsys.readouterr().out
     assert "not lossless: scaled(omega=3.0) changed the distribution" in told
     assert 0 <= float(told.partition("maximum ")[2].split()[0]) <= 0.25
+    with pytest.warns(UserWarning, match="no effect on greedy calls"):
+        assert run(*words, "rule=scaled(omega=3.0)", "--temperature", 0, "--compare", "--overwrite") == 0
+    told = capsys.readouterr().out
+    assert "identical pictures: 1 of 1" in told and "chang" not in told and "not lossless" not in told
 
 
 def test_classes(classes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,6 +125,21 @@ def test_bad_input_is_told_in_one_line(
     said = capsys.readouterr().err.strip().splitlines()
     assert told in said[-1] and said[-1].startswith("mmspec generate: ")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [("/proc/nowhere/x.png", "'/proc/nowhere/x.png': No such file"), ("a.file/x.png", "Not a directory"),
+     ("folder.png", "cannot write 'folder.png': it is a folder")],
+)  # fmt: skip
+def test_a_place_where_nothing_can_be_written_is_told_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.file").touch()
+    Path("folder.png").mkdir()
+    assert run(PROMPT, "--model", "nowhere", "--overwrite", "-o", place) == 1
+    assert told in capsys.readouterr().err
 
 
 def test_a_list_of_prompts_that_is_absent(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,9 @@ def test_what_is_drawn_instead_of_the_published_sampler_is_told(tmp_path, capsys
     (["1", "--top-k", 0], "--top-k is for models that draw token ids"),
     (["1", "--enable", "depth=3"], "speculation has no setting 'depth'"),
     (["1", "--drafter", "none", "--enable", "ahead=4"], "needs a drafter"),
-    (["1", "--drafter", "nowhere"], "nowhere"),
+    (["1", "--drafter", "nowhere"], "cannot load the draft nowhere"),
+    (["1", "--enable", "draft=nowhere"], "cannot load the draft nowhere"),
+    (["1", "--enable", "draft=scenes-mar-draft"], "a draft must have the model's"),
 ])  # fmt: skip
 def test_bad_input_says_why(folder, words, why, tmp_path, capsys):
     assert run(folder, *words, "-o", tmp_path / "x.png") == 1

@@ -106,6 +106,21 @@ def test_generate_draws_with_a_janus(
     assert "identical pictures: 2 of 2" in said and len(list((tmp_path / "out").glob("*.png"))) == 2
 
 
+UNEVEN = OWN.replace("import copy, sys", "import copy, itertools, sys\nlengths = itertools.count(4)").replace(
+    'multimodal_generation_mode="image-only", do_sample=False',
+    "max_new_tokens=(n := next(lengths)), min_new_tokens=n, do_sample=False",
+).replace("bytes(tokens[:16])", "bytes(16)")  # fmt: skip
+
+
+def test_pictures_of_several_lengths_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of models that choose the size of a picture."""
+    (tmp_path / "own.py").write_text(UNEVEN.format(support=str(Path(tiny_image_models.__file__).parent)))
+    words = ["--model", str(tmp_path / "own.py"), "--device", "cpu", "--compare", "-o", str(tmp_path / "out")]
+    assert cli.main(["generate", "red circle", "a blue square", *words]) == 0
+    said = capsys.readouterr().out
+    assert "identical pictures: 0 of 2" in said and "1.00 tokens per forward; identical" in said
+
+
 def test_a_pipeline_of_diffusers_draws(tmp_path: Path) -> None:
     tiny_image_models.glm_pipeline().save_pretrained(tmp_path / "glm")
     size = {"height": 64, "width": 64, "num_inference_steps": 1, "max_sequence_length": 16, "top_k": 5}
@@ -123,6 +138,12 @@ def test_what_cannot_draw_is_said(tmp_path: Path, folders: dict[str, Path]) -> N
     (tmp_path / "half.py").write_text("def load(device, dtype): return 1\n")
     with pytest.raises(EngineError, match=r"cannot load .*half\.py"):
         image_model.load(str(tmp_path / "half.py"), "cpu", "float32")
+    (tmp_path / "pair.py").write_text("def load(device, dtype): return 1, 2\ndef draw(model, prompts): return []\n")
+    with pytest.raises(EngineError, match=r"cannot load .*pair\.py.*that generates tokens; got tuple.*`load\(device"):
+        image_model.load(str(tmp_path / "pair.py"), "cpu", "float32")
+    (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    with pytest.raises(EngineError, match="a pipeline that generates tokens; got StableDiffusionPipeline"):
+        image_model.load(str(tmp_path), "cpu", "float32")  # before its weights are looked for
     T.BertConfig().save_pretrained(tmp_path / "bert")
     with pytest.raises(EngineError, match=r"It must be a LlamaGenPipeline.*your own Python file"):
         image_model.load(str(tmp_path / "bert"), "cpu", "float32")

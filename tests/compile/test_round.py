@@ -258,8 +258,9 @@ class Fake:
 class World:
     """Calls of one switch on a clock of its own: what plain and drafted rounds cost, and the gains of the latter."""
 
-    def __init__(self, plain: float, drafted: float) -> None:
+    def __init__(self, plain: float, drafted: float, grid: tuple[int, int] | None = None) -> None:
         self.plain, self.drafted, self.costs, self.noise = plain, drafted, RoundCosts(), random.Random(3)
+        self.prompt: Any = SimpleNamespace(grid=grid)
         self.chosen: list[bool] = []  # of each round, whether its draft was tested
 
     def call(self, gains: list[int], rounds: int, rows: int = 1) -> float:
@@ -267,7 +268,7 @@ class World:
         stats, fake = Stats(seconds={"draft": 0.0, "verify": 0.0}), Fake()
         session = SimpleNamespace(rows=[0] * rows, stats=stats, pending=torch.zeros(rows).long())
         switch = Switch(fake, self.costs)
-        session.memory = switch.start(session, None, None)
+        session.memory = switch.start(session, None, self.prompt)
         for _ in range(rounds):
             switch.propose(session, None)
             *_, drafted = session.memory.before_round
@@ -324,6 +325,19 @@ def test_drafting_goes_off_when_it_pays_no_more():
     world.play([4], 10)
     world.play([1], 4)
     assert world.mostly(60) == 0
+
+
+def test_a_picture_is_judged_as_a_whole():
+    """Its first rounds gain little."""
+    world = World(1.0, 1.8, grid=(8, 8))
+    for _ in range(20):
+        gains = iter([1] * 16 + [6] * 8)
+        world.noise.choice = lambda _, gains=gains: next(gains)
+        world.call([], 24)
+    assert world.mostly() > 0.9
+    world.noise = random.Random(3)
+    world.play([1], 20, rounds=64)
+    assert world.mostly() == 0
 
 
 @pytest.mark.parametrize("gains", [[1], [1, 2]], ids=["nothing stands", "too little stands"])

@@ -172,6 +172,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (enabling(lambda model: eagle(model, draft_vocab=50), draft_vocab=30), "a head of its own, with 50"),
     (enabling(lambda _: "ngram", draft_vocab=30), "no use for draft_v"),
     (drawing(lambda: pictures.drafter(), draft_vocab=30), "draws pictures"),
+    (drawing(lambda: "mtp"), "'mtp' drafts text, and .* draws pictures; use 'jacobi'"),
     # rows that are left out
     (enabling(lambda model: feature_drafter("eagle", model), prune=1.5), "a share from 0 to 1"),
     (enabling(lambda model: feature_drafter("eagle", model), prune=0.5, prune_by="attention"),

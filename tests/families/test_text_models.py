@@ -80,3 +80,15 @@ def test_it_is_measured_on_text_alone(folder: Path, tmp_path: Path, capsys: pyte
     assert {one["method"] for one in found} >= {"stock", "ngram", "suffix"}
     assert all(one["identical_rate"] == 1 for one in found if one["n"])
     assert bench() == 1 and "reads text alone" in capsys.readouterr().err
+
+
+def test_its_batches_are_measured_on_text_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", str(folder), "--images", "2", "--rows", "2", "--turns", "1", "--max-new-tokens", "4"]
+    bench = ["bench", "caption", *words, "--device", "cpu", "--without", "*ngram"]
+    assert cli.main([*bench, "--data", str(folder / "prompts.jsonl")]) == 0
+    assert cli.main(bench) == 1 and "name a list of prompts without pictures" in capsys.readouterr().err
+
+
+def test_the_demo_refuses_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["demo", "--model", str(folder), "--drafter", "ngram", "--image-model", "none", "--device", "cpu"]
+    assert cli.main(words) == 1 and "reads text alone, and the demo asks" in capsys.readouterr().err

@@ -271,6 +271,7 @@ def test_outputs_and_callback():
     *(({"class_labels": 0, "temperature": wrong}, "temperature must be ≥ 0") for wrong in (-1, "1")),
     ({"class_labels": 0, "output_type": "gif"}, "output_type must be one of"),
     ({"class_labels": 0, "num_diffusion_steps": 1}, "number of steps must be from"),
+    ({"class_labels": 0, "num_diffusion_steps": (9, 1)}, "number of steps must be from .* got 1"),
     ({"class_labels": 0, "num_diffusion_steps": (9, 3, 3)}, "a whole number, or two of them"),
     ({"class_labels": 0, "num_diffusion_steps": 4.5}, "a whole number, or two of them"),
     *(({"class_labels": 0, "num_inference_steps": wrong}, f"got {wrong}") for wrong in (2.5, 4.0)),
@@ -279,7 +280,7 @@ def test_outputs_and_callback():
 ])  # fmt: skip
 def test_senseless_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        tiny.pipeline()(**arguments)
+        tiny.pipeline()(**arguments, callback_on_step_end=lambda *_: pytest.fail("it draws"))
 
 
 def test_a_class_may_be_a_tensor_of_one_number():
