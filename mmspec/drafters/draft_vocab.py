@@ -68,7 +68,7 @@ class DraftVocab:
 
     def logits(self, head: nn.Module, hidden: Tensor) -> Tensor:
         """Logits [..., V_d] of features [..., H] by a head of V rows; a head that is no plain Linear computes all V."""
-        if not _plain(head):
+        if not plain(head):
             logits = head(hidden)
             return logits[..., self.ids.to(logits.device)]
         return linear(hidden, *self._rows(head))
@@ -88,7 +88,7 @@ class DraftVocab:
         return rows
 
 
-def _plain(head: nn.Module) -> bool:
+def plain(head: nn.Module) -> bool:
     """Whether the head is a plain Linear: not quantized, without hooks or adapters."""
     own, hooks = vars(head), (head._forward_hooks, head._forward_pre_hooks)
     linear_one = own_class(type(head)) in (nn.Linear, Linear) and type(head.weight) is nn.Parameter

@@ -6,11 +6,13 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from itertools import chain
+from weakref import ref
 
 import numpy as np
 import torch
 
 from mmspec.drafters.draft_vocab import DraftVocab
+from mmspec.kernels import dispatch
 from mmspec.modes import lasting
 from mmspec.protocols import Proposer, Target, TargetInfo
 from mmspec.session import Session
@@ -29,7 +31,6 @@ class FrequentTokens:
     among them.
 
     Attributes:
-        vocab: these tokens; they change in place.
         suffice: whether they hold enough of the latest tokens to draft from them alone.
     """
 
@@ -40,8 +41,18 @@ class FrequentTokens:
         self._missing = 0
         self._lock = threading.Lock()  # calls in several threads count in the same place
         self.suffice = True
-        with lasting():
-            self.vocab = DraftVocab(torch.from_numpy(self._most()).to(target.device))
+        self._device, self._ids = target.device, self._most()
+        self._vocab: ref[DraftVocab] | None = None  # it has a copy of rows of the head, which a drafter keeps alive
+
+    @property
+    def vocab(self) -> DraftVocab:
+        """These tokens; they change in place while the object is in use."""
+        vocab = None if self._vocab is None else self._vocab()
+        if vocab is None:
+            with lasting():
+                vocab = DraftVocab(torch.from_numpy(self._ids).to(self._device))
+            self._vocab = ref(vocab)
+        return vocab
 
     def _most(self) -> np.ndarray:
         """The frequent tokens, int64 [ROWS], ascending; they are marked as known."""
@@ -59,8 +70,8 @@ class FrequentTokens:
         with self._lock:
             np.add.at(self._counts, ids[(ids >= 0) & (ids < len(self._counts))], 1)
             if self._missing >= RENEWED:
-                self._missing = 0
-                self.vocab.become(torch.from_numpy(self._most()))
+                self._missing, self._ids = 0, self._most()
+                self.vocab.become(torch.from_numpy(self._ids))
 
     def decided(self, tokens: Sequence[int]) -> None:
         """Count the tokens that a round decided."""
@@ -78,17 +89,17 @@ class FrequentDrafts:
     """Proposes the drafts of a drafter that reads only the frequent tokens' rows of the target's head, as long as they
     suffice, and else those of the one that reads all.
 
-    Which drafter it is depends on other calls. So a row's noise is fixed by its seed before anything is drafted
-    (`shares`); where it is not, all rows of the head are read.
+    Which drafter it is depends on other calls. So all rows are read where the tokens depend on the draft: under a
+    relaxed rule, or above temperature 0 if a row's noise is not fixed before anything is drafted. Where a kernel draws
+    with fixed noise, it is (`shares`); on a CPU that would take longer than the rows of the head.
 
     Args:
         whole, few: the same drafter, whose memory does not depend on the head.
     """
 
-    shares = True
-
     def __init__(self, whole: Proposer, few: Proposer, tokens: FrequentTokens) -> None:
         self.whole, self.few, self.tokens = whole, few, tokens
+        self.shares = not dispatch.defined("draw", tokens.vocab.ids)
         self.features, self.nodes = whole.features, whole.nodes
 
     def start(self, session: Session, target: Target, prompt: Prompt) -> object:
@@ -98,5 +109,5 @@ class FrequentDrafts:
 
     def propose(self, session: Session, target: Target) -> Draft:
         self.tokens.decided([*chain.from_iterable(session.last.new)])
-        fixed = session.last.scores.p.is_point
+        fixed = session.last.scores.p.is_point and session.rule.lossless
         return (self.few if fixed and self.tokens.suffice else self.whole).propose(session, target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from mmspec.compile.capture_cache import CaptureCache, weights
 from mmspec.compile.draft import CapturedDraft
 from mmspec.config import SpecConfig
-from mmspec.drafters import frequent, lookup
+from mmspec.drafters import draft_vocab, frequent, lookup
 from mmspec.drafters.dflash import BlockDrafter
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.drafters.frequent import FrequentDrafts, FrequentTokens
@@ -21,6 +21,8 @@ from mmspec.drafters.growth import Adaptive, TargetHead, by_chain_length, with_h
 from mmspec.drafters.heads import HeadsDrafter
 from mmspec.drafters.shape import AUTO, Shape, Sizes
 from mmspec.pipelines.host import devices
+from mmspec.pipelines.host.kinds import GenerativeModel
+from mmspec.pipelines.host.model import HostModel
 from mmspec.pipelines.target import captures
 from mmspec.protocols import Compilable, Drafter, Proposer, Target, TargetInfo
 from mmspec.session import Session
@@ -87,19 +89,31 @@ def switches(proposer: Proposer) -> bool:
 
 
 def shares(proposer: Proposer) -> bool:
-    """Whether its drafts depend on other rows and calls."""
+    """Whether its drafts depend on other rows and calls, and a row's noise has to be fixed before they are made."""
+    return bool(getattr(_inner(proposer), "shares", False))
+
+
+def counts(proposer: Proposer) -> bool:
+    """Whether it counts tokens, so that a target of another number needs another one."""
+    return isinstance(_inner(proposer), FrequentDrafts) or shares(proposer)
+
+
+def _inner(proposer: Proposer) -> Proposer:
     while isinstance(proposer, CheckedDrafts | Switch):
         proposer = proposer.drafter
-    return bool(getattr(proposer, "shares", False))
+    return proposer
 
 
 def _frequent(model: object, drafter: Drafter, target: TargetInfo) -> FrequentTokens | None:
     """The frequent tokens of a model, if this drafter may draft from them alone: it has the target's head, which is
-    large, and the user did not say which tokens it drafts from."""
+    large and of which single rows can be read, and the user did not say which tokens it drafts from."""
     if not isinstance(drafter, FeatureDrafter | BlockDrafter) or target.ends is None or target.vocab < frequent.LEAST:
         return None
     sequential = isinstance(drafter, BlockDrafter) and drafter.config.sequential
     if drafter.head.own or sequential or drafter.options.draft_vocab != AUTO or drafter.options.draws:
+        return None
+    host = HostModel.of(cast(GenerativeModel, model))
+    if host.head is None or not draft_vocab.plain(host.head):
         return None
     known, key = _TOKENS.setdefault(model, {}), (target.vocab, target.device)
     if key not in known:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import accelerate
 import pytest
 import tiny_vlms
 import torch
@@ -15,6 +18,7 @@ from compared import as_stock
 from hostile_drafters import eagle, feature_drafter
 
 import mmspec
+from mmspec import rules
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.drafters import frequent
 from mmspec.drafters.frequent import FrequentDrafts, FrequentTokens
@@ -66,13 +70,15 @@ def test_the_first_tokens_make_room_for_those_that_occur() -> None:
     model = copy.deepcopy(tiny_vlms.model("llava"))
     model.generation_config.eos_token_id = [2, 127]
     found = tokens(model)
-    assert found.vocab.ids.tolist() == [*range(ROWS - 1), 127] and found.suffice
-    ids = found.vocab.ids
+    vocab, ids = found.vocab, found.vocab.ids
+    assert ids.tolist() == [*range(ROWS - 1), 127] and found.suffice
     found.read([100, 101, 101, -1, 999])  # pictures may have ids that no token has
     assert 100 not in ids
     found.decided([110, 110, 111, 112])
     found.read([5])
-    assert found.vocab.ids is ids and ids.tolist() == [*range(ROWS - 6), 100, 101, 110, 111, 112, 127]
+    assert (
+        found.vocab is vocab and vocab.ids is ids and ids.tolist() == [*range(ROWS - 6), 100, 101, 110, 111, 112, 127]
+    )
     found.decided([110] * 3 + [126] * 4)
     found.read([*range(60, 100)] * 2)
     assert {60, 90, 126, 110, 127, 2} <= {*ids.tolist()} and not {0, 1, 3, 100, 111} & {*ids.tolist()}
@@ -131,7 +137,12 @@ def test_a_resized_model_has_other_frequent_tokens(heads: list[str]) -> None:
 
 
 @pytest.mark.parametrize("options", [CHAIN, TREE], ids=["chain", "tree"])
-def test_a_seed_draws_the_same_with_other_frequent_tokens(options: dict[str, Any], heads: list[str]) -> None:
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "definition"])
+def test_a_seed_draws_the_same_with_other_frequent_tokens(
+    kernel: bool, options: dict[str, Any], heads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows of the head are read where no kernel draws with noise that is fixed before."""
+    monkeypatch.setattr(frequent.dispatch, "defined", lambda *_: not kernel)
     model = copy.deepcopy(tiny_vlms.model("llava"))
     inputs = tiny_vlms.prompt("llava", "ragged")
     drawn, ids = [], []
@@ -139,8 +150,39 @@ def test_a_seed_draws_the_same_with_other_frequent_tokens(options: dict[str, Any
         for _ in range(3):
             torch.manual_seed(3)
             drawn.append(tiny_vlms.generate(model, inputs, do_sample=True, temperature=1.3, max_new_tokens=16).tolist())
-            ids.append(handle._patch.proposer.tokens.vocab.ids.tolist())
-    assert drawn[0] == drawn[1] == drawn[2] and ids[0] != ids[2] and {"whole", "few"} <= {*heads}
+            ids.append(handle.proposer.tokens.vocab.ids.tolist())
+    assert drawn[0] == drawn[1] == drawn[2] and ids[0] != ids[2]
+    assert "whole" in heads and ("few" in heads) is kernel
+
+
+def test_a_relaxed_rule_reads_all(heads: list[str]) -> None:
+    """Whose tokens depend on the draft, also in greedy calls."""
+    model = copy.deepcopy(tiny_vlms.model("llava"))
+    rule = rules.lantern(codebook=model.get_input_embeddings().weight.detach(), k=100, lam=100.0)
+    with mmspec.enable(model, eagle(model), **CHAIN, rule=rule):
+        tiny_vlms.generate(model, tiny_vlms.prompt("llava", "ragged"))
+    assert {*heads} == {"whole"}
+
+
+def test_rows_are_not_kept_after_disable() -> None:
+    model = copy.deepcopy(tiny_vlms.model("llava"))
+    with mmspec.enable(model, eagle(model), **CHAIN) as handle:
+        tiny_vlms.generate(model, tiny_vlms.prompt("llava", "ragged"))
+        vocab = weakref.ref(handle.proposer.tokens.vocab)
+        counted = handle.proposer.tokens
+        assert len(vocab().tensors) == 2
+    del handle
+    gc.collect()
+    assert vocab() is None
+    with mmspec.enable(model, eagle(model), **CHAIN) as handle:
+        assert handle.proposer.tokens is counted
+
+
+def test_a_head_with_hooks_is_read_whole(heads: list[str]) -> None:
+    hooked = copy.deepcopy(tiny_vlms.model("llava"))
+    accelerate.dispatch_model(hooked, {"model": "cpu", "lm_head": "cpu"}, force_hooks=True)
+    as_stock(hooked, tiny_vlms.prompt("llava", "ragged"), eagle(hooked), **CHAIN)
+    assert not heads
 
 
 @pytest.mark.parametrize(
