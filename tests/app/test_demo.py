@@ -630,7 +630,8 @@ def test_a_new_scene_is_drawn_and_the_prompts_have_labels(served: Any) -> None:
 def test_the_embedded_model_is_asked_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     parser = argparse.ArgumentParser()
     demo.configure(parser)
-    monkeypatch.setattr(engine, "load", lambda *_, **__: SimpleNamespace(drafter=object(), notes=[]))
+    loaded = SimpleNamespace(drafter=object(), notes=[], processor=SimpleNamespace(tokenizer=None))
+    monkeypatch.setattr(engine, "load", lambda *_, **__: loaded)
     monkeypatch.setattr(captions, "CaptionRace", lambda *_: None)
     monkeypatch.setattr(demo, "fitting", lambda *_: {})
     offer = demo.load_captions(parser.parse_args([]), None)["Caption"]
