@@ -100,7 +100,7 @@ def draw(logits: Tensor, noise: Noise) -> Tensor:
     It is NOTHING where the logits hold NaN or +inf, or all are −inf.
     """
     B, N, V = logits.shape
-    piece = max(1, PIECE // (B * N)) if logits.is_cpu else V
+    piece = max(1, PIECE // max(1, B * N)) if logits.is_cpu else V
     if piece >= V:
         return noisiest(logits, gumbel(*noise, V))
     best, drawn = logits.new_full((B, N), -torch.inf, dtype=widest(logits.device)), noise[1].new_zeros(B, N)

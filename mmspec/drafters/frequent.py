@@ -31,7 +31,7 @@ class FrequentTokens:
     among them.
 
     Attributes:
-        suffice: whether they hold enough of the latest tokens to draft from them alone.
+        suffice: whether they held enough of the latest tokens to draft from them alone.
     """
 
     def __init__(self, target: TargetInfo) -> None:
@@ -65,10 +65,13 @@ class FrequentTokens:
         return ids
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Count the tokens of a prompt, and choose the frequent ones anew if too many were missing among them."""
+        """Count the tokens of a prompt; choose the frequent ones anew if too many were missing among them, and see
+        whether they suffice: not later, since the first draft from the others may have to be compiled."""
         ids = np.asarray(tokens, np.int64)
         with self._lock:
             np.add.at(self._counts, ids[(ids >= 0) & (ids < len(self._counts))], 1)
+            if len(self._latest) >= ENOUGH:
+                self.suffice = sum(self._latest) >= (FEW if self.suffice else MANY) * len(self._latest)
             if self._missing >= RENEWED:
                 self._missing, self._ids = 0, self._most()
                 self.vocab.become(torch.from_numpy(self._ids))
@@ -81,8 +84,6 @@ class FrequentTokens:
                 self._counts[token] += 1
                 self._missing += not known
                 self._latest.append(known)
-            if len(self._latest) >= ENOUGH:
-                self.suffice = sum(self._latest) >= (FEW if self.suffice else MANY) * len(self._latest)
 
 
 class FrequentDrafts:
