@@ -366,6 +366,7 @@ def test_the_variable_is_heeded_and_checked(device: str, model: Any, monkeypatch
 
 # -- end to end -------------------------------------------------------------------------------------------------------
 
+TOKENS = 8  # of an answer
 CASES = {  # drafter, kind, rows of each call
     "right": ("always right", "image first", [None, None]),
     "chain": ("eagle chain", "ragged", [[0, 2], [0]]),
@@ -378,7 +379,7 @@ def asked(case: str, model: Any) -> tuple[list[dict[str, Tensor]], list[Tensor],
     """The calls of a case, what stock answers, and the drafter."""
     name, kind, rows = CASES[case]
     calls = [prompt(model.device, kind, seed, some) for seed, some in enumerate(rows)]
-    wanted = [tiny_vlms.generate(model, inputs, max_new_tokens=12) for inputs in calls]
+    wanted = [tiny_vlms.generate(model, inputs, max_new_tokens=TOKENS) for inputs in calls]
     drafter = block(model) if name == "block" else DRAFTERS[name](model, Oracle.of(calls[0]["input_ids"], wanted[0]))
     return calls, wanted, drafter.to(model.device) if isinstance(drafter, nn.Module) else drafter
 
@@ -390,12 +391,12 @@ def test_enabled_models_give_what_stock_gives(case: str, device: str, model: Any
     weights = [*model.parameters(), *(drafter.parameters() if isinstance(drafter, nn.Module) else ())]
     with mmspec.enable(model, drafter, compile=True) as handle:
         for inputs, answer in zip(calls * 2, wanted * 2, strict=True):
-            assert torch.equal(tiny_vlms.generate(model, inputs, max_new_tokens=12), answer)
+            assert torch.equal(tiny_vlms.generate(model, inputs, max_new_tokens=TOKENS), answer)
         first = pretend_graphs.Tape.made
         assert handle.stats.drafted > 0 and (handle.stats.accepted > 0 or case != "right")
         for weight in weights:  # as `model.to` does
             weight.data = weight.data.clone()
-        assert torch.equal(tiny_vlms.generate(model, calls[0], max_new_tokens=12), wanted[0])
+        assert torch.equal(tiny_vlms.generate(model, calls[0], max_new_tokens=TOKENS), wanted[0])
         assert device == "cuda" or pretend_graphs.Tape.made > first > 0
     held = captures.of(model)
     assert held._captures and all(one._graphs for one in held._captures.values())
@@ -412,7 +413,7 @@ def test_steady_attentions_are_part_of_one_graph(case: str, steady: Any, monkeyp
     monkeypatch.setattr(vlm, "_RESERVE", 0)  # buffers grow between two replays
     with mmspec.enable(steady, drafter, compile=True):
         for inputs, answer in zip(calls * 2, wanted * 2, strict=True):
-            assert torch.equal(tiny_vlms.generate(steady, inputs, max_new_tokens=12), answer)
+            assert torch.equal(tiny_vlms.generate(steady, inputs, max_new_tokens=TOKENS), answer)
         assert len(compared) > 2 * len(calls)
         held = captures.of(steady)
         functions = [*held._captures.values(), *(one for own in held.drafts.values() for one in own._captures.values())]
@@ -422,7 +423,7 @@ def test_steady_attentions_are_part_of_one_graph(case: str, steady: Any, monkeyp
         assert all(len(each) == 1 and each[0] is not None for each in wholes)
         monkeypatch.setattr(graphs.Whole, "__call__", lambda *given: pytest.fail("a whole graph was run"))
         monkeypatch.setenv(graphs.VARIABLE, "pieces")
-        assert torch.equal(tiny_vlms.generate(steady, calls[0], max_new_tokens=12), wanted[0])
+        assert torch.equal(tiny_vlms.generate(steady, calls[0], max_new_tokens=TOKENS), wanted[0])
 
 
 def test_a_whole_graph_that_computes_something_else_is_not_used(steady: Any, monkeypatch: pytest.MonkeyPatch) -> None:
