@@ -11,8 +11,6 @@ from torch import Tensor
 from mmspec.kernels.reference_noise import NOTHING, Noise, categorical, gumbel, remaining, widest
 from mmspec.kernels.reference_rules import positive_residual, token_mass
 
-PIECE = 1 << 16  # numbers of noise that a CPU computes at once, so that they stay in its caches
-
 
 def compact_rows(buffers: Sequence[Tensor], source: Tensor, start: Tensor) -> None:
     """Move kept cache entries down, in place: slot start + j of a row gets the content of slot source[:, j].
@@ -99,17 +97,7 @@ def draw(logits: Tensor, noise: Noise) -> Tensor:
 
     It is NOTHING where the logits hold NaN or +inf, or all are −inf.
     """
-    B, N, V = logits.shape
-    piece = max(1, PIECE // max(1, B * N)) if logits.is_cpu else V
-    if piece >= V:
-        return noisiest(logits, gumbel(*noise, V))
-    best, drawn = logits.new_full((B, N), -torch.inf, dtype=widest(logits.device)), noise[1].new_zeros(B, N)
-    for begin in range(0, V, piece):
-        tokens = torch.arange(begin, min(V, begin + piece), device=logits.device)
-        score, at = (logits[..., begin : begin + piece] + gumbel(*noise, tokens)).max(-1)
-        better = (score > best) | score.isnan()
-        best, drawn = torch.where(better, score, best), torch.where(better, begin + at, drawn)
-    return torch.where(best.isfinite(), drawn, NOTHING)
+    return noisiest(logits, gumbel(*noise, logits.shape[-1]))
 
 
 def likeliest(logits: Tensor) -> Tensor:

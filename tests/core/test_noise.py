@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mmspec.kernels import reference as ops
-from mmspec.kernels import reference_trees
 from mmspec.pipelines.target.noise import SMALL, CounterNoise
 from mmspec.session import Group, Row
 from mmspec.tree import chain, from_paths
@@ -76,16 +75,6 @@ def test_nothing_is_drawn_from_what_is_no_distribution(wrong: float) -> None:
     draft = Draft(torch.zeros(1, 3, dtype=torch.long), chain(3, torch.device("cpu")))
     drawn = CounterNoise().draw(logits, group([3], [2]), draft)[0].tolist()
     assert drawn[0] >= 0 and drawn[1:] == [ops.NOTHING] * 2
-
-
-@pytest.mark.parametrize("piece", [1, 7, 50, 70, 71 * 6])
-def test_a_large_vocabulary_is_drawn_from_in_pieces(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = torch.randn(2, 3, 71, generator=torch.Generator().manual_seed(2)).double()
-    logits[0, 0], logits[0, 1, 40], logits[0, 2, 3], logits[1, 0, 9:] = -torch.inf, torch.nan, torch.inf, -torch.inf
-    noise = torch.tensor([5, 6]), torch.arange(3)[None] + torch.tensor([[0], [9]])
-    wanted = ops.noisiest(logits, ops.gumbel(*noise, 71))
-    monkeypatch.setattr(reference_trees, "PIECE", piece)
-    assert torch.equal(ops.draw(logits, noise), wanted) and wanted[0].tolist() == [ops.NOTHING] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
