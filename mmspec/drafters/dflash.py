@@ -75,7 +75,7 @@ class BlockDrafter(BlockNetwork):
             raise ValueError(
                 f"a block of {c.block} drafts {c.most} tokens, so depth is at most that; got {options.depth}"
             )
-        if options.restricted and (c.draft_vocab or c.sequential):
+        if options.named and (c.draft_vocab or c.sequential):
             raise ValueError("draft_vocab is for drafters that use only the target's head; leave it out with this one")
         if options.confidence and not (c.confidence and options.tree == "chain"):
             raise ValueError("confidence needs a drafter with a confidence head, and a chain (width=1)")

@@ -124,11 +124,11 @@ class EagleDrafter(FeatureDrafter):
         """
         c, defaults = self.config, {"draft_vocab": self.config.proposes} if self.config.proposes else {}
         options = TreeOptions.like(c.shape).with_({**defaults, **given}, self.method)
-        if options.restricted and c.draft_vocab:
+        if options.named and c.draft_vocab:
             raise ValueError(f"this drafter has a head of its own, with {c.draft_vocab} rows; leave draft_vocab out")
         if options.draws and c.draft_vocab:
             raise ValueError("draws=True needs the target's own head; this drafter has one of its own")
-        if options.draws and options.restricted:
+        if options.draws and options.named:
             raise ValueError("draws=True needs the target's whole head; set draft_vocab='all', or draws=False")
         return options
 

@@ -161,9 +161,9 @@ class TreeOptions(Shape):
         object.__setattr__(self, "draft_vocab", _vocabulary(self.draft_vocab))
 
     @property
-    def restricted(self) -> bool:
-        """Whether the user named the tokens that may be proposed."""
-        return self.draft_vocab not in (ALL, AUTO)
+    def named(self) -> int | tuple[int, ...] | None:
+        """The tokens that the user named in `draft_vocab`; None: none were."""
+        return None if isinstance(self.draft_vocab, str) else self.draft_vocab
 
 
 def _vocabulary(given: object) -> int | tuple[int, ...] | Literal["all", "auto"]:

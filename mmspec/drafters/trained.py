@@ -11,7 +11,7 @@ from torch import nn
 from mmspec.drafters.blocks import Rope
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.drafters.growth import TargetHead
-from mmspec.drafters.shape import ALL, AUTO, USUAL, Shape, TreeOptions
+from mmspec.drafters.shape import USUAL, Shape, TreeOptions
 from mmspec.protocols import TargetInfo
 from mmspec.types import FINAL
 
@@ -139,8 +139,7 @@ def placed(drafter: Network, target: TargetInfo, options: TreeOptions) -> Networ
     fitted: Any = beside(drafter, target)  # a drafter with a head
     fitted.options = options
     if not fitted.head.own:
-        named = None if options.draft_vocab in (ALL, AUTO) else DraftVocab.of(options.draft_vocab, target)
-        fitted.head = TargetHead(named)
+        fitted.head = TargetHead(None if options.named is None else DraftVocab.of(options.named, target))
     options.check_branches(target.vocab if fitted.head.ids is None else len(fitted.head.ids))
     return fitted  # type: ignore[no-any-return]
 

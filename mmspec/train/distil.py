@@ -153,11 +153,11 @@ class Distillation:
                 f"vocabulary={recipe.vocabulary} is for drafters with EAGLE's layer and the target's head; this "
                 f"{drafter.method!r} drafter is different, so leave it out"
             )
-        kept = getattr(drafter.config, "proposes", ()) if trained else ()
-        if kept and recipe.vocabulary not in (0, len(kept)):
+        self.kept = getattr(drafter.config, "proposes", ()) if trained else ()  # the tokens that it goes on with
+        if self.kept and recipe.vocabulary not in (0, len(self.kept)):
             warnings.warn(
-                f"the drafter goes on proposing from its {len(kept)} tokens; vocabulary={recipe.vocabulary} is for new "
-                "drafters",
+                f"the drafter goes on proposing from its {len(self.kept)} tokens; "
+                f"vocabulary={recipe.vocabulary} is for new drafters",
                 stacklevel=3,
             )
         self.built = {"method": drafter.method, **getattr(drafter.config, "to_dict", dict)()}
@@ -260,12 +260,11 @@ class Distillation:
         """
         held_out, shown = self.lesson(self.held_out, "held-out"), self.lesson(self.samples, "train")
         text = self.lesson(self.texts, "text") if self.recipe.texts else None
-        kept = getattr(self.drafter.config, "proposes", ()) if self.trained else ()
         if self.drafter.head.own and not self.trained:
             with self.computing():
                 cut_head(self.drafter, self.teacher, self._seen(self.answers(self.samples, "train")))
-        elif kept:
-            narrow(self.drafter, torch.tensor(kept, device=self.device))
+        elif self.kept:
+            narrow(self.drafter, torch.tensor(self.kept, device=self.device))
         elif self.recipe.vocabulary:
             seen = self._seen(self.answers(self.samples, "train"))
             narrow(self.drafter, most_frequent(seen, self.recipe.vocabulary))

@@ -52,7 +52,7 @@ class AssistantDrafter:
             ValueError: made for another target, or an option that it does not use.
         """
         options = _USUAL.with_(given, "the assistant")
-        if options.restricted or options.prune:
+        if options.named or options.prune:
             what = "an assistant has a head of its own and reads the target's cache"
             raise ValueError(f"{what}; leave draft_vocab and prune out")
         own = gemma.sizes(self.model)

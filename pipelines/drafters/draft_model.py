@@ -82,7 +82,7 @@ class ModelDrafter:
             ValueError: another vocabulary, a model that cannot read drafts, or an option that it does not use.
         """
         options = _USUAL.with_(given, "the model drafter")
-        if options.restricted:
+        if options.named:
             raise ValueError("a draft model has a head of its own; leave draft_vocab out")
         name = stock(self.model).__name__
         why = readable.unsupported(self.model)

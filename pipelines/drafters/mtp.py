@@ -207,7 +207,7 @@ class MtpDrafter(FeatureDrafter):
                 f"these heads are for a model of width {self.config.hidden}; {target.name} has {target.hidden}. Use "
                 "the ones in its own files"
             )
-        if options.draws and options.restricted:
+        if options.draws and options.named:
             raise ValueError("draws=True needs all of the target's head; leave draft_vocab out, or use draws=False")
         return placed(self, target, options)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mmspec.modes import each_module
 from mmspec.pipelines.host import recurrent
 from mmspec.pipelines.host.exotic import path_readers
-from mmspec.pipelines.host.hooks import OLD, of_class, stock
+from mmspec.pipelines.host.hooks import hides, stock
 from mmspec.pipelines.host.kinds import GenerativeModel, TextDecoder, Weighted
 from mmspec.pipelines.host.names import origin
 
@@ -80,18 +80,12 @@ def readers(text: TextDecoder) -> list[tuple[nn.Module, type]]:
     return [*ours.items(), *rest]
 
 
-def replaced(text: TextDecoder) -> str | None:
-    """Why those modules would not run that code: somebody else replaced the forward of one; None: they would.
-
-    Hooks of accelerate call the module's forward, see `hooks.swap`.
-    """
-    for module, _ in readers(text):
-        own = vars(module)
-        runs = getattr(own.get(OLD, own.get("forward")), "__func__", None)
-        hooked = OLD in own and runs is stock(module).forward
-        if "forward" in own and not hooked and runs is not of_class:
-            return f"its {stock(module).__name__} has a forward of its own, which cannot read drafts"
-    return None
+def replaced(read: list[tuple[nn.Module, type]]) -> str | None:
+    """Why one of these modules would not run its mixin: somebody else replaced its forward; None: all would."""
+    hidden = next((module for module, _ in read if hides(module)), None)
+    if hidden is None:
+        return None
+    return f"its {stock(hidden).__name__} has a forward of its own, which cannot read drafts"
 
 
 def more_than_states(text: TextDecoder) -> bool:

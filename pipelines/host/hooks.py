@@ -11,7 +11,7 @@ from typing import Any, SupportsIndex
 
 from mmspec.modes import stock_class
 
-OLD = "_old_forward"  # where accelerate's hooks keep a module's forward
+_OLD = "_old_forward"  # where accelerate's hooks keep a module's forward
 _LOCK = threading.RLock()  # enable and disable may be called from any thread
 
 
@@ -33,7 +33,7 @@ def swap(instance: object, mixin: type, **attributes: object) -> None:
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
         }
-        names |= {OLD: _below_accelerate(mixin)} if hasattr(mixin, "forward") else {}
+        names |= {_OLD: _below_accelerate(mixin)} if hasattr(mixin, "forward") else {}
         subclass: Any = type(base.__name__, (mixin, _Swapped, base), {**names, **attributes, "_mmspec_stock": base})
         subclass._mmspec_named = tuple(attributes)
         clear = _clear  # a model that lives until the interpreter exits outlives this module's globals
@@ -42,7 +42,7 @@ def swap(instance: object, mixin: type, **attributes: object) -> None:
         _clear(before)
 
 
-def of_class(self: object, *args: object, **kwargs: object) -> object:
+def _of_class(self: object, *args: object, **kwargs: object) -> object:
     """The forward of the module's class, swapped or not."""
     return type(self).forward(self, *args, **kwargs)  # type: ignore[attr-defined]
 
@@ -55,15 +55,24 @@ def _below_accelerate(mixin: Any) -> property:
     """
 
     def read(self: object) -> object:
-        if OLD not in vars(self):
-            raise AttributeError(OLD)
-        return MethodType(of_class, self)
+        if _OLD not in vars(self):
+            raise AttributeError(_OLD)
+        return MethodType(_of_class, self)
 
     def write(self: object, forward: object) -> None:
         ours = getattr(forward, "__func__", None) is mixin.forward  # the hook is put on now
-        vars(self)[OLD] = MethodType(of_class, self) if ours else forward
+        vars(self)[_OLD] = MethodType(_of_class, self) if ours else forward
 
-    return property(read, write, lambda self: vars(self).pop(OLD))
+    return property(read, write, lambda self: vars(self).pop(_OLD))
+
+
+def hides(instance: object) -> bool:
+    """Whether the instance has a forward of its own that hides a mixin's: neither a hook of accelerate over that of its
+    class nor what such a hook left."""
+    own = vars(instance)
+    runs = getattr(own.get(_OLD, own.get("forward")), "__func__", None)
+    hooked = _OLD in own and runs is stock(instance).forward
+    return "forward" in own and not hooked and runs is not _of_class
 
 
 def restore(instance: object) -> None:

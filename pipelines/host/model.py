@@ -73,11 +73,11 @@ class HostModel:
     @classmethod
     def _read(cls, model: GenerativeModel) -> HostModel:
         text = decoder(model)
-        config = text.config
+        config, read = text.config, readers(text)
         return cls(
             decoder=text, head=head(model), embedding=embedding(model), attention=config._attn_implementation,
             draft_attention=tree_attention.for_drafts(text),
-            unfit=wrapped(model) or replaced(text) or tree_attention.unfit(text),
+            unfit=wrapped(model) or replaced(read) or tree_attention.unfit(text),
             kinds=tuple(getattr(config, "layer_types", None) or ()), window=getattr(config, "sliding_window", None),
             slides=bool(getattr(config, "use_sliding_window", True)),
             chunk=getattr(config, "attention_chunk_size", None), table=reach.table(text),
@@ -85,7 +85,7 @@ class HostModel:
             shares=bool(getattr(config, "num_kv_shared_layers", 0)), rotary_limit=reach.rotary_limit(text),
             recurrent=bool(recurrent.modules(text)), stateful=more_than_states(text),
             apart=_apart(text), both_ways=_both_ways(model),
-            cacheless=any(map(_checkpoints, each_module(model.get_decoder()))), readers=readers(text),
+            cacheless=any(map(_checkpoints, each_module(model.get_decoder()))), readers=read,
             shared_scale=shared_scale(model), dtype=dtype_of(model), mode=mode_of(model),
         )  # fmt: skip
 

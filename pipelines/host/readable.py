@@ -7,7 +7,7 @@ import inspect
 from transformers import GenerationMixin
 
 from mmspec.pipelines.host import recurrent, tree_attention
-from mmspec.pipelines.host.decoder import decoder, head, replaced, wrapped
+from mmspec.pipelines.host.decoder import decoder, head, readers, replaced, wrapped
 from mmspec.pipelines.host.exotic import path_readers
 from mmspec.pipelines.host.hooks import stock
 from mmspec.pipelines.host.kinds import GenerativeModel
@@ -40,7 +40,7 @@ def unsupported(model: GenerativeModel) -> str | None:
     text = decoder(model) if hasattr(model, "get_decoder") else None
     if text is None or text is model or not hasattr(text, "layers"):
         return "get_decoder() does not return a text decoder with layers"
-    if (hidden := wrapped(model) or replaced(text)) is not None:
+    if (hidden := wrapped(model) or replaced(readers(text))) is not None:
         return hidden
     if head(model) is None:
         return "get_output_embeddings() returns no head"

@@ -90,18 +90,9 @@ def switches(proposer: Proposer) -> bool:
 
 def shares(proposer: Proposer) -> bool:
     """Whether its drafts depend on other rows and calls, and a row's noise has to be fixed before they are made."""
-    return bool(getattr(_inner(proposer), "shares", False))
-
-
-def counts(proposer: Proposer) -> bool:
-    """Whether it counts tokens, so that a target of another number needs another one."""
-    return isinstance(_inner(proposer), FrequentDrafts) or shares(proposer)
-
-
-def _inner(proposer: Proposer) -> Proposer:
     while isinstance(proposer, CheckedDrafts | Switch):
         proposer = proposer.drafter
-    return proposer
+    return bool(getattr(proposer, "shares", False))
 
 
 def _frequent(model: object, drafter: Drafter, target: TargetInfo) -> FrequentTokens | None:

@@ -66,8 +66,7 @@ class Patch:
         now = self.family.describe(model)
         with self._lock:
             old = self.target
-            resized = old is not None and drafting.counts(self.proposer) and now.vocab != old.vocab
-            if old is not None and (resized or devices.moved(old, now)):
+            if old is not None and (now.vocab != old.vocab or devices.moved(old, now)):
                 self.target = replace(old, device=now.device, dtype=now.dtype, vocab=now.vocab)
                 if devices.moved(old, now) or getattr(self.drafter, "shares", False):  # else only its head is another
                     self.drafter = self.drafter.fit(self.target, self.given)
