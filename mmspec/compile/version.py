@@ -143,10 +143,15 @@ def _parts(value: Any) -> Any:
     return type(value), len(value), [part for part in parts if type(part) in PLAIN]
 
 
+def _fixed(value: Any) -> bool:
+    """Whether a value is the same as long as it is the same object."""
+    return type(value) in PLAIN or (type(value) in (tuple, frozenset) and all(type(part) in PLAIN for part in value))
+
+
 class _Seen:
     """A version and a snapshot of its attributes: checking that nothing has changed is faster than reading it again.
 
-    Attributes are compared by the ids of their values. An id is unique while its object lives: plain values and
+    Attributes are compared by the ids of their values. An id is unique while its object lives: plain values, tuples and
     configurations are kept alive here; modules, tensors and functions are checked by weak references. An attribute that
     is a tensor, such as a result left by a call, may change to another tensor or None.
     """
@@ -169,11 +174,12 @@ class _Seen:
         outer = len(named) - len(self._names)
         self._results = [i for i in range(outer) if isinstance(values[i], Tensor)]
         self._ids = self._compared(values)
-        self._plain = [value for value in values if type(value) in PLAIN]
-        self._tensors = [i for i in range(outer, len(values)) if isinstance(values[i], Tensor)]
-        self._counted = [i for i in self._tensors if not values[i].is_inference()]
-        self._placed = [i for i in self._tensors if _placed(values[i])]
-        held = [i for i, value in enumerate(values) if isinstance(value, _CONTAINERS)]
+        self._kept = [value for value in values if _fixed(value)]
+        tensors = [i for i in range(outer, len(values)) if isinstance(values[i], Tensor)]
+        self._counted = [i for i in tensors if not values[i].is_inference()]
+        self._placed = [i for i in tensors if _placed(values[i])]
+        self._others = [i for i in tensors if not _placed(values[i])]
+        held = [i for i, value in enumerate(values) if isinstance(value, _CONTAINERS) and not _fixed(value)]
         self._containers = [i for i in held if named[i] not in _ASIDE]
         self._state = self._state_of(modules, values)
 
@@ -208,18 +214,18 @@ class _Seen:
 
     def _state_of(self, modules: list[Any], values: list[Any]) -> Any:
         """State that may change while all attributes keep their values."""
-        tensors, kinds = [values[i] for i in self._tensors], list[Any](map(type, modules))
+        placed, kinds = [values[i] for i in self._placed], list[Any](map(type, modules))
         return (
             hooked_everywhere(),
             sum(_REFRESHED.get(module, 0) for module in modules) if _REFRESHED else 0,
             kinds,
             [kind.forward for kind in dict.fromkeys(kinds)],
-            list(map(attrgetter("dtype"), tensors)),
-            list(map(attrgetter("device"), tensors)),
-            list(map(attrgetter("shape"), tensors)),
-            list(map(Tensor.stride, map(values.__getitem__, self._placed))),
+            list(map(attrgetter("dtype", "device", "shape"), map(values.__getitem__, self._others))),
             list(map(attrgetter("_version"), map(values.__getitem__, self._counted))),
-            list(map(Tensor.data_ptr, map(values.__getitem__, self._placed))),
+            # an address is on one device, and the other two tell the shape and the dtype of what begins there
+            list(map(Tensor.data_ptr, placed)),
+            list(map(attrgetter("nbytes"), placed)),
+            list(map(Tensor.stride, placed)),
             [_parts(values[i]) for i in self._containers],
         )
 

@@ -65,9 +65,9 @@ class HostModel:
     def of(cls, model: GenerativeModel) -> HostModel:
         """The model's current properties."""
         cached, now = _CACHE.get(model), version(model)
-        if cached is None or (cached[0] is not now and cached[0] != now) or not cached[1]._is_of(model):
-            cached = now, cls._read(model)
-        _CACHE[model] = now, cached[1]  # next time it is the same object, and not compared
+        if cached is None or cached[0] is not now:  # if it is the same object, so are the modules
+            same = cached is not None and cached[0] == now and cached[1]._is_of(model)
+            cached = _CACHE[model] = now, cached[1] if cached is not None and same else cls._read(model)
         return cached[1]
 
     @classmethod
