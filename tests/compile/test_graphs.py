@@ -366,7 +366,7 @@ def test_the_variable_is_heeded_and_checked(device: str, model: Any, monkeypatch
 
 # -- end to end -------------------------------------------------------------------------------------------------------
 
-TOKENS = 8  # of an answer
+TOKENS = 5  # of an answer
 CASES = {  # drafter, kind, rows of each call
     "right": ("always right", "image first", [None, None]),
     "chain": ("eagle chain", "ragged", [[0, 2], [0]]),
@@ -524,10 +524,11 @@ def test_pictures_are_those_of_the_seed(attention: str, device: str, monkeypatch
     import tiny_llamagen
 
     pipe = tiny_llamagen.pipeline("class").to(device)
+    labels = [3] if (device, attention) == ("cpu", "steady") else [3, 8]  # interpreted kernels are slow
 
     def draw() -> Tensor:
-        seeds = [torch.Generator(device).manual_seed(7 + b) for b in range(2)]
-        return pipe(class_labels=[3, 8], generator=seeds, output_type="latent", guidance_scale=2.0).tokens
+        seeds = [torch.Generator(device).manual_seed(7 + b) for b in range(len(labels))]
+        return pipe(class_labels=labels, generator=seeds, output_type="latent", guidance_scale=2.0).tokens
 
     plain = draw()
     with mmspec.enable(pipe, "jacobi", window=5, reproducible=True, compile=True) as handle:
