@@ -18,14 +18,17 @@ from torch import Tensor, nn
 from mmspec.modes import each_module, hooked, hooked_everywhere, inert, own_class
 
 PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
-# Ignored attributes: those of every module (parameters and buffers are read separately), and those set by `generate`.
+# Ignored attributes: those of every module (parameters and buffers are read separately), those set by `generate`, and
+# those of classes whose forward reads its parameters and nothing else.
 _OF_CALLS = {"generation_config", "warnings_issued", "_previous_max_cache_length", "_output_capturing_hooks_installed"}
-_ASIDE = {*vars(nn.Module())} - {"training"} | _OF_CALLS
+_ASIDE = {*vars(nn.Module())} - {"training"} | _OF_CALLS | {"_is_hf_initialized"}
+_LEAVES = {nn.Linear: _ASIDE | {"training", "in_features", "out_features"}}
 Marks = list[Any]  # values that are compared by ==
 _READ: ContextVar[dict[int, tuple[nn.Module, Version]] | None] = ContextVar("mmspec_versions", default=None)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 # dicts of a module whose items are read
-_INSIDE, _HOOKS = itemgetter("_parameters", "_buffers", "_modules"), itemgetter("_forward_pre_hooks", "_forward_hooks")
+_PARAMETERS, _INSIDE = itemgetter("_parameters"), itemgetter("_parameters", "_buffers", "_modules")
+_HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks")
 _SEEN: WeakKeyDictionary[nn.Module, _Seen] = WeakKeyDictionary()  # the latest version, by module
 _REFRESHED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how often `refresh` was called, by module
 
@@ -114,13 +117,13 @@ def _version(root: nn.Module, kept: bool = False) -> Version:
 
     why = "forward hooks are registered for all modules" if hooked_everywhere() else None
     for module, own in zip(modules, classes, strict=True):
-        attributes = vars(module)
+        attributes, aside = vars(module), _LEAVES.get(own, _ASIDE)
         state.append(id(own))
         for t in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
-            weights += (t,) if t is None else (identity(t), t.dtype, t.device, t.shape, _placed(t) and t.stride())
+            weights += (t,) if t is None else (identity(t), *_laid_out(t))
             written += (t,) if t is None else _written(t)
         for name, value in attributes.items():
-            if name in _ASIDE:
+            if name in aside:
                 continue
             if _is_config(name, value):
                 configs[id(value)] = value
@@ -157,14 +160,20 @@ class _Seen:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        modules, self.version = list(each_module(root)), _version(root)
-        self._modules = list(map(ref, modules))
+        self.version, self._gone = _version(root), list[ref[Any]]()  # ids mean nothing any more once something is gone
+        pairs = [(module, _LEAVES.get(own_class(type(module)), _ASIDE)) for module in each_module(root)]
+        pairs.sort(key=lambda pair: pair[1] is _ASIDE)
+        modules, self._leaves = [module for module, _ in pairs], sum(aside is not _ASIDE for _, aside in pairs)
+        self._refs = [ref(module, self._gone.append) for module in modules]
+        self._alive = [ref(one(), self._gone.append) for one in self.version._alive]
         own: list[Any] = list(map(vars, modules))
         self._lengths = list(map(len, own))
         self._aside = [(i, name) for i, one in enumerate(own) for name in one.keys() & _OF_CALLS]
-        read = [[name for name in one if name not in _ASIDE] or ["_modules"] for one in own]
-        read = [[*some, some[0]] for some in read]  # at least two names, so that itemgetter gives a tuple
-        self._readers = [itemgetter(*some) for some in read]
+        read = [[name for name in one if name not in aside] for one, (_, aside) in zip(own, pairs, strict=True)]
+        self._read = [i for i, some in enumerate(read) if some]
+        # at least two names, so that itemgetter gives a tuple
+        read = [some * 2 if len(some) == 1 else some for some in read]
+        self._readers = [itemgetter(*some) for some in read if some]
         configs = [value for one in own for name, value in one.items() if _is_config(name, value)]
         nested = {id(one): one for config in configs for one in _with_nested(config)}
         self._configs = [vars(one) for one in nested.values()]
@@ -176,18 +185,17 @@ class _Seen:
         self._ids = self._compared(values)
         self._kept = [value for value in values if _fixed(value)]
         tensors = [i for i in range(outer, len(values)) if isinstance(values[i], Tensor)]
-        self._counted = [i for i in tensors if not values[i].is_inference()]
-        self._placed = [i for i in tensors if _placed(values[i])]
-        self._others = [i for i in tensors if not _placed(values[i])]
+        self._plain = [i for i in tensors if _placed(values[i]) and not values[i].is_inference()]
+        self._others = [*{*tensors} - {*self._plain}]
         held = [i for i, value in enumerate(values) if isinstance(value, _CONTAINERS) and not _fixed(value)]
         self._containers = [i for i in held if named[i] not in _ASIDE]
         self._state = self._state_of(modules, values)
 
     def unchanged(self) -> bool:
-        modules = [module() for module in self._modules]
-        if None in modules or any(thing() is None for thing in self.version._alive):
+        if self._gone:
             return False
-        own = list(map(vars, modules))
+        modules = list(map(call, self._refs))
+        own: list[Any] = list(map(vars, modules))
         if list(map(len, own)) != self._lengths or any(name not in own[i] for i, name in self._aside):
             return False
         try:
@@ -200,8 +208,10 @@ class _Seen:
     def _attributes(self, own: list[dict[str, Any]]) -> tuple[list[str], list[Any]]:
         """The values of the modules' attributes, then those inside: of parameters, buffers, submodules and
         configurations, whose names come first."""
-        values = [*chain.from_iterable(map(call, self._readers, own))]
-        inside = [*filter(None, chain.from_iterable(map(_INSIDE, own))), *self._configs]
+        values = [*chain.from_iterable(map(call, self._readers, map(own.__getitem__, self._read)))]
+        leaves, others = own[: self._leaves], own[self._leaves :]
+        read = chain(map(_PARAMETERS, leaves), chain.from_iterable(map(_INSIDE, others)))
+        inside = [*filter(None, read), *self._configs]
         values += chain.from_iterable(map(dict.values, inside))
         return [*chain.from_iterable(inside)], values
 
@@ -214,18 +224,18 @@ class _Seen:
 
     def _state_of(self, modules: list[Any], values: list[Any]) -> Any:
         """State that may change while all attributes keep their values."""
-        placed, kinds = [values[i] for i in self._placed], list[Any](map(type, modules))
+        kinds, plain, others = list[Any](map(type, modules)), [values[i] for i in self._plain], self._others
         return (
             hooked_everywhere(),
             sum(_REFRESHED.get(module, 0) for module in modules) if _REFRESHED else 0,
             kinds,
             [kind.forward for kind in dict.fromkeys(kinds)],
-            list(map(attrgetter("dtype", "device", "shape"), map(values.__getitem__, self._others))),
-            list(map(attrgetter("_version"), map(values.__getitem__, self._counted))),
+            list(map(attrgetter("_version"), plain)),
             # an address is on one device, and the other two tell the shape and the dtype of what begins there
-            list(map(Tensor.data_ptr, placed)),
-            list(map(attrgetter("nbytes"), placed)),
-            list(map(Tensor.stride, placed)),
+            list(map(Tensor.data_ptr, plain)),
+            list(map(attrgetter("nbytes"), plain)),
+            list(map(Tensor.stride, plain)),
+            [(*_laid_out(values[i]), *_written(values[i])) for i in others],
             [_parts(values[i]) for i in self._containers],
         )
 
@@ -240,6 +250,10 @@ def refresh(*models: nn.Module) -> None:
     """Invalidate captures and cached prefixes of these modules, their submodules, and the modules that contain them."""
     for module in each_module(*models):
         _REFRESHED[module] = _REFRESHED.get(module, 0) + 1
+
+
+def _laid_out(t: Tensor) -> tuple[Any, ...]:
+    return t.dtype, t.device, t.shape, _placed(t) and t.stride()
 
 
 def _written(t: Tensor) -> tuple[int, int]:

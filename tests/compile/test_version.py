@@ -472,6 +472,8 @@ def test_what_does_not_matter_is_not_read_anew() -> None:
     found = version(model)
     model.rope_deltas = torch.rand(7)
     assert version(model) is found
+    model.first.in_features, model.first.training = 7, False  # a Linear's forward reads its weight and bias
+    assert version(model) is found and found == versions._version(model)
     for _ in range(2):  # such as each stream sets one
         looking = model.first.register_forward_hook(Looking())
         assert version(model) is found
