@@ -62,18 +62,21 @@ class CaptureCache:
         with self._checking:
             before, self._why = self._seen, now.why
             if before is None or (setting, now.weights, now.state) != (self._graphs, before.weights, before.state):
-                same = before is not None and now.weights == before.weights
-                self._drops = self._drops + any(self._captures.values()) if same else 0
-                self.forget()
+                self.forget(other_weights=before is None or now.weights != before.weights)
             self._graphs, self._seen = setting, now
             if self._why is None and self._drops >= _DROPS:
                 self._why = "the attributes of its modules change from call to call"
 
-    def forget(self) -> None:
-        """Drop all captures, including those of drafters in use, which share these objects."""
+    def forget(self, other_weights: bool = True) -> None:
+        """Drop all captures, including those of drafters in use, which share these objects.
+
+        Args:
+            other_weights: not for other attributes alone, which would count as one of few such drops.
+        """
+        self._drops = 0 if other_weights else self._drops + any(self._captures.values())
         self._captures = {}
         for cache in list(self.drafts.values()):
-            cache.forget()
+            cache.forget(other_weights)
 
     def existing(self, key: Hashable) -> PiecewiseFunction | None:
         """The capture for a key, if there is one."""

@@ -206,14 +206,21 @@ def test_what_a_forward_reads_is_captured_anew(change: Callable[[Model], Undo], 
         assert answer(model) == plain == stock(model)
 
 
-def test_what_changes_with_every_call_is_captured_no_more(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("drafter", "captured"), [(lambda model: Plain(), 1), (eagle, 2)], ids=["plain", "eagle"])
+def test_what_changes_with_every_call_is_captured_no_more(
+    drafter: Any, captured: int, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the target nor what drafts for it."""
     monkeypatch.setattr(capture_cache, "_DROPS", 2)
     made = PiecewiseFunction.made
-    with mmspec.enable(model, Plain(), compile=True), pytest.warns(UserWarning, match="change from call to call"):
+    with (
+        mmspec.enable(model, drafter(model), compile=True),
+        pytest.warns(UserWarning, match="change from call to call"),
+    ):
         for call in range(4):
             layer(model).self_attn.scaling = 0.25 + call
             fast = answer(model)
-    assert PiecewiseFunction.made - made == 2 and fast == answer(model)
+    assert PiecewiseFunction.made - made == 2 * captured and fast == answer(model)
 
 
 class Keeps(nn.Module):
