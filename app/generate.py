@@ -44,10 +44,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("-o", "--out", type=Path, metavar="PATH", help="a file for one picture, else a folder (a new picture.png)")
     add("--overwrite", action="store_true", help="replace pictures that are there already")
     add("--prompts", type=read_prompts, metavar="FILE", help="prompts, one per line; the pictures go into a folder")
-    add("--images", type=count, default=1, metavar="N", help="pictures of each prompt, each with its own seed")
+    add("--images", type=count, default=1, metavar="N", help="pictures of each prompt (%(default)s)")
     add("--compare", action="store_true", help="draw each by plain decoding too, and print the difference")
     add("--batch-size", type=count, default=4, metavar="N", help="pictures drawn together (%(default)s)")
-    add("--seed", type=seed_value, default=0, help="of the first picture; it counts up for the next ones (%(default)s)")
+    add("--seed", type=seed_value, default=0, help="of the first picture, and counts up; but for a "
+        "LlamaGen or MAR, a batch draws all its pictures from the first one's (%(default)s)")  # fmt: skip
     model = parser.add_argument_group("the model")
     model.add_argument("--model", default=embedded.IMAGE_MODEL, help="a LlamaGen, MAR, Janus or Emu3, mar (embedded), "
         "or a Python file of your own (%(default)s)")  # fmt: skip

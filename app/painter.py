@@ -77,13 +77,9 @@ def together(results: Sequence[ImageResult]) -> ImageResult:
     stats = Stats()
     for each in results:
         stats.add(each.stats)
-    return ImageResult(
-        [image for each in results for image in each.images],
-        torch.empty(0),
-        sum(each.seconds for each in results),
-        stats,
-        [cost for each in results for cost in each.spent],
-    )
+    images = [image for each in results for image in each.images]
+    spent = [cost for each in results for cost in each.spent]
+    return ImageResult(images, torch.empty(0), sum(each.seconds for each in results), stats, spent)
 
 
 class ImageSubject:

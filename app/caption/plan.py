@@ -38,6 +38,7 @@ class Plan:
     done: int = 0
     kept: int = 0
     failed_before: int = 0
+    bare: int = 0  # pending items without a caption for the {existing} of a prompt
     again: int = 0  # pending items that have a caption by mmspec, with another prompt or other settings
     restored: int = 0
     unwritable: list[str] = field(default_factory=list)
@@ -50,6 +51,7 @@ class Plan:
         parts = {
             "to caption": len(self.pending),
             "of them again (since the prompt or a setting has changed, or by --no-resume)": self.again,
+            "of them without a caption for {existing}, which stays empty (of a table: --column-text)": self.bare,
             "done before": self.done,
             "kept (they have a caption that mmspec did not write; see --on-existing)": self.kept,
             "failed before (--retry-failed retries them)": self.failed_before,
@@ -86,7 +88,7 @@ class Planner:
         sidecar = sidecars.of(name, record) if sidecars else None
         stamp = item.source.stamp
         same = record is not None and self._unchanged(record, item, stamp)
-        original = item.existing or (record or {}).get("existing")  # the caption before mmspec wrote one
+        original = item.existing or (record or {}).get("existing")
         if record and same and options.resume and record.get("ask") == self._choice(item, original)[1]:
             todo.done += 1
             self._restore(record, sidecar, todo)
@@ -105,7 +107,7 @@ class Planner:
                 f"{outputs.folder} already holds a caption of {name}, from another folder; "
                 "choose another --out, or --on-existing overwrite"
             )
-        todo.again += same
+        todo.again, todo.bare = todo.again + same, todo.bare + (self.reads_existing and not existing)
         todo.pending.append(Task(item, choice, ask, stamp, existing, sidecar, failure is not None))
 
     def _choice(self, item: Item, existing: str | None) -> tuple[PromptChoice, str]:

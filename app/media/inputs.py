@@ -146,7 +146,7 @@ def _check(places: Sequence[Place]) -> None:
             return  # the others are opened later
         except StopIteration:
             known = f"known extensions are {' '.join(sorted(media.EXTENSIONS | VIDEO_EXTENSIONS))}"
-            reason, advice = "no images or videos found", f"add --recursive for subfolders; {known}"
+            reason, advice = "no images or videos found", f"name subfolders, or caption --recursive; {known}"
             troubles.append(MediaError(getattr(place, "address", place.root or ""), reason, advice))
         except MediaError as error:
             troubles.append(error)

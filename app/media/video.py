@@ -209,7 +209,7 @@ def _picture(frame: VideoFrame, max_side: int | None) -> Image.Image:
 def _check_length(seconds: float, size: tuple[int, int], path: Path | str, limits: MediaLimits) -> None:
     allowed = limits.max_duration / max(1.0, size[0] * size[1] / FULL_HD)
     if seconds > allowed:
-        reason = f"lasts {seconds:.0f} s at {size[0]} x {size[1]} pixels, where {allowed:.0f} s are allowed"
+        reason = f"lasts {seconds:.3g} s at {size[0]} x {size[1]} pixels, where {allowed:.3g} s are allowed"
         raise MediaError(path, reason, f"cut it into shorter clips, {media.raising('--max-duration')}")
 
 

@@ -77,11 +77,18 @@ class Recipe:
         unknown = sorted({name for stage in self.stages for name in stage.changes} - names)
         if unknown:
             raise ValueError(f"a stage changes {unknown[0]!r}, which recipes do not have; choose from {sorted(names)}")
-        for name in ("batch", "unroll", "max_new_tokens", "writing", "held_out"):
+        for name in ("batch", "unroll", "max_new_tokens", "writing", "held_out", "gate_samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
-        if len(self.gate_heat) != 2:
-            raise ValueError(f"gate_heat must be two temperatures; got {self.gate_heat!r}")
+        for name in ("betas", "gate_heat"):
+            if len(getattr(self, name)) != 2:
+                raise ValueError(f"{name} must be two numbers; got {getattr(self, name)!r}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas is two numbers from 0 to below 1; got {self.betas!r}")
+        weights = [name for name in names if name.endswith("_weight")]
+        for stage in self.stages:
+            if not any({**vars(self), **stage.changes}[name] for name in weights):
+                raise ValueError(f"nothing is left to learn: {', '.join(sorted(weights))} are all 0")
         if self.clip_by not in ("norm", "value"):
             raise ValueError(f"clip_by is 'norm' or 'value'; got {self.clip_by!r}")
         if self.gate_learns not in ("after", "along"):

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import (
     Cache,
+    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
     QuantizedCache,
     StaticCache,
     StaticLayer,
@@ -26,7 +29,8 @@ from mmspec.steady import AddressTable
 from mmspec.types import stacked
 
 _FEATURES = -1  # the layer index under which `held` returns the drafter's features
-_PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+_RECURRENT = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+_PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer, DummyLayer, *_RECURRENT)
 _POSITIONS = -1  # the layer index under which positions are stored among the indexers' keys
 
 
@@ -217,10 +221,11 @@ class RaggedCache(Cache):
         own = self.pictures.get(index)
         return tuple(t.new_zeros(rows, *t.shape[1:]) for t in other.pictures[index]) if own is None else own
 
-    @property
-    def only_keys(self) -> bool:
-        """Whether it stores only keys and values: a cache can be returned to the caller only then."""
-        return not (self.recurrent or self.indexed or self.pictures)
+    def can_return(self, cache: Cache | None) -> bool:
+        """Whether the caller's cache, or None for a new one, has a place for all that this one stores."""
+        kinds = [] if cache is None else [type(layer) for layer in cache.layers]
+        states = all(index < len(kinds) and kinds[index] in _RECURRENT for index in self.recurrent)
+        return states and not (self.indexed or self.pictures)
 
     @staticmethod
     def quantized(cache: Cache | None) -> bool:
@@ -234,9 +239,15 @@ class RaggedCache(Cache):
         return {type(layer) for layer in cache.layers} | {cache.layer_class_to_replicate} <= {None, *_PLAIN}
 
     @staticmethod
+    def keeps_states(cache: Cache | None) -> bool:
+        """Whether a cache has layers for recurrent states."""
+        return cache is not None and any(type(layer) in _RECURRENT for layer in cache.layers)
+
+    @staticmethod
     def can_adopt(cache: Cache | None) -> bool:
-        """Whether every layer still has all its keys: no sliding windows, no recurrent states."""
-        return cache is None or all(type(layer) in (DynamicLayer, StaticLayer) for layer in cache.layers)
+        """Whether every layer still has all its keys: no sliding windows, and none that reads another layer's."""
+        kinds = set() if cache is None else {type(layer) for layer in cache.layers}
+        return kinds <= {DynamicLayer, StaticLayer, *_RECURRENT, *([DummyLayer] if kinds & {*_RECURRENT} else [])}
 
     @classmethod
     def adopt(
@@ -246,14 +257,22 @@ class RaggedCache(Cache):
         mine = cls(batch, device, reserve, crossed)
         past = int(cache.get_seq_length()) if cache is not None else 0
         for index, layer in enumerate(cache.layers if cache is not None and past else []):
-            assert isinstance(layer, (DynamicLayer, StaticLayer)) and not (layer.keys is None or layer.values is None)
-            mine.update(layer.keys[:, :, :past], layer.values[:, :, :past], index)
+            if isinstance(layer, (DynamicLayer, StaticLayer)) and layer.keys is not None and layer.values is not None:
+                mine.update(layer.keys[:, :, :past], layer.values[:, :, :past], index)
+            for number in range(layer.number_of_states if isinstance(layer, LinearAttentionLayer) else 0):
+                assert cache is not None
+                if (conv := cache.get_conv_state(index, number)) is not None:
+                    mine.update_conv_state(conv, index, number)
+                if (state := cache.get_recurrent_state(index, number)) is not None:
+                    mine.update_recurrent_state(state, index, number)
         mine.advance(past)
         return mine
 
     def hand_back(self, cache: Cache | None, length: int) -> Cache:
-        """Put the first `length` slots into the caller's cache (batch 1), or into a new DynamicCache."""
+        """Put the first `length` slots into the caller's cache (batch 1), or into a new DynamicCache; also the states,
+        which are those after `length` tokens."""
         cache = DynamicCache() if cache is None else cache
+        assert not self.recurrent or self.lengths.host == (length,), "its states have read other tokens"
         for index, layer in enumerate(self.slots):
             if layer.keys is None or layer.values is None:  # a layer without attention
                 continue
@@ -261,11 +280,20 @@ class RaggedCache(Cache):
             theirs = cache.layers[index] if index < len(cache.layers) else None
             if theirs is not None:
                 theirs.reset()
-            if type(theirs) is DynamicLayer:  # a view suffices: DynamicLayer never writes in place
+            if isinstance(theirs, DynamicLayer) and type(theirs) is not DynamicSlidingWindowLayer:
+                # a view suffices: such a layer never writes in place
                 theirs.lazy_initialization(keys, values)
                 theirs.keys, theirs.values = keys, values
             else:
                 cache.update(keys, values, index)
+        for index, own in self.recurrent.items():
+            theirs = cache.layers[index]
+            assert isinstance(theirs, LinearAttentionLayer)
+            theirs.has_previous_state = dict.fromkeys(theirs.has_previous_state, False)
+            for number, conv in own.conv.items():
+                cache.update_conv_state(conv, index, number)
+            for number, state in own.state.items():
+                cache.update_recurrent_state(state, index, number)
         return cache
 
 

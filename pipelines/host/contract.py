@@ -99,7 +99,8 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
     ("transformers.cache_utils.StaticLayer.update", "order", "key_states value_states", "A caller's static cache is filled by it", "host/cache"),
     ("transformers.cache_utils.DynamicCache", "is", "", "A call that returns its cache gets one", "host/cache host/processors/followed"),
     *((f"transformers.cache_utils.{name}", "is", "", "A caller's cache of other classes runs the stock path", "host/cache")
-      for name in ("StaticCache", "DynamicSlidingWindowLayer", "StaticSlidingWindowLayer")),
+      for name in ("StaticCache", "DynamicSlidingWindowLayer", "StaticSlidingWindowLayer", "DummyLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer")),
+    ("transformers.cache_utils.LinearAttentionCacheLayerMixin", "holds", "number_of_states has_previous_state", "A caller's recurrent states are read and filled by layer", "host/cache"),
     ("transformers.cache_utils.QuantizedCache", "is", "", "A call with one runs the stock path", "host/cache"),
     # -- attention, masks, modules
     ("transformers.models.gemma3.modeling_gemma3.Gemma3ForConditionalGeneration.create_masks_for_generate", "knows", "token_type_ids", "Its parameters tell whether masks depend on token types", "host/model", "Gemma3ForConditionalGeneration"),

@@ -84,8 +84,12 @@ def obstacle(model: GenerativeModel, call: Call, patch: Patch) -> Obstacle | Non
 
 def _own_cache(host: HostModel, call: Call) -> Obstacle | None:
     """A cache that the caller passed in, if it or the model's layers keep more than keys and values as they are."""
-    if call.owned and not host.only_keys:
-        return Obstacle("mmspec fills a caller's cache with keys and values only, but these layers keep more")
+    if call.owned and host.stateful:
+        return Obstacle("mmspec fills a caller's cache with keys, values and states, but these layers keep more")
+    if call.owned and host.recurrent and not RaggedCache.keeps_states(call.cache):
+        return Obstacle(
+            "this cache has no place for the states of the model's layers; make it with config=model.config"
+        )
     if call.owned and not RaggedCache.stores_plainly(call.cache):
         return Obstacle("a cache that is not of transformers' plain classes may change the keys and values given to it")
     return None
@@ -231,8 +235,8 @@ def _ignored(model: GenerativeModel, call: Call) -> Iterator[str]:
         yield "mmspec reads a prompt in one piece; prefill_chunk_size has no effect"
     if config.return_dict_in_generate and len(call.input_ids) > 1:
         yield "mmspec returns a KV cache for one row only: rows that ended at different times share no cache"
-    elif config.return_dict_in_generate and not HostModel.of(model).only_keys:
-        yield "mmspec returns no KV cache for a model whose layers keep more than keys and values"
+    elif config.return_dict_in_generate and HostModel.of(model).stateful:
+        yield "mmspec returns no KV cache for a model whose layers keep more than keys, values and states"
 
 
 def row_seeds(model: GenerativeModel, count: int, drawing: bool) -> list[int]:
@@ -294,7 +298,7 @@ class _Collected:
         sequences = torch.cat([ids, new.view(length, -1).T], 1)  # int64, whatever the dtype of input_ids
         cache = None
         alone = len(ids) == 1  # ragged rows have no common cache
-        if self.call.returns_cache and state is not None and alone and state.cache.only_keys:
+        if self.call.returns_cache and state is not None and alone and state.cache.can_return(self.call.cache):
             first = state.open_slots.new_zeros(1, dtype=torch.long)
             slots = state.cache if state.streams == 1 else state.cache.select(first)
             cache = slots.hand_back(self.call.cache, self.read + length - 1)

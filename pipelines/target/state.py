@@ -98,9 +98,12 @@ class State:
             self.prompt = torch.full((len(slots),), slots.shape[1], device=slots.device)
 
     def commit(self, round_: Round) -> None:
-        """Keep the accepted nodes, in every stream; those of a chain are already in their places."""
-        kept, count = (each_stream(t, self.streams) for t in (round_.kept, round_.acceptance.count))
-        counts = tuple(n for n in round_.counts for _ in range(self.streams))
+        """Keep the accepted nodes up to a row's end, in every stream; those of a chain are already in their places."""
+        count, used = round_.acceptance.count, tuple(map(len, round_.new))
+        if used != round_.counts:  # what comes after a row's end is not part of its text
+            count = torch.tensor(used, device=count.device)
+        kept, count = (each_stream(t, self.streams) for t in (round_.kept, count))
+        counts = tuple(n for n in used for _ in range(self.streams))
         self.cache.commit(kept, counts, count, round_.draft.tree.is_chain)
 
     def select(self, rows: Tensor) -> State:

@@ -524,7 +524,7 @@ for where in ("{tmp_path}/{{1,2}}.png", "hf:a/b", {str(write(tmp_path / "t.parqu
     "name, content, says",
     [
         ("none.jpg", None, "no such file or folder; give images, videos"),
-        ("folder", "folder", "no images or videos found; add --recursive"),
+        ("folder", "folder", "no images or videos found; name subfolders, or caption --recursive"),
         ("*.jpg", None, "matches no file"),
         ("x.tar", b"no tar", "not a whole, uncompressed tar"),
         ("x.tar.gz", b"x", "no known kind"),
