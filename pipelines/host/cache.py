@@ -1,4 +1,4 @@
-"""The target's KV cache as a `transformers.Cache`; no other file uses that class."""
+"""The target's KV cache as a `transformers.Cache`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    Cache,
-    DummyLayer,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-    QuantizedCache,
-    StaticCache,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers.cache_utils import Cache
 
 from mmspec.kernels import dispatch
 from mmspec.pipelines.host.forward import now
@@ -29,8 +17,6 @@ from mmspec.steady import AddressTable
 from mmspec.types import stacked
 
 _FEATURES = -1  # the layer index under which `held` returns the drafter's features
-_RECURRENT = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
-_PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer, DummyLayer, *_RECURRENT)
 _POSITIONS = -1  # the layer index under which positions are stored among the indexers' keys
 
 
@@ -220,81 +206,6 @@ class RaggedCache(Cache):
         rows = len(self.lengths.host)
         own = self.pictures.get(index)
         return tuple(t.new_zeros(rows, *t.shape[1:]) for t in other.pictures[index]) if own is None else own
-
-    def can_return(self, cache: Cache | None) -> bool:
-        """Whether the caller's cache, or None for a new one, has a place for all that this one stores."""
-        kinds = [] if cache is None else [type(layer) for layer in cache.layers]
-        states = all(index < len(kinds) and kinds[index] in _RECURRENT for index in self.recurrent)
-        return states and not (self.indexed or self.pictures)
-
-    @staticmethod
-    def quantized(cache: Cache | None) -> bool:
-        return isinstance(cache, QuantizedCache)
-
-    @staticmethod
-    def stores_plainly(cache: Cache | None) -> bool:
-        """Whether a cache keeps keys and values as they are: its classes are stock's, not subclasses."""
-        if cache is None or type(cache) not in (Cache, DynamicCache, StaticCache):
-            return cache is None
-        return {type(layer) for layer in cache.layers} | {cache.layer_class_to_replicate} <= {None, *_PLAIN}
-
-    @staticmethod
-    def keeps_states(cache: Cache | None) -> bool:
-        """Whether a cache has layers for recurrent states."""
-        return cache is not None and any(type(layer) in _RECURRENT for layer in cache.layers)
-
-    @staticmethod
-    def can_adopt(cache: Cache | None) -> bool:
-        """Whether every layer still has all its keys: no sliding windows, and none that reads another layer's."""
-        kinds = set() if cache is None else {type(layer) for layer in cache.layers}
-        return kinds <= {DynamicLayer, StaticLayer, *_RECURRENT, *([DummyLayer] if kinds & {*_RECURRENT} else [])}
-
-    @classmethod
-    def adopt(
-        cls, cache: Cache | None, batch: int, device: torch.device, reserve: int, crossed: Iterable[int] = ()
-    ) -> RaggedCache:
-        """An empty cache, or a copy of a filled user's cache (see `can_adopt`)."""
-        mine = cls(batch, device, reserve, crossed)
-        past = int(cache.get_seq_length()) if cache is not None else 0
-        for index, layer in enumerate(cache.layers if cache is not None and past else []):
-            if isinstance(layer, (DynamicLayer, StaticLayer)) and layer.keys is not None and layer.values is not None:
-                mine.update(layer.keys[:, :, :past], layer.values[:, :, :past], index)
-            for number in range(layer.number_of_states if isinstance(layer, LinearAttentionLayer) else 0):
-                assert cache is not None
-                if (conv := cache.get_conv_state(index, number)) is not None:
-                    mine.update_conv_state(conv, index, number)
-                if (state := cache.get_recurrent_state(index, number)) is not None:
-                    mine.update_recurrent_state(state, index, number)
-        mine.advance(past)
-        return mine
-
-    def hand_back(self, cache: Cache | None, length: int) -> Cache:
-        """Put the first `length` slots into the caller's cache (batch 1), or into a new DynamicCache; also the states,
-        which are those after `length` tokens."""
-        cache = DynamicCache() if cache is None else cache
-        assert not self.recurrent or self.lengths.host == (length,), "its states have read other tokens"
-        for index, layer in enumerate(self.slots):
-            if layer.keys is None or layer.values is None:  # a layer without attention
-                continue
-            keys, values = layer.keys[:, :, :length], layer.values[:, :, :length]
-            theirs = cache.layers[index] if index < len(cache.layers) else None
-            if theirs is not None:
-                theirs.reset()
-            if isinstance(theirs, DynamicLayer) and type(theirs) is not DynamicSlidingWindowLayer:
-                # a view suffices: such a layer never writes in place
-                theirs.lazy_initialization(keys, values)
-                theirs.keys, theirs.values = keys, values
-            else:
-                cache.update(keys, values, index)
-        for index, own in self.recurrent.items():
-            theirs = cache.layers[index]
-            assert isinstance(theirs, LinearAttentionLayer)
-            theirs.has_previous_state = dict.fromkeys(theirs.has_previous_state, False)
-            for number, conv in own.conv.items():
-                cache.update_conv_state(conv, index, number)
-            for number, state in own.state.items():
-                cache.update_recurrent_state(state, index, number)
-        return cache
 
 
 class PassThroughCache(RaggedCache):

@@ -13,8 +13,7 @@ from torch import Tensor
 from mmspec.config import UnsupportedError
 from mmspec.loop import decode, prefill, read
 from mmspec.pipelines.drafters import forced
-from mmspec.pipelines.host import devices, reach, release
-from mmspec.pipelines.host.cache import RaggedCache
+from mmspec.pipelines.host import callers_cache, devices, reach, release
 from mmspec.pipelines.host.call import Call, Custom, current, output
 from mmspec.pipelines.host.kinds import GenerativeModel, ModelOutput
 from mmspec.pipelines.host.model import HostModel
@@ -54,12 +53,12 @@ _OBSTACLES: tuple[tuple[Callable[[Call], object], str], ...] = (
     (lambda c: c.synced_gpus, "synced_gpus needs every process to run the same number of forwards"),
     (lambda c: c.collects("output_attentions"), "the attention maps of a draft tree are not those of single steps"),
     (lambda c: c.collects("output_hidden_states"), "output_hidden_states is not collected from draft trees"),
-    (lambda c: RaggedCache.quantized(c.cache), "a quantized cache rounds the keys, and so changes the distribution"),
+    (lambda c: callers_cache.quantized(c.cache), "a quantized cache rounds the keys, and so changes the distribution"),
     (lambda c: getattr(c.cache, "offloading", False), "an offloading cache moves layers that a draft needs at once"),
     (lambda c: c.filled and len(c.input_ids) > 1, "continuing a filled cache works for one row only"),
     (lambda c: c.owned and len(c.input_ids) > 1, "a cache of the caller's own is filled for one row only"),
     (
-        lambda c: c.cache is not None and c.filled and not RaggedCache.can_adopt(c.cache),
+        lambda c: c.cache is not None and c.filled and not callers_cache.can_adopt(c.cache),
         "a filled cache with sliding windows has lost keys",
     ),
 )
@@ -86,11 +85,11 @@ def _own_cache(host: HostModel, call: Call) -> Obstacle | None:
     """A cache that the caller passed in, if it or the model's layers keep more than keys and values as they are."""
     if call.owned and host.stateful:
         return Obstacle("mmspec fills a caller's cache with keys, values and states, but these layers keep more")
-    if call.owned and host.recurrent and not RaggedCache.keeps_states(call.cache):
+    if call.owned and host.recurrent and not callers_cache.keeps_states(call.cache):
         return Obstacle(
             "this cache has no place for the states of the model's layers; make it with config=model.config"
         )
-    if call.owned and not RaggedCache.stores_plainly(call.cache):
+    if call.owned and not callers_cache.stores_plainly(call.cache):
         return Obstacle("a cache that is not of transformers' plain classes may change the keys and values given to it")
     return None
 
@@ -298,10 +297,15 @@ class _Collected:
         sequences = torch.cat([ids, new.view(length, -1).T], 1)  # int64, whatever the dtype of input_ids
         cache = None
         alone = len(ids) == 1  # ragged rows have no common cache
-        if self.call.returns_cache and state is not None and alone and state.cache.can_return(self.call.cache):
+        if (
+            self.call.returns_cache
+            and state is not None
+            and alone
+            and callers_cache.has_places(self.call.cache, state.cache)
+        ):
             first = state.open_slots.new_zeros(1, dtype=torch.long)
             slots = state.cache if state.streams == 1 else state.cache.select(first)
-            cache = slots.hand_back(self.call.cache, self.read + length - 1)
+            cache = callers_cache.fill(self.call.cache, slots, self.read + length - 1)
         if not config.return_dict_in_generate:
             return sequences
         scores = self._steps(0, length) if config.output_scores else None

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.functional import pad
 
 from mmspec.drafters.draft_vocab import DraftVocab
-from mmspec.pipelines.host import devices, forward, reach, tree_attention
+from mmspec.pipelines.host import callers_cache, devices, forward, reach, tree_attention
 from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.call import Call
 from mmspec.pipelines.host.exotic import by_path
@@ -114,7 +114,7 @@ class VlmTarget(ModelTarget):
         """
         ids, arguments = call.input_ids, call.arguments
         if slots is None:
-            slots = RaggedCache.adopt(call.cache, ids.shape[0], ids.device, reserve, self.host.crossed)
+            slots = callers_cache.adopt(call.cache, ids.shape[0], ids.device, reserve, self.host.crossed)
         past = slots.lengths.longest
         read = call.unread(past)
         new = pad(ids, (max(0, read - ids.shape[1]), 0))[:, -read:]  # soft prompts have no ids
