@@ -277,8 +277,9 @@ def gsd(
         _check("distance", distance, lambda distance: distance > 0, "above 0, or None")
         table = codebook if space == "codes" else embeddings
         if table is None:
-            what = "a codebook [V, c] is" if space == "codes" else "input embeddings [V, H] are"
-            raise ValueError(f"{what} needed to measure distance; pass one, or leave distance out")
+            what = "a codebook [V, c] is" if space == "codes" else "input embeddings [V, H] of the codes are"
+            other = "pass one" if space == "codes" else "pass them, choose space='codes'"
+            raise ValueError(f"{what} needed to measure distance; {other}, or leave distance out")
         unit = torch.nn.functional.normalize
         codes = _DeviceTable(table.detach() if space != "codes" else unit(table.float(), dim=-1))
 

@@ -67,7 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--guidance", type=float)
     add("--top-k", type=int)
     add("--temperature", type=from_zero)
-    add("--image-area", type=count, metavar="N", help="pixels of an Emu3's pictures (default: its processor's)")
+    add("--image-area", type=count, metavar="N", help="pixels of pictures of an Emu3 or a diffusers pipeline")
     where(parser)
     add("--seed", type=seed_value, default=0)
 

@@ -63,8 +63,8 @@ def untested() -> list[str]:
     return sorted(loading.WITH_PICTURES - FOUND.keys())
 
 
-def supported() -> str:
-    """Print and return the model families that are proved identical, the drafters and the rules, one per line."""
+def supported() -> None:
+    """Print the model families that are proved identical, the drafters and the rules, one per line."""
     lines = [
         "Proved token-identical to stock generate (greedy, fp32, sdpa and eager, one row and four of unequal length):"
     ]
@@ -84,6 +84,4 @@ def supported() -> str:
     lines += ["Any other decoder-only model with full or sliding attention is checked when it is enabled.", "Drafters:"]
     lines += [f"  {name:12s} {what}" for name, what in drafters().items()]
     lines += ["Rules:", *(f"  {name}" for name in RULES)]
-    text = "\n".join(lines)
-    print(text)
-    return text
+    print("\n".join(lines))

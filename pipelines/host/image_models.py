@@ -18,6 +18,7 @@ from mmspec.pipelines.host.kinds import GenerativeModel, Processor
 from mmspec.pipelines.host.loading import stock_class
 
 SIZE = "image_area"  # a processor's argument: the number of pixels of an image
+SIDES = 32  # sides of pictures of diffusers pipelines are multiples of it
 VAE_PARTS = 3  # tokens after an image of Emu3: end of file, end of image, end of sequence
 
 
@@ -75,11 +76,23 @@ def _pipeline(where: str, device: torch.device, dtype: torch.dtype) -> ImageMode
 
     takes = inspect.signature(pipe.__call__).parameters
 
-    def draw(prompts: Sequence[str], **settings: object) -> Sequence[Image.Image]:
-        given = {name: value for name, value in settings.items() if name in takes}
-        return pipe(prompt=list(prompts), **given).images
+    def draw(prompts: Sequence[str], **settings: Any) -> Sequence[Image.Image]:
+        area = settings.pop(SIZE, None)
+        if unknown := settings.keys() - takes:
+            raise ValueError(f"{kind} takes no {min(unknown)}; leave it out")
+        if not {"height", "width"} & settings.keys() and {"height", "width"} <= takes.keys():
+            settings |= dict.fromkeys(("height", "width"), _side(pipe, area))
+        return pipe(prompt=list(prompts), **settings).images
 
     return ImageModel(pipe, draw)
+
+
+def _side(pipe: Any, area: int | None) -> int | None:
+    """The side of a square picture of so many pixels, or of the pipeline's own default size; None: it has none."""
+    if area:
+        return max(1, round(area**0.5 / SIDES)) * SIDES
+    own = getattr(pipe, "default_sample_size", None)
+    return own * pipe.vae_scale_factor if own else None  # diffusers leaves it to processors that refuse None
 
 
 def _refuse_size(settings: Options) -> None:
@@ -89,7 +102,7 @@ def _refuse_size(settings: Options) -> None:
         ValueError: they have a size.
     """
     if settings.get(SIZE):
-        raise ValueError(f"{SIZE} is for Emu3; this model's pictures have a fixed size, so leave it out")
+        raise ValueError(f"{SIZE} is for Emu3 and diffusers pipelines; leave it out, since this model has one size")
 
 
 def _sampling(settings: Options) -> dict[str, Any]:

@@ -296,13 +296,8 @@ class _Collected:
         new = torch.tensor(columns, dtype=torch.long, device=ids.device)
         sequences = torch.cat([ids, new.view(length, -1).T], 1)  # int64, whatever the dtype of input_ids
         cache = None
-        alone = len(ids) == 1  # ragged rows have no common cache
-        if (
-            self.call.returns_cache
-            and state is not None
-            and alone
-            and callers_cache.has_places(self.call.cache, state.cache)
-        ):
+        returned = self.call.returns_cache and len(ids) == 1  # ragged rows have no common cache
+        if returned and state is not None and callers_cache.has_places(self.call.cache, state.cache):
             first = state.open_slots.new_zeros(1, dtype=torch.long)
             slots = state.cache if state.streams == 1 else state.cache.select(first)
             cache = callers_cache.fill(self.call.cache, slots, self.read + length - 1)

@@ -662,8 +662,11 @@ def test_a_tar_gets_no_caption_files_unless_they_are_asked_for(caption, photos: 
         ("t.jsonl", '{"image": "photos/a.png", "said": "red"}\n{"image": "photos/d.png"}\n'),
     ],
 )
-def test_rows_without_a_caption_are_captioned(name: str, rows: str, caption):
+def test_rows_without_a_caption_are_captioned(name: str, rows: str, caption, capsys: pytest.CaptureFixture[str]):
     Path(name).write_text(rows)
+    for count, words in ((2, []), (1, ["--column-text", "said"])):
+        assert caption("--prompt", "now: {existing}.", "--out", "none", "--dry-run", *words, folder=name) == OK
+        assert f"2 to caption, {count} of them without a caption for {{existing}}" in capsys.readouterr().out
     assert caption("--column-text", "said", folder=name) == OK and list(captions()) == ["photos/d.png"]
     assert caption("--column-text", "said", "--prompt", "now: {existing}.", "--out", "two", folder=name) == OK
     found = {path: text.split(" ", 2)[2] for path, text in captions("two").items()}

@@ -123,13 +123,18 @@ def test_pictures_of_several_lengths_are_compared(tmp_path: Path, capsys: pytest
 
 def test_a_pipeline_of_diffusers_draws(tmp_path: Path) -> None:
     tiny_image_models.glm_pipeline().save_pretrained(tmp_path / "glm")
-    size = {"height": 64, "width": 64, "num_inference_steps": 1, "max_sequence_length": 16, "top_k": 5}
-    subject = image_model.load(str(tmp_path / "glm"), "cpu", "float32", **size)
+    few = {"num_inference_steps": 1, "max_sequence_length": 16}
+    subject = image_model.load(str(tmp_path / "glm"), "cpu", "float32", image_area=64 * 65, **few)
     plain = subject.paint(["w5 w6"], [3])
     subject.go(Method("jacobi", "jacobi", {"reproducible": True}))
     drafted = subject.paint(["w5 w6"], [3])
     assert drafted.images[0].tobytes() == plain.images[0].tobytes() and plain.images[0].size == (64, 64)
     assert plain.tokens.shape == (1, 261) and plain.compression == 1.0 and drafted.compression > 1
+    subject.settings.pop("image_area")
+    subject.pipe.default_sample_size = 64 // subject.pipe.vae_scale_factor
+    assert subject.paint(["w5 w6"], [3]).images[0].size == (64, 64), "its own size, if none is given"
+    with pytest.raises(EngineError, match="GlmImagePipeline takes no temperature; leave it out"):
+        subject.paint(["w5 w6"], [3], temperature=0.5)
 
 
 def test_what_cannot_draw_is_said(tmp_path: Path, folders: dict[str, Path]) -> None:

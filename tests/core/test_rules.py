@@ -146,7 +146,7 @@ def test_gsd_is_its_formula() -> None:
                 C = [y for y in window if abs(p[x] - p[y]) < gap]
                 want = min(1.0, float(p[C].sum() / q[C].sum())) if p[x] > 0 else 0.0
                 assert abs(float(f[x]) - want) < 1e-12
-    with pytest.raises(ValueError, match=r"input embeddings \[V, H\] are needed"):
+    with pytest.raises(ValueError, match=r"input embeddings \[V, H\] of the codes are needed"):
         resolve_rule(embedded, CODES)
 
 

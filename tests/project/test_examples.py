@@ -116,9 +116,12 @@ def test_the_notebook_runs_and_says_what_it_shows(capsys: pytest.CaptureFixture)
             exec("".join(cell["source"]), names)
     said = capsys.readouterr().out
     shown = "".join(text for cell in cells for out in cell.get("outputs", ()) for text in out.get("text", ()))
-    kept = [line for line in shown.splitlines() if ": " in line and "times" not in line and "time:" not in line]
     assert said.count("same tokens: True") == said.count("same draws: True") == 1
-    assert len(kept) > 1 and all(line in said for line in kept)
+    assert _without_numbers(said) == _without_numbers(shown) != []
+
+
+def _without_numbers(text: str) -> list[str]:
+    return [re.sub(r"[\d.]+", "#", line) for line in text.splitlines()]
 
 
 def test_every_example_has_a_claim() -> None:

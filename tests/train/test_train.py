@@ -353,6 +353,12 @@ def _words(folder: Path, questions: Path) -> list[str]:
         (["--set", "writing=0"], "writing must be at least 1; got 0"),
         (["--set", "muon"], "--set: muon is true or false, such as False; got 'muon'"),
         (["--set", "batch=0"], "batch must be at least 1; got 0"),
+        (["--set", "gate_samples=0"], "gate_samples must be at least 1; got 0"),
+        (["--set", "betas=[0.9]"], "betas must be two numbers; got (0.9,)"),
+        (
+            ["--set", "feature_weight=0", "token_weight=0"],
+            "nothing is left to learn: confidence_weight, feature_weight",
+        ),
         (["--set", "held_out=0"], "held_out must be at least 1; got 0"),
         (["--set", "speed=2"], "--set: there is no 'speed'; choose from anchors, batch, betas"),
         (["--out", __file__], "is a file; name a folder"),
