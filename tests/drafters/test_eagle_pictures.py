@@ -110,6 +110,7 @@ def trained(painter: ImageModel, folder: Path, steps: int = 2, **more: Any) -> A
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.every(3)
 def test_training_raises_tau_and_draws_the_same(name: str, tmp_path: Path) -> None:
     model = copy.deepcopy(tiny_image_models.model(name))
     made = trained(painted(name, model), tmp_path, 30)
