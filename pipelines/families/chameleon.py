@@ -99,6 +99,8 @@ class ChameleonPatch(DecoderOnlyPatch):
         ids = kwargs.get("input_ids") if inputs is None else inputs
         if ids is None:
             raise ValueError("a picture needs a prompt of token ids; pass input_ids")
+        if (whole := kwargs.pop("max_length", None)) is not None:
+            kwargs["max_new_tokens"] = kwargs.get("max_new_tokens") or max(1, whole - ids.shape[1])
         image = PictureTokens.of(self, ids)
         config = copy(kwargs.get("generation_config"))
         limit = kwargs.get("max_new_tokens") or setting("max_new_tokens", config)

@@ -334,6 +334,8 @@ def test_chameleon_draws_what_its_head_says(monkeypatch: pytest.MonkeyPatch) -> 
         for prompt in (ids, begun):
             call = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
             assert draw(model, call, multimodal_generation_mode="image-only")[0].tolist() == expected
+        brief = draw(model, call, multimodal_generation_mode="image-only", max_length=prompt.shape[1] + 4)
+        assert brief[0].tolist() == expected[: prompt.shape[1] + 4]
         short, said = T.GenerationConfig(max_new_tokens=5, do_sample=False), list[str]()  # of a length beside a config
         monkeypatch.setattr(T.generation.utils.logger, "warning_once", lambda message, *_: said.append(message))
         shown = model.generate(**call, multimodal_generation_mode="image-only", generation_config=short)
