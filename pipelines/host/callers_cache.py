@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch.nn.functional import pad
 from transformers.cache_utils import (
     Cache,
     DummyLayer,
@@ -21,8 +22,9 @@ from transformers.cache_utils import (
 
 from mmspec.pipelines.host.cache import RaggedCache
 
+_IN_ORDER = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer)
 _RECURRENT = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
-_PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer, DummyLayer, *_RECURRENT)
+_PLAIN = (*_IN_ORDER, StaticSlidingWindowLayer, DummyLayer, *_RECURRENT)
 
 
 def quantized(cache: Cache | None) -> bool:
@@ -42,9 +44,9 @@ def keeps_states(cache: Cache | None) -> bool:
 
 
 def can_adopt(cache: Cache | None) -> bool:
-    """Whether every layer still has all its keys: no sliding windows, and none that reads another layer's."""
+    """Whether every layer has the keys that later tokens see, in the order of its text, and none reads another's."""
     kinds = set() if cache is None else {type(layer) for layer in cache.layers}
-    return kinds <= {DynamicLayer, StaticLayer, *_RECURRENT, *([DummyLayer] if kinds & {*_RECURRENT} else [])}
+    return kinds <= {*_IN_ORDER, *_RECURRENT, *([DummyLayer] if kinds & {*_RECURRENT} else [])}
 
 
 def adopt(
@@ -55,7 +57,9 @@ def adopt(
     past = int(cache.get_seq_length()) if cache is not None else 0
     for index, layer in enumerate(cache.layers if cache is not None and past else []):
         if isinstance(layer, (DynamicLayer, StaticLayer)) and layer.keys is not None and layer.values is not None:
-            mine.update(layer.keys[:, :, :past], layer.values[:, :, :past], index)
+            lost = max(0, past - layer.keys.shape[2])  # behind a sliding window, where no later token sees them
+            keys, values = (pad(t[:, :, :past], (0, 0, lost, 0)) for t in (layer.keys, layer.values))
+            mine.update(keys, values, index)
         for number in range(layer.number_of_states if isinstance(layer, LinearAttentionLayer) else 0):
             assert cache is not None
             if (conv := cache.get_conv_state(index, number)) is not None:

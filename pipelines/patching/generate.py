@@ -59,7 +59,7 @@ _OBSTACLES: tuple[tuple[Callable[[Call], object], str], ...] = (
     (lambda c: c.owned and len(c.input_ids) > 1, "a cache of the caller's own is filled for one row only"),
     (
         lambda c: c.cache is not None and c.filled and not callers_cache.can_adopt(c.cache),
-        "a filled cache with sliding windows has lost keys",
+        "the layers of this filled cache share keys, or keep them out of order",
     ),
 )
 
@@ -83,6 +83,8 @@ def obstacle(model: GenerativeModel, call: Call, patch: Patch) -> Obstacle | Non
 
 def _own_cache(host: HostModel, call: Call) -> Obstacle | None:
     """A cache that the caller passed in, if it or the model's layers keep more than keys and values as they are."""
+    if call.filled and host.apart and any(call.cache.is_sliding if call.cache is not None else ()):
+        return Obstacle("this model applies its window to a filled cache, but not to the tokens of a prompt")
     if call.owned and host.stateful:
         return Obstacle("mmspec fills a caller's cache with keys, values and states, but these layers keep more")
     if call.owned and host.recurrent and not callers_cache.keeps_states(call.cache):

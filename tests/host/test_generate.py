@@ -577,7 +577,7 @@ def test_a_cache_of_the_users_own_class(llava: Any, kind: Callable[[], Any]) -> 
 
 
 def test_a_filled_cache_with_sliding_windows() -> None:
-    """Its layers have dropped what a rollback needs: refused with a reason, or stock."""
+    """Its layers have dropped what no later token sees."""
     model = tiny_vlms.model("gemma3")
     filled = T.DynamicCache(config=model.config)
     first = tiny_vlms.generate(model, prompt(name="gemma3"), **{CACHE: filled})
@@ -585,7 +585,7 @@ def test_a_filled_cache_with_sliding_windows() -> None:
     def answer(target: Any, inputs: dict[str, Tensor], **call: Any) -> Tensor:
         return tiny_vlms.generate(target, inputs, **call, **{CACHE: copy.deepcopy(filled)})
 
-    refused_or_stock(model, second_turn(first, "gemma3"), "cache", draw=answer)
+    as_stock(model, second_turn(first, "gemma3"), draw=answer)
 
 
 # -- on and off ------------------------------------------------------------------------------------------------------

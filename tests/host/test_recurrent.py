@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import tiny_vlms
 import torch
-import transformers
 import uncompiled
 import vlm_classes as zoo
 from compared import as_alone, as_stock
@@ -26,7 +24,6 @@ from mmspec.drafters.plain import Plain
 from mmspec.kernels import few_rows
 from mmspec.kernels import reference_recurrent as ops
 from mmspec.pipelines.host import recurrent
-from mmspec.pipelines.host.names import CACHE
 from mmspec.pipelines.host.recurrent_state import AcceptedPath, RecurrentLayers
 from mmspec.pipelines.target import captures
 from mmspec.tree import from_parents
@@ -265,48 +262,3 @@ def test_models_that_read_text_alone(name: str, rows: int) -> None:
     mask[1:, :4] = 0
     for drafter in ("empty", "random tree", "right within"):
         as_stock(model, {"input_ids": ids * mask, "attention_mask": mask}, drafter)
-
-
-# -- caches of the caller's ------------------------------------------------------------------------------------------
-
-
-def _filled(model: Any, inputs: dict[str, Tensor], most: int, draw: Any) -> Any:
-    """The cache of an answer; nobody gave one."""
-    return getattr(draw(model, inputs, max_new_tokens=most, return_dict_in_generate=True), CACHE)
-
-
-def _own(model: Any, inputs: dict[str, Tensor], most: int, draw: Any) -> Any:
-    """A cache that the caller gave."""
-    own = transformers.DynamicCache(config=model.config.get_text_config())
-    draw(model, inputs, max_new_tokens=most, **{CACHE: own})
-    return own
-
-
-@pytest.mark.parametrize("turns", ["both", "only the first", "only the second"])
-@pytest.mark.parametrize("cache", [_filled, _own])
-@pytest.mark.parametrize("case", ["qwen3_5_moe", "nemotron_h_omni", "minicpmv4_6"])
-@pytest.mark.every(4)
-def test_a_cache_over_two_turns(case: str, cache: Any, turns: str) -> None:
-    """Wherever an answer ends, in the middle of a draft too, its cache is that of stock, and may be gone on from."""
-    model, inputs = zoo.model(case), zoo.prompt(case)
-    whole = zoo.generate(model, inputs, max_new_tokens=9)
-    right = DRAFTERS["always right"](model, Oracle.of(inputs["input_ids"], whole))
-    for most in (1, 4, 5, 9):
-        text = torch.cat([whole[:, : inputs["input_ids"].shape[1] + most], torch.tensor([[3, 4, 5]])], 1)
-        again = {"input_ids": text, "attention_mask": torch.ones_like(text)}
-        want = cache(model, inputs, most, zoo.generate)
-        with mmspec.enable(model, right) if turns != "only the second" else nullcontext():
-            found = cache(model, inputs, most, zoo.generate)
-        assert found.get_seq_length() == want.get_seq_length() == text.shape[1] - 4
-        for mine, theirs in zip(found.layers, want.layers, strict=True):
-            for name in ("keys", "values", "conv_states", "recurrent_states"):
-                pair = getattr(mine, name, None), getattr(theirs, name, None)
-                torch.testing.assert_close(*pair, rtol=1e-3, atol=1e-4)
-        answer = zoo.generate(model, again, max_new_tokens=8, **{CACHE: want})
-        with mmspec.enable(model, "ngram") if turns != "only the first" else nullcontext():
-            assert torch.equal(zoo.generate(model, again, max_new_tokens=8, **{CACHE: found}), answer)
-
-
-def test_a_cache_without_a_place_for_states_is_refused() -> None:
-    with mmspec.enable(zoo.model("lfm3_vl")), pytest.raises(mmspec.UnsupportedError, match="no place for the states"):
-        zoo.generate(zoo.model("lfm3_vl"), zoo.prompt("lfm3_vl"), **{CACHE: transformers.DynamicCache()})

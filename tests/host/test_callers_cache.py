@@ -1,0 +1,77 @@
+"""Caches of the caller's: filled as stock fills them, with states and windows, and gone on from in either direction."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import vlm_classes as zoo
+from hostile_drafters import DRAFTERS, Oracle
+from torch import Tensor
+
+import mmspec
+from mmspec.pipelines.host.call import TYPES
+from mmspec.pipelines.host.names import CACHE
+
+RECURRENT = ["qwen3_5_moe", "nemotron_h_omni", "minicpmv4_6", "lfm3_vl"]
+WINDOWS = ["lfm3_vl", "gemma4", "mistral3", "cohere2_vision"]
+
+
+def returned(model: Any, inputs: dict[str, Tensor], most: int) -> Any:
+    """The cache that an answer returns."""
+    return getattr(zoo.generate(model, inputs, max_new_tokens=most, return_dict_in_generate=True), CACHE)
+
+
+def own(model: Any, inputs: dict[str, Tensor], most: int) -> Any:
+    """A cache that the caller gives, and reads afterwards."""
+    cache = transformers.DynamicCache(config=model.config.get_text_config())
+    zoo.generate(model, inputs, max_new_tokens=most, **{CACHE: cache})
+    return cache
+
+
+def next_turn(text: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A question after this text, whose pictures are in the cache."""
+    ids = torch.cat([text, torch.tensor([[3, 4, 5]])], 1)
+    types = {name: torch.zeros_like(ids) for name in TYPES if name in inputs}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **types}
+
+
+@pytest.mark.parametrize("turns", ["both", "only the first", "only the second"])
+@pytest.mark.parametrize("cache", [returned, own])
+@pytest.mark.parametrize("case", dict.fromkeys([*RECURRENT, *WINDOWS]))
+@pytest.mark.every(5)
+def test_a_cache_over_two_turns(case: str, cache: Any, turns: str) -> None:
+    """Wherever an answer ends, in the middle of a draft too, its cache is that of stock."""
+    model, inputs = zoo.model(case), zoo.prompt(case)
+    whole = zoo.generate(model, inputs, max_new_tokens=17)
+    right = DRAFTERS["always right"](model, Oracle.of(inputs["input_ids"], whole))
+    for most in (1, 4, 5, 17):
+        asked = next_turn(whole[:, : inputs["input_ids"].shape[1] + most], inputs)
+        want = cache(model, inputs, most)
+        with mmspec.enable(model, right) if turns != "only the second" else nullcontext():
+            found = cache(model, inputs, most)
+        assert found.get_seq_length() == want.get_seq_length() == asked["input_ids"].shape[1] - 4
+        for mine, theirs in zip(found.layers, want.layers, strict=True):
+            for name in ("keys", "values", "conv_states", "recurrent_states"):
+                pair = getattr(mine, name, None), getattr(theirs, name, None)
+                torch.testing.assert_close(*pair, rtol=1e-3, atol=1e-4)
+        answer = zoo.generate(model, asked, max_new_tokens=8, **{CACHE: want})
+        with mmspec.enable(model, "ngram") if turns != "only the first" else nullcontext():
+            assert torch.equal(zoo.generate(model, asked, max_new_tokens=8, **{CACHE: found}), answer)
+
+
+def test_a_cache_without_a_place_for_states_is_refused() -> None:
+    model = zoo.model("lfm3_vl")
+    with mmspec.enable(model), pytest.raises(mmspec.UnsupportedError, match="no place for the states"):
+        zoo.generate(model, zoo.prompt("lfm3_vl"), **{CACHE: transformers.DynamicCache()})
+
+
+def test_a_window_for_filled_caches_alone_is_refused() -> None:
+    model, inputs = zoo.model("qwen3_vl_moe"), zoo.prompt("qwen3_vl_moe")
+    filled = own(model, inputs, 4)
+    asked = next_turn(zoo.generate(model, inputs, max_new_tokens=4), inputs)
+    with mmspec.enable(model), pytest.raises(mmspec.UnsupportedError, match="its window to a filled cache"):
+        zoo.generate(model, asked, **{CACHE: filled})
