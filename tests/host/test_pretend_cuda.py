@@ -273,7 +273,7 @@ def test_a_draft_repeats_no_keys(by: str, monkeypatch: pytest.MonkeyPatch) -> No
     told = nullcontext()
     if by == "sdpa":
         monkeypatch.setitem(cases.TOLERANCES["tree_attention"], torch.float32, (0.0, -1.0))
-        told = pytest.warns(UserWarning, match="by sdpa on cuda:0, without tree attention: ")  # type: ignore[assignment]
+        told = pytest.warns(UserWarning, match="use sdpa on cuda:0 instead of tree attention: ")  # type: ignore[assignment]
     if by == "stock":
         monkeypatch.setattr(tree_attention, "for_drafts", lambda decoder: None)
     with Pretend(), told:
