@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from mmspec.modes import each_module, hooked, hooked_everywhere, inert, own_class
 
 PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
-# Ignored attributes: those of every module (parameters and buffers are read separately), those set by `generate`, and
-# those of classes whose forward reads its parameters and nothing else.
+# Ignored attributes: those of every module (parameters and buffers are read separately), and those set by `generate`
 _OF_CALLS = {"generation_config", "warnings_issued", "_previous_max_cache_length", "_output_capturing_hooks_installed"}
 _ASIDE = {*vars(nn.Module())} - {"training"} | _OF_CALLS | {"_is_hf_initialized"}
-_LEAVES = {nn.Linear: _ASIDE | {"training", "in_features", "out_features"}}
+_OF_LINEAR = _ASIDE | {"training", "in_features", "out_features"}  # whose forward reads its parameters alone
 Marks = list[Any]  # values that are compared by ==
 _READ: ContextVar[dict[int, tuple[nn.Module, Version]] | None] = ContextVar("mmspec_versions", default=None)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -117,7 +116,7 @@ def _version(root: nn.Module, kept: bool = False) -> Version:
 
     why = "forward hooks are registered for all modules" if hooked_everywhere() else None
     for module, own in zip(modules, classes, strict=True):
-        attributes, aside = vars(module), _LEAVES.get(own, _ASIDE)
+        attributes, aside = vars(module), _ignored(module)
         state.append(id(own))
         for t in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
             weights += (t,) if t is None else (identity(t), *_laid_out(t))
@@ -146,6 +145,13 @@ def _parts(value: Any) -> Any:
     return type(value), len(value), [part for part in parts if type(part) in PLAIN]
 
 
+def _ignored(module: nn.Module) -> set[str]:
+    """The names of a module's ignored attributes."""
+    kind = own_class(type(module))  # another thread may swap it
+    plain = kind is nn.Linear and "forward" not in vars(module) and kind.forward.__module__ == kind.__module__
+    return _OF_LINEAR if plain else _ASIDE
+
+
 def _fixed(value: Any) -> bool:
     """Whether a value is the same as long as it is the same object."""
     return type(value) in PLAIN or (type(value) in (tuple, frozenset) and all(type(part) in PLAIN for part in value))
@@ -161,7 +167,7 @@ class _Seen:
 
     def __init__(self, root: nn.Module) -> None:
         self.version, self._gone = _version(root), list[ref[Any]]()  # ids mean nothing any more once something is gone
-        pairs = [(module, _LEAVES.get(own_class(type(module)), _ASIDE)) for module in each_module(root)]
+        pairs = [(module, _ignored(module)) for module in each_module(root)]
         pairs.sort(key=lambda pair: pair[1] is _ASIDE)
         modules, self._leaves = [module for module, _ in pairs], sum(aside is not _ASIDE for _, aside in pairs)
         self._refs = [ref(module, self._gone.append) for module in modules]

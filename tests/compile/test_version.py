@@ -481,6 +481,14 @@ def test_what_does_not_matter_is_not_read_anew() -> None:
     assert version(model) is found
     model.first.in_features, model.first.training = 7, False  # a Linear's forward reads its weight and bias
     assert version(model) is found and found == versions._version(model)
+    model.first.forward = types.MethodType(lambda self, x: nn.Linear.forward(self, x) * self.scale, model.first)
+    model.first.register_buffer("scale", torch.ones(()))  # one of its own may read more
+    for change in (lambda: model.first.scale.fill_(2), lambda: setattr(model.first, "training", True)):
+        before = version(model)
+        change()
+        assert version(model) == versions._version(model) != before
+    del model.first.forward
+    found = version(model)
     for _ in range(2):  # such as each stream sets one
         looking = model.first.register_forward_hook(Looking())
         assert version(model) is found
