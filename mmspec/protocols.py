@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmspec.config import Options
 from mmspec.modes import Mode
@@ -142,6 +142,10 @@ class Target(Protocol):
     streams: int
     guidance: Any
     weighs: bool
+
+    @property
+    def tables(self) -> tuple[nn.Module, ...]:
+        """The modules that `embed` and `head` read; a captured draft is valid until one of them changes."""
 
     def prefill(self, session: Session, inputs: Any, nodes: int) -> tuple[Prompt, Scores]:
         """Read the prompts of the session's rows into `session.cache`.

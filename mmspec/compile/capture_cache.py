@@ -28,14 +28,14 @@ class CaptureCache:
 
     Attributes:
         name: of the module, for warnings.
-        drafts: the caches of drafters that read this module's weights, by their own weights.
+        drafts: the caches of drafters that read some of this module's weights, by their own weights.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.drafts: WeakKeyDictionary[nn.Module, CaptureCache] = WeakKeyDictionary()
         self._captures: dict[Hashable, PiecewiseFunction | None] = {}
-        self._seen: Version | None = None  # the version that captures are valid for
+        self._seen: list[Version] = []  # the versions that captures are valid for
         self._graphs = ""  # the value of MMSPEC_GRAPHS for these captures
         self._drops = 0
         self._why: str | None = None  # reason why nothing is captured
@@ -56,27 +56,19 @@ class CaptureCache:
         """The cache of a drafter with these weights, which reads this module's, too."""
         return self.drafts.setdefault(weights, CaptureCache(name))
 
-    def check(self, module: nn.Module) -> None:
-        """At the start of a call: drop the captures of another version of the module."""
-        setting, now = graphs.setting(), version(module)
+    def check(self, *modules: nn.Module) -> None:
+        """At the start of a call: drop the captures of other versions of the modules that they read."""
+        setting, now = graphs.setting(), [version(module) for module in modules]
+        weights, state = [one.weights for one in now], [one.state for one in now]
         with self._checking:
-            before, self._why = self._seen, now.why
-            if before is None or (setting, now.weights, now.state) != (self._graphs, before.weights, before.state):
-                self.forget(other_weights=before is None or now.weights != before.weights)
+            before, self._why = self._seen, next((one.why for one in now if one.why is not None), None)
+            same = weights == [one.weights for one in before]
+            if not same or (setting, state) != (self._graphs, [one.state for one in before]):
+                self._drops = self._drops + any(self._captures.values()) if same else 0
+                self._captures = {}  # another one, since drafters in use may hold this one
             self._graphs, self._seen = setting, now
             if self._why is None and self._drops >= _DROPS:
                 self._why = "the attributes of its modules change from call to call"
-
-    def forget(self, other_weights: bool = True) -> None:
-        """Drop all captures, including those of drafters in use, which share these objects.
-
-        Args:
-            other_weights: not for other attributes alone, which would count as one of few such drops.
-        """
-        self._drops = 0 if other_weights else self._drops + any(self._captures.values())
-        self._captures = {}
-        for cache in list(self.drafts.values()):
-            cache.forget(other_weights)
 
     def existing(self, key: Hashable) -> PiecewiseFunction | None:
         """The capture for a key, if there is one."""

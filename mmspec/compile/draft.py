@@ -66,7 +66,7 @@ class CapturedDraft:
         self.most = sorted(1 + depth for depth in (depths or [drafter.options.depth]))
 
     def start(self, session: SessionView[FeatureMemory], target: Target, prompt: Prompt) -> FeatureMemory:
-        self.captures.check(self.drafter)
+        self.captures.check(self.drafter, *target.tables)
         if self.drafter.head.vocab is not None:  # copies or updates its rows of the head, which a replay does not
             assert prompt.embeds is not None
             self.drafter.logits(prompt.embeds[:1, :1], target)

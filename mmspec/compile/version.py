@@ -26,6 +26,7 @@ Marks = list[Any]  # values that are compared by ==
 _READ: ContextVar[dict[int, tuple[nn.Module, Version]] | None] = ContextVar("mmspec_versions", default=None)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 # dicts of a module whose items are read
+_BESIDE = ("_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
 _PARAMETERS, _INSIDE = itemgetter("_parameters"), itemgetter("_parameters", "_buffers", "_modules")
 _HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks")
 _SEEN: WeakKeyDictionary[nn.Module, _Seen] = WeakKeyDictionary()  # the latest version, by module
@@ -147,9 +148,9 @@ def _parts(value: Any) -> Any:
 
 def _ignored(module: nn.Module) -> set[str]:
     """The names of a module's ignored attributes."""
-    kind = own_class(type(module))  # another thread may swap it
-    plain = kind is nn.Linear and "forward" not in vars(module) and kind.forward.__module__ == kind.__module__
-    return _OF_LINEAR if plain else _ASIDE
+    kind, own = own_class(type(module)), vars(module)  # another thread may swap the class
+    plain = kind is nn.Linear and "forward" not in own and kind.forward.__module__ == kind.__module__
+    return _OF_LINEAR if plain and not any(own[name] for name in _BESIDE) else _ASIDE
 
 
 def _fixed(value: Any) -> bool:
@@ -237,7 +238,7 @@ class _Seen:
             kinds,
             [kind.forward for kind in dict.fromkeys(kinds)],
             list(map(attrgetter("_version"), plain)),
-            # an address is on one device, and the other two tell the shape and the dtype of what begins there
+            # an address is on one device; nbytes and strides differ where the shape or the size of a number does
             list(map(Tensor.data_ptr, plain)),
             list(map(attrgetter("nbytes"), plain)),
             list(map(Tensor.stride, plain)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -81,13 +82,17 @@ class Recipe:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
         for name in ("betas", "gate_heat"):
-            if len(getattr(self, name)) != 2:
-                raise ValueError(f"{name} must be two numbers; got {getattr(self, name)!r}")
+            pair = getattr(self, name)
+            if len(pair) != 2 or not all(isinstance(one, int | float) for one in pair):
+                raise ValueError(f"{name} must be two numbers; got {pair!r}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas is two numbers from 0 to below 1; got {self.betas!r}")
         weights = [name for name in names if name.endswith("_weight")]
         for stage in self.stages:
-            if not any({**vars(self), **stage.changes}[name] for name in weights):
+            values = [{**vars(self), **stage.changes}[name] for name in weights]
+            if not all(0 <= value < math.inf for value in values):
+                raise ValueError(f"weights of losses are finite, and not below 0; got {values}")
+            if not any(values):
                 raise ValueError(f"nothing is left to learn: {', '.join(sorted(weights))} are all 0")
         if self.clip_by not in ("norm", "value"):
             raise ValueError(f"clip_by is 'norm' or 'value'; got {self.clip_by!r}")

@@ -13,6 +13,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
     LinearAttentionLayer,
     QuantizedCache,
     StaticCache,
@@ -23,7 +24,11 @@ from transformers.cache_utils import (
 from mmspec.pipelines.host.cache import RaggedCache
 
 _IN_ORDER = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer)
-_RECURRENT = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+_RECURRENT = (
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+)
 _PLAIN = (*_IN_ORDER, StaticSlidingWindowLayer, DummyLayer, *_RECURRENT)
 
 

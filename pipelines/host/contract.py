@@ -99,7 +99,7 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
     ("transformers.cache_utils.StaticLayer.update", "order", "key_states value_states", "A caller's static cache is filled by it", "host/callers_cache"),
     ("transformers.cache_utils.DynamicCache", "is", "", "A call that returns its cache gets one", "host/callers_cache host/processors/followed"),
     *((f"transformers.cache_utils.{name}", "is", "", "A caller's cache of other classes runs the stock path", "host/callers_cache")
-      for name in ("StaticCache", "DynamicSlidingWindowLayer", "StaticSlidingWindowLayer", "DummyLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer")),
+      for name in ("StaticCache", "DynamicSlidingWindowLayer", "StaticSlidingWindowLayer", "DummyLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndStaticFullAttentionLayer")),
     ("transformers.cache_utils.DynamicSlidingWindowLayer.update", "line", "full_key_states[:, :, -self.sliding_window + 1:, :]", "A caller's keys are the latest of the text, in its order", "host/callers_cache"),
     ("transformers.cache_utils.LinearAttentionCacheLayerMixin", "holds", "number_of_states has_previous_state", "A caller's recurrent states are read and filled by layer", "host/callers_cache"),
     ("transformers.cache_utils.QuantizedCache", "is", "", "A call with one runs the stock path", "host/callers_cache"),

@@ -127,7 +127,7 @@ def _other_device(model: GenerativeModel, patch: Patch, call: Call) -> Obstacle 
 def generate(model: GenerativeModel, handle: Patch, call: Call) -> tuple[Tensor | ModelOutput, Stats]:
     """Run one call to its end; returns the stock return value and the statistics."""
     config, drafter = call.generation_config, handle.fitted_proposer(model)
-    for message in _ignored(model, call):
+    for message in _ignored(call):
         handle.warn_once(message)
     ours, ends = call.for_model(model), call.endings
     keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
@@ -139,7 +139,7 @@ def generate(model: GenerativeModel, handle: Patch, call: Call) -> tuple[Tensor 
     ]
     drafter = forced.with_forced(drafter, rows)
     target = handle.family.target(model, drafter.features, ours.guidance)
-    collected = _Collected(call, ends, keep)
+    collected = _Collected(call, ends, keep, handle.warn_once)
     state = None
     with torch.no_grad():
         for session, round_ in rounds(target, drafter, rows, ours):
@@ -229,15 +229,13 @@ def watched(custom: Callable[..., object], model: GenerativeModel, handle: Patch
     return run
 
 
-def _ignored(model: GenerativeModel, call: Call) -> Iterator[str]:
+def _ignored(call: Call) -> Iterator[str]:
     """Warnings on arguments that have no effect here; the tokens do not depend on them."""
     config = call.generation_config
     if call.pieces is not None:
         yield "mmspec reads a prompt in one piece; prefill_chunk_size has no effect"
     if config.return_dict_in_generate and len(call.input_ids) > 1:
         yield "mmspec returns a KV cache for one row only: rows that ended at different times share no cache"
-    elif config.return_dict_in_generate and HostModel.of(model).stateful:
-        yield "mmspec returns no KV cache for a model whose layers keep more than keys, values and states"
 
 
 def row_seeds(model: GenerativeModel, count: int, drawing: bool) -> list[int]:
@@ -248,9 +246,9 @@ def row_seeds(model: GenerativeModel, count: int, drawing: bool) -> list[int]:
 class _Collected:
     """Collects rounds into the caller's output: tokens, scores, logits, streamed columns."""
 
-    def __init__(self, call: Call, ends: stopping.Endings, keep: bool) -> None:
+    def __init__(self, call: Call, ends: stopping.Endings, keep: bool, warn: Callable[[str], None]) -> None:
         self.call, self.ends = call, ends
-        self.keep = keep
+        self.keep, self.warn = keep, warn
         self.rows: list[Row] = []
         self.read = 0  # cache slots of the prompt
         self.kept: dict[int, list[tuple[Tensor, Tensor]]] = {}  # row id → (processed, raw) of each generated token
@@ -298,11 +296,13 @@ class _Collected:
         new = torch.tensor(columns, dtype=torch.long, device=ids.device)
         sequences = torch.cat([ids, new.view(length, -1).T], 1)  # int64, whatever the dtype of input_ids
         cache = None
-        returned = self.call.returns_cache and len(ids) == 1  # ragged rows have no common cache
-        if returned and state is not None and callers_cache.has_places(self.call.cache, state.cache):
+        if self.call.returns_cache and state is not None and len(ids) == 1:  # ragged rows have no common cache
             first = state.open_slots.new_zeros(1, dtype=torch.long)
             slots = state.cache if state.streams == 1 else state.cache.select(first)
-            cache = callers_cache.fill(self.call.cache, slots, self.read + length - 1)
+            if callers_cache.has_places(self.call.cache, slots):
+                cache = callers_cache.fill(self.call.cache, slots, self.read + length - 1)
+            else:
+                self.warn("mmspec returns no KV cache: it has no place for all that this model's layers keep")
         if not config.return_dict_in_generate:
             return sequences
         scores = self._steps(0, length) if config.output_scores else None

@@ -9,7 +9,7 @@ from functools import partial, reduce
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.kernels import reference as ops
@@ -46,6 +46,11 @@ class ModelTarget:
         self.ranks = LIKELIEST in features  # whether the drafter needs the likeliest tokens
         self.guidance = guidance
         self.streams = 1 if guidance is None else 2
+
+    @property
+    def tables(self) -> tuple[nn.Module, ...]:
+        """The modules that `embed` and `head` read."""
+        return (self.model,)
 
     def score(self, session: Session, draft: Draft) -> Scores:
         raw, hidden = self.nodes(session, draft)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.functional import pad
 
@@ -68,6 +68,11 @@ class VlmTarget(ModelTarget):
         self.mixed, self.kinds = self.masks.mixed, host.kinds
         # FlashAttention can read a chain of a single row, whose nodes follow each other at the end of the text
         self.flash = host.flash and self.last is None and self.masks.kinds <= set(tree_attention.KINDS)
+
+    @property
+    def tables(self) -> tuple[nn.Module, ...]:
+        own = type(self) is VlmTarget  # others may have tables of pictures
+        return (self.host.embedding, self.output) if own else super().tables
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.host.embedding(ids).to(ids.device)

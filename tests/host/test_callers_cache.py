@@ -69,6 +69,27 @@ def test_a_cache_without_a_place_for_states_is_refused() -> None:
         zoo.generate(model, zoo.prompt("lfm3_vl"), **{CACHE: transformers.DynamicCache()})
 
 
+@pytest.mark.parametrize("kind", [transformers.StaticCache, transformers.DynamicCache])
+def test_layers_with_attention_and_a_state(kind: Any) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    states = {"mamba_n_heads": 4, "mamba_d_ssm": 64, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+    config = transformers.FalconH1Config(**sizes, **states, num_hidden_layers=2, vocab_size=64, eos_token_id=None)
+    model, ids = transformers.FalconH1ForCausalLM(config).eval(), torch.tensor([[3, 9, 4, 9, 3, 9]])
+
+    def conversation(*enabled: bool) -> list[list[int]]:
+        more = {"max_cache_len": 64} if kind is transformers.StaticCache else {}
+        cache, text = kind(config=config, **more), ids
+        for accelerated in enabled:
+            with mmspec.enable(model, "recycle", auto=False) if accelerated else nullcontext():
+                text = model.generate(text, max_new_tokens=7, do_sample=False, **{CACHE: cache})
+            assert cache.get_seq_length() == text.shape[1] - 1
+            text = torch.cat([text, ids[:, :2]], 1)
+        return text.tolist()
+
+    stock = conversation(False, False, False)
+    assert all(conversation(*turns) == stock for turns in ((True, True, True), (True, False, True)))
+
+
 def test_a_window_for_filled_caches_alone_is_refused() -> None:
     model, inputs = zoo.model("qwen3_vl_moe"), zoo.prompt("qwen3_vl_moe")
     filled = own(model, inputs, 4)
