@@ -356,7 +356,7 @@ def _words(folder: Path, questions: Path) -> list[str]:
         (["--set", "gate_samples=0"], "gate_samples must be at least 1; got 0"),
         (["--set", "betas=[0.9]"], "betas must be two numbers; got (0.9,)"),
         (["--set", "betas=['a','b']"], "betas must be two numbers; got ('a', 'b')"),
-        (["--set", "token_weight=nan"], "weights of losses are finite, and not below 0; got ["),
+        (["--set", "token_weight=nan"], "token_weight is a number from 0 on, such as 0.1; got"),
         (
             ["--set", "feature_weight=0", "token_weight=0"],
             "nothing is left to learn: confidence_weight, feature_weight",
