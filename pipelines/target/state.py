@@ -98,10 +98,11 @@ class State:
             self.prompt = torch.full((len(slots),), slots.shape[1], device=slots.device)
 
     def commit(self, round_: Round) -> None:
-        """Keep the accepted nodes up to a row's end, in every stream; those of a chain are already in their places."""
-        count, used = round_.acceptance.count, tuple(map(len, round_.new))
-        if used != round_.counts:  # what comes after a row's end is not part of its text
-            count = torch.tensor(used, device=count.device)
+        """Keep the accepted nodes, in every stream; those of a chain are already in their places."""
+        count, used = round_.acceptance.count, round_.counts
+        if self.cache.recurrent and used != (own := tuple(map(len, round_.new))):
+            # a state cannot be cut back to where its row has ended, as keys are
+            count, used = torch.tensor(own, device=count.device), own
         kept, count = (each_stream(t, self.streams) for t in (round_.kept, count))
         counts = tuple(n for n in used for _ in range(self.streams))
         self.cache.commit(kept, counts, count, round_.draft.tree.is_chain)
