@@ -88,7 +88,7 @@ class Planner:
         sidecar = sidecars.of(name, record) if sidecars else None
         stamp = item.source.stamp
         same = record is not None and self._unchanged(record, item, stamp)
-        original = item.existing or (record or {}).get("existing")
+        original = item.existing or (record or {}).get("existing")  # the caption before mmspec wrote one
         if record and same and options.resume and record.get("ask") == self._choice(item, original)[1]:
             todo.done += 1
             self._restore(record, sidecar, todo)
@@ -107,7 +107,8 @@ class Planner:
                 f"{outputs.folder} already holds a caption of {name}, from another folder; "
                 "choose another --out, or --on-existing overwrite"
             )
-        todo.again, todo.bare = todo.again + same, todo.bare + (self.reads_existing and not existing)
+        todo.again += same
+        todo.bare += self.reads_existing and not existing
         todo.pending.append(Task(item, choice, ask, stamp, existing, sidecar, failure is not None))
 
     def _choice(self, item: Item, existing: str | None) -> tuple[PromptChoice, str]:

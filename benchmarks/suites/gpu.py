@@ -102,8 +102,7 @@ STAGES: dict[str, GpuStage] = {
     ),
     "more shapes": GpuStage(
         "c at the other published shapes, as far as the time goes", 0.06, (*_BENCH, "shapes", "--json", "FILE"),
-        (*_BENCH, "shapes", "--json", "FILE", "--models", "smolvlm-500m", "--drafters", "msd", *_TOY, *_LITTLE,
-         "--contexts", "64"),
+        (*_BENCH, "shapes", "--json", "FILE", "--models", "smolvlm-500m", *_TOY, *_LITTLE, "--contexts", "64"),
     ),
 }  # fmt: skip
 

@@ -26,7 +26,6 @@ Marks = list[Any]  # values that are compared by ==
 _READ: ContextVar[dict[int, tuple[nn.Module, Version]] | None] = ContextVar("mmspec_versions", default=None)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 # dicts of a module whose items are read
-_BESIDE = ("_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
 _PARAMETERS, _INSIDE = itemgetter("_parameters"), itemgetter("_parameters", "_buffers", "_modules")
 _HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks")
 _SEEN: WeakKeyDictionary[nn.Module, _Seen] = WeakKeyDictionary()  # the latest version, by module
@@ -150,7 +149,7 @@ def _ignored(module: nn.Module) -> set[str]:
     """The names of a module's ignored attributes."""
     kind, own = own_class(type(module)), vars(module)  # another thread may swap the class
     plain = kind is nn.Linear and "forward" not in own and kind.forward.__module__ == kind.__module__
-    return _OF_LINEAR if plain and not any(own[name] for name in _BESIDE) else _ASIDE
+    return _OF_LINEAR if plain and not any((*_INSIDE(own)[1:], *_HOOKS(own))) else _ASIDE
 
 
 def _fixed(value: Any) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmspec.compile.version import unchanging
 from mmspec.drafters.draft_vocab import DraftVocab
@@ -85,6 +85,10 @@ def _unfit(model: GenerativeModel, patch: Patch) -> Obstacle | None:
 
 class JanusTarget(VlmTarget):
     """Image mode: the embedding and head of image codes, and both streams in one batch, as in stock."""
+
+    @property
+    def tables(self) -> tuple[nn.Module, ...]:
+        return (self.model,)  # several of its modules
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.model.prepare_embeddings_for_image_generation(ids).to(ids.device)

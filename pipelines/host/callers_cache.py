@@ -62,8 +62,9 @@ def adopt(
     past = int(cache.get_seq_length()) if cache is not None else 0
     for index, layer in enumerate(cache.layers if cache is not None and past else []):
         if isinstance(layer, (DynamicLayer, StaticLayer)) and layer.keys is not None and layer.values is not None:
-            lost = max(0, past - layer.keys.shape[2])  # behind a sliding window, where no later token sees them
-            keys, values = (pad(t[:, :, :past], (0, 0, lost, 0)) for t in (layer.keys, layer.values))
+            keys, values = layer.keys[:, :, :past], layer.values[:, :, :past]
+            if (lost := past - keys.shape[2]) > 0:  # behind a sliding window, where no later token sees them
+                keys, values = (pad(t, (0, 0, lost, 0)) for t in (keys, values))
             mine.update(keys, values, index)
         for number in range(layer.number_of_states if isinstance(layer, LinearAttentionLayer) else 0):
             assert cache is not None

@@ -75,13 +75,14 @@ def _pipeline(where: str, device: torch.device, dtype: torch.dtype) -> ImageMode
     pipe.set_progress_bar_config(disable=True)
 
     takes = inspect.signature(pipe.__call__).parameters
+    sides = {"height", "width"} & takes.keys()
 
     def draw(prompts: Sequence[str], **settings: Any) -> Sequence[Image.Image]:
-        area = settings.pop(SIZE, None)
-        if unknown := settings.keys() - takes:
+        area = settings.pop(SIZE, None) if sides else None
+        if unknown := settings.keys() - takes.keys():
             raise ValueError(f"{kind} takes no {min(unknown)}; leave it out")
-        if not {"height", "width"} & settings.keys() and {"height", "width"} <= takes.keys():
-            settings |= dict.fromkeys(("height", "width"), _side(pipe, area))
+        if not sides & settings.keys():
+            settings |= dict.fromkeys(sides, _side(pipe, area))
         return pipe(prompt=list(prompts), **settings).images
 
     return ImageModel(pipe, draw)

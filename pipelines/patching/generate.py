@@ -82,7 +82,7 @@ def obstacle(model: GenerativeModel, call: Call, patch: Patch) -> Obstacle | Non
 
 
 def _own_cache(host: HostModel, call: Call) -> Obstacle | None:
-    """A cache that the caller passed in, if it or the model's layers keep more than keys and values as they are."""
+    """A cache that the caller passed in, if it could not be filled as stock fills it, or gone on from."""
     if call.filled and host.apart and any(call.cache.is_sliding if call.cache is not None else ()):
         return Obstacle("this model applies its window to a filled cache, but not to the tokens of a prompt")
     if call.owned and host.stateful:

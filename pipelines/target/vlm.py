@@ -71,8 +71,7 @@ class VlmTarget(ModelTarget):
 
     @property
     def tables(self) -> tuple[nn.Module, ...]:
-        own = type(self) is VlmTarget  # others may have tables of pictures
-        return (self.host.embedding, self.output) if own else super().tables
+        return self.host.embedding, self.output
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.host.embedding(ids).to(ids.device)
