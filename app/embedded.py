@@ -21,7 +21,7 @@ NOTE = (
 
 def resolve(name: str) -> str:
     """The folder of an embedded model's weights; other names unchanged. FileNotFoundError if weights are missing."""
-    if (name not in DRAFTERS and name not in zoo.DRAFTERS) or Path(name).exists():
+    if name not in {*DRAFTERS, *zoo.DRAFTERS, MAR_MODEL, MAR_DRAFT} or Path(name).exists():
         return name
     return str(zoo.path(name))
 
