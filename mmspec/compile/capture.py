@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.split_module import split_module
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspec.compile import graphs, opaque, products
 from mmspec.compile.recording import Function
@@ -176,15 +177,35 @@ def _one_mode() -> AbstractContextManager[TracingContext | None]:
     return tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))
 
 
+class _Unread(TorchDispatchMode):
+    """Raises Uncapturable if the value of one of these tensors is read, which would become a constant of the code."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, own: Container[int]) -> None:
+        super().__init__()
+        self.own = own
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        if torch.Tag.data_dependent_output in getattr(func, "tags", ()) and any(id(a) in self.own for a in args):
+            raise Uncapturable("it reads the value of a weight or buffer, which may change")
+        return func(*args, **(kwargs or {}))
+
+
 def _traced(function: Function, inputs: Sequence[Tensor], own: Iterable[Tensor]) -> tuple[fx.GraphModule, list[Tensor]]:
     """The graph of `function` with the weights that it uses as additional inputs, and these weights."""
+    mine = {id(t): t for t in own}
+
+    def unread(*inputs: Tensor) -> Sequence[Tensor]:
+        with _Unread(mine):
+            return function(*inputs)
+
     try:
         with _own_casts(), _one_mode():
-            graph = make_fx(function)(*inputs)
+            graph = make_fx(unread)(*inputs)
     except RuntimeError as error:  # a branch on the value of a tensor, an operation that cannot be recorded
         raise Uncapturable(str(error).strip().splitlines()[0]) from error
     graph.graph.eliminate_dead_code()
-    mine = {id(t): t for t in own}
     weights: dict[int, tuple[Tensor, fx.Node]] = {}
     *_, last = (n for n in graph.graph.nodes if n.op == "placeholder")
     for node in [n for n in graph.graph.nodes if n.op == "get_attr"]:

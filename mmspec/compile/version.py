@@ -12,19 +12,18 @@ from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import torch
 from torch import Tensor, nn
 
+from mmspec.compile import marks
+from mmspec.compile.marks import CONTAINERS, PLAIN, fixed, is_config, is_holder, placed
 from mmspec.modes import each_module, hooked, hooked_everywhere, inert, own_class
 
-PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 # Ignored attributes: those of every module (parameters and buffers are read separately), and those set by `generate`
 _OF_CALLS = {"generation_config", "warnings_issued", "_previous_max_cache_length", "_output_capturing_hooks_installed"}
 _ASIDE = {*vars(nn.Module())} - {"training"} | _OF_CALLS | {"_is_hf_initialized"}
 _OF_LINEAR = _ASIDE | {"training", "in_features", "out_features"}  # whose forward reads its parameters alone
 Marks = list[Any]  # values that are compared by ==
 _READ: ContextVar[dict[int, tuple[nn.Module, Version]] | None] = ContextVar("mmspec_versions", default=None)
-_CONTAINERS = (list, tuple, dict, set, frozenset)
 # dicts of a module whose items are read
 _PARAMETERS, _INSIDE = itemgetter("_parameters"), itemgetter("_parameters", "_buffers", "_modules")
 _HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks")
@@ -36,13 +35,15 @@ _REFRESHED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how often
 class Version:
     """Two versions are equal if the forward computes the same results from the same inputs.
 
-    Keep it alive as long as it is compared with others, so that its ids are not reused for other objects. Writes that
-    bypass torch's version counters (through `.data`, a numpy view, another process) are not detected; see `refresh`.
+    Keep it alive as long as it is compared with others, so that its ids are not reused for other objects. Not detected
+    are writes that bypass torch's version counters (through `.data`, a numpy view, another process), other tensors that
+    modules keep outside of parameters and buffers, class attributes, and methods other than `forward`; see `refresh`.
 
     Attributes:
-        weights: the parameters and buffers, by identity.
-        state: classes, flags, plain attributes, functions, configurations, and calls of `refresh`.
-        written: for each parameter and buffer its version counter and its address.
+        weights: the parameters and buffers, by identity among those that are alive, as those of a capture are.
+        state: classes, submodules, flags, plain attributes (of objects, too), functions, configurations, and calls of
+            `refresh`.
+        written: for each parameter and buffer its version counter, its address, and the steps of optimizers.
         why: the reason why a capture cannot replace the model's forward, such as hooks; None: it can.
     """
 
@@ -94,55 +95,53 @@ def _version(root: nn.Module, kept: bool = False) -> Version:
     modules, alive, configs = list(each_module(root)), list[ref[Any]](), dict[int, Any]()
     classes = [own_class(type(module)) for module in modules]  # another thread may swap them
     weights: Marks = []
-    written: Marks = []
+    writes: Marks = []
     state: Marks = [sum(_REFRESHED.get(module, 0) for module in modules) if _REFRESHED else 0]
 
-    def identity(thing: Any) -> int:
-        """A number that no other object has while this version is alive."""
+    def identity(thing: Any) -> Any:
+        """What no other object has while this version is alive."""
         try:
-            alive.append(ref(thing))
+            alive.append(marks.alive_ref(thing))
         except TypeError:
             return id(thing)
-        return id(alive[-1])
+        return (id(thing), id(alive[-1])) if isinstance(thing, Tensor) else id(alive[-1])
 
     def mark(value: Any) -> Any:
         if type(value) in PLAIN:
             return value
         if isinstance(value, Tensor):  # no capture can use it
             return identity(value) if kept else None
-        if isinstance(value, _CONTAINERS):
-            return _parts(value)
+        if isinstance(value, CONTAINERS):
+            return marks.parts(value)
+        if is_holder(value):
+            return marks.held(value, identity)
         return identity(value) if callable(value) else type(value)
 
     why = "forward hooks are registered for all modules" if hooked_everywhere() else None
+    places = {id(module): place for place, module in enumerate(modules)}
     for module, own in zip(modules, classes, strict=True):
         attributes, aside = vars(module), _ignored(module)
-        state.append(id(own))
+        inside = attributes["_modules"]
+        state += (id(own), *inside, [places.get(id(child)) for child in inside.values()])
         for t in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
-            weights += (t,) if t is None else (identity(t), *_laid_out(t))
-            written += (t,) if t is None else _written(t)
+            weights += (t,) if t is None else (id(t), *marks.laid_out(t))
+            writes += (t,) if t is None else (identity(t), marks.written(t))
         for name, value in attributes.items():
             if name in aside:
                 continue
-            if _is_config(name, value):
+            if is_config(name, value):
                 configs[id(value)] = value
                 value = None
             state += (name, mark(value))
         if why is None and (found := _obstacle(module, attributes)) is not None:
             why = f"{_name(root, module)} {found}"
-    for config in (inner for outer in configs.values() for inner in _with_nested(outer)):
+    for config in (inner for outer in configs.values() for inner in marks.with_nested(outer)):
         state.append(identity(config))
         for name, value in vars(config).items():
             state += (name, mark(value))
     for stock in dict.fromkeys(classes):
         state += (identity(stock), identity(stock.forward))
-    return Version(weights, state, written, why, alive)
-
-
-def _parts(value: Any) -> Any:
-    """The parts of a list, tuple, set or dict that are compared: type, length and plain elements."""
-    parts = [*value, *value.values()] if isinstance(value, dict) else value
-    return type(value), len(value), [part for part in parts if type(part) in PLAIN]
+    return Version(weights, state, writes, why, alive)
 
 
 def _ignored(module: nn.Module) -> set[str]:
@@ -150,11 +149,6 @@ def _ignored(module: nn.Module) -> set[str]:
     kind, own = own_class(type(module)), vars(module)  # another thread may swap the class
     plain = kind is nn.Linear and "forward" not in own and kind.forward.__module__ == kind.__module__
     return _OF_LINEAR if plain and not any((*_INSIDE(own)[1:], *_HOOKS(own))) else _ASIDE
-
-
-def _fixed(value: Any) -> bool:
-    """Whether a value is the same as long as it is the same object."""
-    return type(value) in PLAIN or (type(value) in (tuple, frozenset) and all(type(part) in PLAIN for part in value))
 
 
 class _Seen:
@@ -166,6 +160,7 @@ class _Seen:
     """
 
     def __init__(self, root: nn.Module) -> None:
+        marks.count_steps()
         self.version, self._gone = _version(root), list[ref[Any]]()  # ids mean nothing any more once something is gone
         pairs = [(module, _ignored(module)) for module in each_module(root)]
         pairs.sort(key=lambda pair: pair[1] is _ASIDE)
@@ -180,8 +175,8 @@ class _Seen:
         # at least two names, so that itemgetter gives a tuple
         read = [some * 2 if len(some) == 1 else some for some in read]
         self._readers = [itemgetter(*some) for some in read if some]
-        configs = [value for one in own for name, value in one.items() if _is_config(name, value)]
-        nested = {id(one): one for config in configs for one in _with_nested(config)}
+        configs = [value for one in own for name, value in one.items() if is_config(name, value)]
+        nested = {id(one): one for config in configs for one in marks.with_nested(config)}
         self._configs = [vars(one) for one in nested.values()]
         self._hooks = _hooks(own)
         self._names, values = self._attributes(own)
@@ -189,12 +184,13 @@ class _Seen:
         outer = len(named) - len(self._names)
         self._results = [i for i in range(outer) if isinstance(values[i], Tensor)]
         self._ids = self._compared(values)
-        self._kept = [value for value in values if _fixed(value)]
+        self._kept = [value for value in values if fixed(value)]
         tensors = [i for i in range(outer, len(values)) if isinstance(values[i], Tensor)]
-        self._plain = [i for i in tensors if _placed(values[i]) and not values[i].is_inference()]
+        self._plain = [i for i in tensors if placed(values[i]) and not values[i].is_inference()]
         self._others = [*{*tensors} - {*self._plain}]
-        held = [i for i, value in enumerate(values) if isinstance(value, _CONTAINERS) and not _fixed(value)]
-        self._containers = [i for i in held if named[i] not in _ASIDE]
+        inside = [i for i, value in enumerate(values) if isinstance(value, CONTAINERS) and not fixed(value)]
+        self._containers = [i for i in inside if named[i] not in _ASIDE]
+        self._holders = [i for i, value in enumerate(values) if is_holder(value) and not is_config(named[i], value)]
         self._state = self._state_of(modules, values)
 
     def unchanged(self) -> bool:
@@ -241,8 +237,10 @@ class _Seen:
             list(map(Tensor.data_ptr, plain)),
             list(map(attrgetter("nbytes"), plain)),
             list(map(Tensor.stride, plain)),
-            [(*_laid_out(values[i]), *_written(values[i])) for i in others],
-            [_parts(values[i]) for i in self._containers],
+            [(*marks.laid_out(values[i]), *marks.written(values[i])) for i in others],
+            marks.steps(plain),
+            [marks.parts(values[i]) for i in self._containers],
+            [marks.held(values[i], id) for i in self._holders],
         )
 
 
@@ -256,30 +254,6 @@ def refresh(*models: nn.Module) -> None:
     """Invalidate captures and cached prefixes of these modules, their submodules, and the modules that contain them."""
     for module in each_module(*models):
         _REFRESHED[module] = _REFRESHED.get(module, 0) + 1
-
-
-def _laid_out(t: Tensor) -> tuple[Any, ...]:
-    return t.dtype, t.device, t.shape, _placed(t) and t.stride()
-
-
-def _written(t: Tensor) -> tuple[int, int]:
-    return 0 if t.is_inference() else t._version, t.data_ptr() if _placed(t) else 0
-
-
-def _placed(t: Tensor) -> bool:
-    """Whether a tensor has an address."""
-    return type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
-
-
-def _is_config(name: str, value: Any) -> bool:
-    return name.endswith("config") and hasattr(value, "__dict__")
-
-
-def _with_nested(config: Any) -> Iterator[Any]:
-    yield config
-    for name, value in vars(config).items():
-        if _is_config(name, value):
-            yield from _with_nested(value)
 
 
 def _obstacle(module: nn.Module, attributes: dict[str, Any]) -> str | None:

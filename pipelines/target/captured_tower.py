@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable, compare
 from mmspec.compile.capture_cache import CaptureCache, weights
+from mmspec.compile.marks import PLAIN
 from mmspec.compile.opaque import Structure, apart
-from mmspec.compile.version import PLAIN
 from mmspec.functional import cut, sdpa
 from mmspec.modes import computed_in, lasting
 from mmspec.pipelines.host.forward import Decode, TowerTap, during

@@ -15,7 +15,8 @@ from torch import Tensor
 from mmspec.compile import capture
 from mmspec.compile.capture import PiecewiseFunction, Uncapturable, compare
 from mmspec.compile.capture_cache import CaptureCache, weights
-from mmspec.compile.version import PLAIN, version
+from mmspec.compile.marks import PLAIN
+from mmspec.compile.version import version
 from mmspec.functional import LayerAttention, sdpa
 from mmspec.modes import computed_in, lasting
 from mmspec.pipelines.host import adapters, recurrent, tree_attention

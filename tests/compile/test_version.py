@@ -413,7 +413,8 @@ class Toy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-        self.scale, self.names, self.table, self.act = 0.123, ["a"], {"x": 1}, torch.tanh
+        self.scale, self.names, self.table, self.act = 0.123, ["a"], {"x": 1, "more": {"y": 1}}, torch.tanh
+        self.control = types.SimpleNamespace(strength=1.0, vector=None, layers=[1])
         self.config = Settings()
         self.register_buffer("mean", torch.zeros(2))
 
@@ -422,6 +423,13 @@ class Toy(nn.Module):
 
 
 def hook(*_: Any) -> None: ...
+
+
+def stepped(weight: nn.Parameter) -> None:
+    """One step of a fused optimizer, as `Trainer` has it: torch's version counter stays as it was."""
+    counted, weight.grad = weight._version, torch.ones_like(weight)
+    torch.optim.AdamW([weight], fused=True).step()
+    assert weight._version == counted
 
 
 class Looking:
@@ -437,6 +445,10 @@ MUTATIONS: dict[str, Callable[[Toy], Any]] = {  # by what changes; each is done 
     "a number below": lambda m: setattr(m.second[1], "p", m.second[1].p / 2),
     "a list": lambda m: m.names.append("b"),
     "a dict": lambda m: m.table.update(x=m.table["x"] + 1),
+    "a dict inside it": lambda m: m.table["more"].update(y=m.table["more"]["y"] + 1),
+    "a number in an object": lambda m: setattr(m.control, "strength", m.control.strength / 7),
+    "a list in an object": lambda m: m.control.layers.append(2),
+    "a tensor in an object": lambda m: setattr(m.control, "vector", torch.rand(2)),
     "a new attribute": lambda m: setattr(m, f"more{len(vars(m))}", 1),
     "a function": lambda m: setattr(m, "act", lambda x: x),
     "a configuration": lambda m: setattr(m.config, "width", m.config.width + 1000),
@@ -444,12 +456,15 @@ MUTATIONS: dict[str, Callable[[Toy], Any]] = {  # by what changes; each is done 
     "a parameter": lambda m: setattr(m.first, "weight", nn.Parameter(torch.rand(2, 2))),
     "its values": lambda m: m.first.weight.add_(1),
     "some of its values": lambda m: m.first.weight[..., -1:].fill_(3),
+    "an optimizer's step": lambda m: stepped(m.first.weight),
     "its data": lambda m: setattr(m.first.weight, "data", torch.rand(2, 2)),
     "its shape": lambda m: setattr(m.mean, "data", m.mean.data.view(1, *m.mean.shape)),
     "its strides": lambda m: setattr(m.first.weight, "data", m.first.weight.data.T),
     "its dtype": lambda m: m.first.double() if m.first.weight.dtype == torch.float32 else m.first.float(),
     "a buffer": lambda m: setattr(m, "mean", torch.rand(2)),
     "a child": lambda m: setattr(m, "first", nn.Linear(2, 2)),
+    "the order of children": lambda m: m.second.insert(0, m.second.pop(len(m.second) - 1)),
+    "a child in two places": lambda m: setattr(m, "first", m.second[int(m.first is m.second[0])]),
     "a child more": lambda m: m.second.append(nn.ReLU()),
     "the mode": lambda m: m.second.train(not m.second.training),
     "a hook": lambda m: m.second.register_forward_hook(hook),
@@ -457,7 +472,12 @@ MUTATIONS: dict[str, Callable[[Toy], Any]] = {  # by what changes; each is done 
     "a refresh": lambda m: versions.refresh(m.first),
     "the class": lambda m: setattr(m.second[0], "__class__", type("Other", (nn.Linear,), {})),
 }
-WRITES = ("its values", "some of its values", "its data")  # of which torch knows, and after which captures are valid
+WRITES = (
+    "its values",
+    "some of its values",
+    "an optimizer's step",
+    "its data",
+)  # of which torch knows, and after which captures are valid
 
 
 @pytest.mark.parametrize("what", MUTATIONS)
@@ -534,7 +554,49 @@ def test_another_weight_at_the_same_address_is_another_weight() -> None:
         before = version(layer)
         layer.weight = None
         layer.weight = nn.Parameter(torch.ones(4, 4))
-        assert version(layer).weights != before.weights
+        assert version(layer) != before
+
+
+def test_contents_of_weights_may_be_swapped(model: Model) -> None:
+    """As `model.to()` does with quantized weights; torch refuses to swap tensors that have weak references."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        layer(other).mlp.down_proj.weight.neg_()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with mmspec.enable(model, Plain(), compile=True):
+            plain = answer(model)
+            model.load_state_dict(other.state_dict())
+            assert answer(model) == stock(model) != plain
+            model.double()
+            model.float()
+            assert answer(model) == stock(model)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+class Gated(nn.Module):
+    """Reads the value of a buffer in Python."""
+
+    def __init__(self, mlp: nn.Module, how: str) -> None:
+        super().__init__()
+        self.mlp, self.how = mlp, how
+        self.register_buffer("gate", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "branch":
+            return self.mlp(x) if self.gate else -self.mlp(x)
+        return self.mlp(x) * self.gate.item()
+
+
+@pytest.mark.parametrize("how", ["branch", "number"])
+def test_what_reads_the_value_of_a_buffer_runs_uncompiled(how: str, model: Model) -> None:
+    layer(model).mlp = gated = Gated(layer(model).mlp, how)
+    expected = pytest.warns(UserWarning, match="uncompiled: it reads the value of a weight or buffer")
+    with mmspec.enable(model, Plain(), compile=True), expected:
+        plain = answer(model)
+        gated.gate.zero_()
+        assert answer(model) == stock(model) != plain
 
 
 def test_refresh_reaches_what_is_around_and_below() -> None:
