@@ -123,9 +123,7 @@ class Ledger:
 
     def _newer(self, place: int, record: Record, rival: int) -> bool:
         """Lines of one journal are in order; lines of two journals are compared by their time stamps."""
-        if place >> 48 == max(rival, ~rival) >> 48:
-            return True
-        return time_of(record) >= time_of(self._read(rival))
+        return place >> 48 == max(rival, ~rival) >> 48 or time_of(record) >= time_of(self._read(rival))
 
     def _read(self, place: int) -> Record:
         place = max(place, ~place)

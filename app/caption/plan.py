@@ -138,9 +138,7 @@ class Planner:
             todo.unwritable.append(str(error))
 
     def _of_this_shard(self, name: str) -> bool:
-        if not self.options.shard:
-            return True
-        shard, shards = map(int, self.options.shard.split("/"))
+        shard, shards = map(int, (self.options.shard or "0/1").split("/"))
         return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8]) % shards == shard
 
 

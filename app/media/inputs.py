@@ -203,6 +203,5 @@ def _pattern(name: str, recursive: bool, columns: Columns) -> Iterator[Place]:
 
 def _common(folders: Sequence[Path]) -> Path:
     """The deepest folder that contains all of these; a single one is returned as it was given."""
-    if len(set(folders)) == 1:
-        return folders[0]
-    return Path(os.path.commonpath([os.path.abspath(folder) for folder in folders]))
+    shared = [os.path.abspath(folder) for folder in folders]
+    return folders[0] if len({*folders}) == 1 else Path(os.path.commonpath(shared))

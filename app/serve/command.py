@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         if not (key or is_local(args.host)):
             raise OSError(f"--host {args.host} lets others on the network in: add --key KEY, or set MMSPEC_API_KEY")
+        if not (key or "").isascii():
+            raise OSError("--key may have ASCII characters only, since clients send it in a header")
         _serve(args, key)
     except (EngineError, enabling.EnableError, OSError) as error:
         print(f"mmspec serve: {error}", file=sys.stderr)
@@ -72,6 +74,7 @@ def _serve(args: argparse.Namespace, key: str | None) -> None:
     with batches as worker, PictureLoader(limits, args.allow_http) as pictures:
         shown = (args.name or args.model, args.max_new_tokens, args.temperature, args.queue, args.max_bytes, key)
         app = http.build(http.Service(engine, worker, pictures, *shown))
-        print(f"{args.model} is at http://{args.host}:{args.port}/v1 (Ctrl-C ends it)", flush=True)
+        host = f"[{args.host}]" if kind == socket.AF_INET6 else args.host
+        print(f"{args.model} is at http://{host}:{args.port}/v1 (Ctrl-C ends it)", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             http.Server(app, worker, LAST, host=args.host, port=args.port, log_level=args.log_level).run()

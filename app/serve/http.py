@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 import threading
 import time
@@ -22,7 +23,7 @@ from mmspec.app.engine import Engine
 from mmspec.app.media.pictures import PictureLoader
 from mmspec.app.options import is_local
 from mmspec.app.serve.chat import ChatError, ChatRequest
-from mmspec.pipelines.host.processors.grammar import json_grammar
+from mmspec.pipelines.host.processors.grammar import GrammarError, json_grammar
 from mmspec.pipelines.host.reach import room_after
 from mmspec.pipelines.prompts import inputs_of
 from mmspec.pipelines.serving.async_batcher import AnswerPart, AsyncBatcher
@@ -55,8 +56,9 @@ class Service:
 
     async def check_key(self, request: Request) -> None:  # async: the threads are for slower work
         given = request.headers.get("authorization", "")
-        if self.key is None and not is_local(request.url.hostname or ""):  # a web page in this machine's browser
-            raise ChatError(403, f"without --key only this machine may ask, not {request.url.hostname!r} (Host)")
+        host = re.sub(r":\d+$", "", request.headers.get("host", ""))
+        if self.key is None and not is_local(host):  # a web page in this machine's browser
+            raise ChatError(403, f"without --key only this machine may ask, not {host!r} (Host)")
         if self.key is not None and not secrets.compare_digest(given.encode(), f"Bearer {self.key}".encode()):
             raise ChatError(401, "the right API key is required: Authorization: Bearer KEY", None, "invalid_api_key")
 
@@ -230,4 +232,5 @@ def _known(error: Exception) -> ChatError:
     """Any error as one in OpenAI's format."""
     if isinstance(error, ChatError):
         return error
-    return ChatError(getattr(error, "status_code", 500), str(getattr(error, "detail", None) or first_line(error)))
+    status = 400 if isinstance(error, GrammarError) else getattr(error, "status_code", 500)
+    return ChatError(status, str(getattr(error, "detail", None) or first_line(error)))

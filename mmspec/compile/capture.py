@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import threading
-import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -21,11 +20,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspec.compile import graphs, opaque, products
+from mmspec.compile.inductor import inductor
 from mmspec.compile.recording import Function
 from mmspec.functional import LayerAttention, attend, cut
 from mmspec.modes import uncast
 
-Compile = Callable[[fx.GraphModule, list[Tensor]], Function]  # a graph and example inputs → a function
+Compile = Callable[[fx.GraphModule, list[Tensor]], Function]  # a graph and example inputs → a function, as `inductor`
 Place = Callable[[fx.GraphModule, Function], Function]  # a piece and its compiled function → the function to run
 
 _ATTEND = torch.ops.mmspec.attend.default
@@ -144,21 +144,6 @@ def _cast(attend: LayerAttention, kind: str, dtype: torch.dtype, *args: Tensor |
     """The attention under autocast; as such it is not steady, so that the function runs in pieces."""
     with torch.autocast(kind, dtype):
         return attend(*args)
-
-
-def inductor(piece: fx.GraphModule, examples: list[Tensor]) -> Function:
-    """Compile a graph with torch.compile's back end; it needs no guards, since its shapes never change."""
-    import torch._inductor as backend
-
-    options = {
-        "triton.cudagraphs": False,  # mmspec records its own
-        "cpp.min_chunk_size": 4096,  # numbers per thread: the short loops of a few nodes are not worth a second thread
-        "size_asserts": False,  # the shapes are those of the trace; checking them takes as long as a small operation
-        "alignment_asserts": False,
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # remarks on speed: float32 without TF32, an online softmax
-        return backend.compile(piece, list(examples), options)
 
 
 @contextmanager

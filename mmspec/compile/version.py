@@ -44,12 +44,14 @@ class Version:
         state: classes, submodules, flags, plain attributes (of objects, too), functions, configurations, and calls of
             `refresh`.
         written: for each parameter and buffer its version counter, its address, and the steps of optimizers.
+        counted: whether torch counts the writes to all of them; it does not count those to tensors of inference mode.
         why: the reason why a capture cannot replace the model's forward, such as hooks; None: it can.
     """
 
     weights: Marks
     state: Marks
     written: Marks
+    counted: bool
     why: str | None
     _alive: list[ref[Any]] = field(compare=False, repr=False)  # weak references, whose ids identify objects
 
@@ -118,7 +120,7 @@ def _version(root: nn.Module, kept: bool = False) -> Version:
         return identity(value) if callable(value) else type(value)
 
     why = "forward hooks are registered for all modules" if hooked_everywhere() else None
-    places = {id(module): place for place, module in enumerate(modules)}
+    places, counted = {id(module): place for place, module in enumerate(modules)}, True
     for module, own in zip(modules, classes, strict=True):
         attributes, aside = vars(module), _ignored(module)
         inside = attributes["_modules"]
@@ -126,6 +128,7 @@ def _version(root: nn.Module, kept: bool = False) -> Version:
         for t in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
             weights += (t,) if t is None else (id(t), *marks.laid_out(t))
             writes += (t,) if t is None else (identity(t), marks.written(t))
+            counted = counted and (t is None or not t.is_inference())
         for name, value in attributes.items():
             if name in aside:
                 continue
@@ -141,7 +144,7 @@ def _version(root: nn.Module, kept: bool = False) -> Version:
             state += (name, mark(value))
     for stock in dict.fromkeys(classes):
         state += (identity(stock), identity(stock.forward))
-    return Version(weights, state, writes, why, alive)
+    return Version(weights, state, writes, counted, why, alive)
 
 
 def _ignored(module: nn.Module) -> set[str]:

@@ -16,6 +16,14 @@ from mmspec.pipelines.host.names import origin
 
 # Python modules whose layers choose one scale for their whole input
 _DYNAMIC = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic", "torch.nn.quantized.dynamic")
+_ONE_SCALE = (
+    "quantize their input with one scale for all tokens of a forward (quantize_dynamic, or torchao with PerTensor)",
+    "quantize only the weights, or with one scale for each token",
+)
+_COLUMNS = (
+    "keep some columns of their input in 16 bits, chosen by all tokens of a forward (bitsandbytes in 8 bits)",
+    "load the model with llm_int8_threshold=0.0, or in 4 bits",
+)
 
 
 def decoder(model: GenerativeModel) -> TextDecoder:
@@ -98,27 +106,32 @@ def more_than_states(text: TextDecoder) -> bool:
 
 
 def shared_scale(model: GenerativeModel) -> str | None:
-    """Why layers that quantize their input with one scale for all tokens of a forward cannot read a draft, or None."""
-    layer = next(filter(_scales_together, each_module(model.get_decoder(), head(model))), None)
-    if layer is None:
+    """Why layers that quantize their input for all tokens of a forward together cannot read a draft, or None."""
+    layers = each_module(model.get_decoder(), head(model))
+    layer, found = next(((layer, how) for layer in layers if (how := _together(layer))), (None, None))
+    if layer is None or found is None:
         return None
     return (
-        f"its {stock(layer).__name__} layers quantize their input with one scale for all tokens of a forward "
-        "(quantize_dynamic, or torchao with PerTensor), so several drafted tokens in one forward get other values than "
-        "one at a time; quantize only the weights, or with one scale for each token"
+        f"its {stock(layer).__name__} layers {found[0]}, so several drafted tokens in one forward get other values "
+        f"than one at a time; {found[1]}"
     )
 
 
-def _scales_together(module: nn.Module) -> bool:
-    if stock(module).__module__.startswith(_DYNAMIC):
-        return True
+def _together(module: nn.Module) -> tuple[str, str] | None:
+    """What a module chooses for all tokens of a forward together, and what to use in its place; None: nothing."""
+    kind = stock(module)
+    if kind.__module__.startswith(_DYNAMIC):
+        packed = getattr(module, "_packed_params", None)
+        return None if getattr(packed, "dtype", None) == torch.float16 else _ONE_SCALE  # float16 has no scale
+    if kind.__name__ == "Linear8bitLt" and getattr(getattr(module, "state", None), "threshold", 0) > 0:
+        return _COLUMNS
     weight = module._parameters.get("weight")
     if weight is None or type(weight) in (nn.Parameter, Tensor):
-        return False
+        return None
     weights = (weight, getattr(weight, "original_weight_tensor", None))  # torchao wraps some
     settings = [getattr(one, name, None) for one in weights for name in ("act_quant_kwargs", "quant_kwargs")]
     grains = [_setting(one, name) for one in settings for name in ("granularity", "activation_granularity")]
-    return any(type(grain).__name__ == "PerTensor" for grain in grains)
+    return _ONE_SCALE if any(type(grain).__name__ == "PerTensor" for grain in grains) else None
 
 
 def _setting(settings: object, name: str) -> object:

@@ -57,10 +57,6 @@ _OBSTACLES: tuple[tuple[Callable[[Call], object], str], ...] = (
     (lambda c: getattr(c.cache, "offloading", False), "an offloading cache moves layers that a draft needs at once"),
     (lambda c: c.filled and len(c.input_ids) > 1, "continuing a filled cache works for one row only"),
     (lambda c: c.owned and len(c.input_ids) > 1, "a cache of the caller's own is filled for one row only"),
-    (
-        lambda c: c.cache is not None and c.filled and not callers_cache.can_adopt(c.cache),
-        "the layers of this filled cache share keys, or keep them out of order",
-    ),
 )
 
 
@@ -83,6 +79,9 @@ def obstacle(model: GenerativeModel, call: Call, patch: Patch) -> Obstacle | Non
 
 def _own_cache(host: HostModel, call: Call) -> Obstacle | None:
     """A cache that the caller passed in, if it could not be filled as stock fills it, or gone on from."""
+    if call.filled and not callers_cache.can_adopt(call.cache):  # it may be one that an accelerated call has filled
+        why = "the layers of this filled cache share keys, or keep them out of order"
+        return Obstacle(why, always_falls_back=True)
     if call.filled and host.apart and any(call.cache.is_sliding if call.cache is not None else ()):
         return Obstacle("this model applies its window to a filled cache, but not to the tokens of a prompt")
     if call.owned and host.stateful:

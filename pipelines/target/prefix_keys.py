@@ -80,8 +80,9 @@ def texts(target: Any, call: Call) -> tuple[list[Text], str | None]:
     why = next((why for holds, why in _WHOLE if holds(target, call)), None)
     model, ids, arguments = target.model, call.input_ids, call.arguments
     now = version(model)
-    if why is not None or now.why is not None:
-        return [], why or now.why
+    why = why or now.why or (None if now.counted else "torch does not count writes to weights made in inference mode")
+    if why is not None:
+        return [], why
     world = (now, ambient(), target.features)
     age, B, tower = target.prefixes.read_by(world), len(ids), encoded(model)
     visual, pads = media(ids, model.config, arguments).cpu(), _padding(call)

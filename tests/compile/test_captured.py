@@ -14,13 +14,14 @@ import pytest
 import tiny_image_models
 import tiny_vlms
 import torch
+import torch._inductor
 import uncompiled
 from hostile_drafters import DRAFTERS, Oracle, eagle, feature_drafter
 from torch import Tensor
 
 import mmspec
 from mmspec import rules
-from mmspec.compile import capture
+from mmspec.compile import capture, inductor
 from mmspec.compile import draft as captured
 from mmspec.compile.capture import PiecewiseFunction
 from mmspec.compile.draft import CapturedDraft
@@ -318,3 +319,23 @@ def test_nothing_is_captured_where_nothing_is_drafted():
     with mmspec.enable(model, eagle(model), compile=True, size=1) as handle:
         tiny_vlms.generate(model, tiny_vlms.prompt("llava", "text only"), max_new_tokens=6)
     assert not held(model) and handle.stats.drafted == 0
+
+
+def test_a_library_that_a_killed_process_left_unfinished_is_built_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "piece.main.so"
+    library.touch()
+
+    def compile(piece: Any, *_: Any) -> Any:
+        if library.exists():
+            raise ImportError(f"{library}: file too short")
+        return piece
+
+    monkeypatch.setattr(torch._inductor, "compile", compile)
+    monkeypatch.setattr(inductor, "_WRITTEN", 0)
+    piece = torch.fx.symbolic_trace(torch.nn.Identity())
+    assert inductor.inductor(piece, []) is piece and not library.exists()
+    monkeypatch.setattr(torch._inductor, "compile", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        inductor.inductor(piece, [])

@@ -90,6 +90,19 @@ def test_layers_with_attention_and_a_state(kind: Any) -> None:
     assert all(conversation(*turns) == stock for turns in ((True, True, True), (True, False, True)))
 
 
+def test_a_static_cache_with_a_window_is_filled_here_and_gone_on_from_by_stock() -> None:
+    model, inputs = zoo.model("mistral3"), zoo.prompt("mistral3")
+
+    def conversation() -> list[int]:
+        cache = transformers.StaticCache(config=model.config.get_text_config(), max_cache_len=64)
+        text = zoo.generate(model, inputs, max_new_tokens=6, **{CACHE: cache})
+        return zoo.generate(model, next_turn(text, inputs), max_new_tokens=6, **{CACHE: cache})[0].tolist()
+
+    wanted = conversation()
+    with mmspec.enable(model, "ngram"), pytest.warns(UserWarning, match="stock path: .* out of order"):
+        assert conversation() == wanted
+
+
 def test_a_window_for_filled_caches_alone_is_refused() -> None:
     model, inputs = zoo.model("qwen3_vl_moe"), zoo.prompt("qwen3_vl_moe")
     filled = own(model, inputs, 4)

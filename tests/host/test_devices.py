@@ -179,6 +179,26 @@ def test_a_rule_carries_its_table_to_a_device_once() -> None:
     assert table.on(torch.device("cpu")).tolist() == [0, 1, 2, 3]
 
 
+def test_columns_chosen_by_all_tokens() -> None:
+    """bitsandbytes in 8 bits: which columns it keeps in 16 bits depends on the other tokens of a forward."""
+
+    class Linear8bitLt(nn.Linear):
+        state = SimpleNamespace(threshold=6.0)
+
+    quantized = copy.deepcopy(model())
+    quantized.lm_head.__class__ = Linear8bitLt
+    with pytest.raises(UnsupportedError, match=r"Linear8bitLt layers keep .* load the model with llm_int8_threshold=0"):
+        mmspec.enable(quantized, "ngram")
+    Linear8bitLt.state.threshold = 0.0
+    mmspec.disable(mmspec.enable(quantized, "ngram").model)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_dynamic_layers_in_float16_have_no_scale() -> None:
+    quantized = torch.ao.quantization.quantize_dynamic(model(), {nn.Linear}, dtype=torch.float16)
+    as_stock(quantized, inputs(kind="image first"), "ngram", call=SHORT)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("part", [None, "model", "lm_head"])
 def test_layers_with_one_scale_for_all_tokens(part: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,17 @@ def test_a_parse_goes_anywhere() -> None:
     assert fresh().forced([], 16) == tokenizer.encode('{"background":"', add_special_tokens=False)
     assert fresh().forced([], 2) == text[:2]
     assert fresh().forced(text, 16) == [tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_grammar_beyond_the_limits_of_its_parser_is_an_error(enabled: bool) -> None:
+    """llguidance reads a schema of any size; its parser gives up in the middle of an answer."""
+    kinds = [{"properties": {"kind": {"const": f"a{i}"}, "target": {"type": "string"}}} for i in range(150)]
+    wide = mmspec.json_grammar(engine().processor, {"anyOf": [{"type": "object", **kind} for kind in kinds]})
+    with mmspec.enable(engine().model, "ngram") if enabled else nullcontext():
+        with pytest.raises(ValueError, match="too large for llguidance, so simplify the schema"):
+            generate(prompts(1), logits_processor=[wide])
+        assert torch.equal(generate(prompts()), stock())
 
 
 def test_one_processor_serves_one_call_after_the_other() -> None:

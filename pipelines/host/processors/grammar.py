@@ -19,6 +19,10 @@ if TYPE_CHECKING:  # an optional dependency
     from llguidance import LLMatcher, LLTokenizer
 
 
+class GrammarError(ValueError):
+    """A grammar went beyond llguidance's limits in the middle of an answer."""
+
+
 class Parse:
     """The parse of an answer, token by token; for another text, only the part that differs is parsed again."""
 
@@ -27,7 +31,7 @@ class Parse:
         self._text: list[int] = []
 
     def go(self, text: list[int]) -> bool:
-        """Parse this text; returns whether the grammar allows it and it has not ended."""
+        """Parse this text; returns whether the grammar allows it and it has not ended. It may raise a GrammarError."""
         keep = min(len(text), len(self._text))
         while text[:keep] != self._text[:keep]:
             keep -= 1
@@ -35,7 +39,13 @@ class Parse:
             self._matcher.rollback(len(self._text) - keep)
             del self._text[keep:]
         for token in text[keep:]:
-            if token in self._ends or self._matcher.try_consume_tokens([token]) != 1:
+            if token in self._ends:
+                return False
+            taken = self._matcher.try_consume_tokens([token])
+            if self._matcher.is_error():
+                why = self._matcher.get_error().strip().partition("\n")[0]
+                raise GrammarError(f"the grammar is too large for llguidance, so simplify the schema ({why})")
+            if taken != 1:
                 return False
             self._text.append(token)
         return True
