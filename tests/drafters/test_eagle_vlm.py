@@ -181,7 +181,7 @@ NETWORKS = {
     "EAGLE-3.1": {"fc_norm": True, "norm_output": True},
     "gpt-oss": {"norm_before_fc": True, "rope_kind": "yarn", "rope_factor": 4.0, "rope_trained": 64},
     "P-EAGLE": {"layers": 3, "parallel": True, "mask_token": 3},
-    "P-EAGLE, chain": {"layers": 2, "parallel": True, "mask_token": 3, "width": 1, "size": 4, "tree": "chain"},
+    "P-EAGLE, chain": {"layers": 2, "parallel": True, "mask_token": 3, "shape": Shape.chain(3)},
     "two layers": {"layers": 2},
 }
 
