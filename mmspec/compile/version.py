@@ -21,6 +21,7 @@ from mmspec.modes import each_module, hooked, hooked_everywhere, inert, own_clas
 # Ignored attributes: those of every module (parameters and buffers are read separately), and those set by `generate`
 _OF_CALLS = {"generation_config", "warnings_issued", "_previous_max_cache_length", "_output_capturing_hooks_installed"}
 _ASIDE = {*vars(nn.Module())} - {"training"} | _OF_CALLS | {"_is_hf_initialized"}
+_LEFT = {"rope_deltas"}  # tensors that a call leaves behind for the next one
 _OF_LINEAR = _ASIDE | {"training", "in_features", "out_features"}  # whose forward reads its parameters alone
 Marks = list[Any]  # values that are compared by ==
 _READ: ContextVar[dict[int, tuple[nn.Module, Version]] | None] = ContextVar("mmspec_versions", default=None)
@@ -36,14 +37,15 @@ class Version:
     """Two versions are equal if the forward computes the same results from the same inputs.
 
     Keep it alive as long as it is compared with others, so that its ids are not reused for other objects. Not detected
-    are writes that bypass torch's version counters (through `.data`, a numpy view, another process), other tensors that
-    modules keep outside of parameters and buffers, class attributes, and methods other than `forward`; see `refresh`.
+    are writes that bypass torch's version counters (through `.data`, a numpy view, another process), tensors in lists
+    and dicts of modules, class attributes, and methods other than `forward`; see `refresh`.
 
     Attributes:
         weights: the parameters and buffers, by identity among those that are alive, as those of a capture are.
         state: classes, submodules, flags, plain attributes (of objects, too), functions, configurations, and calls of
             `refresh`.
-        written: for each parameter and buffer its version counter, its address, and the steps of optimizers.
+        written: for each parameter and buffer its version counter, its address, and the steps of optimizers; for other
+            tensors of modules, which no capture uses, also which ones they are.
         counted: whether torch counts the writes to all of them; it does not count those to tensors of inference mode.
         why: the reason why a capture cannot replace the model's forward, such as hooks; None: it can.
     """
@@ -136,6 +138,8 @@ def _version(root: nn.Module, kept: bool = False) -> Version:
                 configs[id(value)] = value
                 value = None
             state += (name, mark(value))
+            if isinstance(value, Tensor) and name not in _LEFT:
+                writes += (name, identity(value), marks.written(value))
         if why is None and (found := _obstacle(module, attributes)) is not None:
             why = f"{_name(root, module)} {found}"
     for config in (inner for outer in configs.values() for inner in marks.with_nested(outer)):
@@ -158,8 +162,8 @@ class _Seen:
     """A version and a snapshot of its attributes: checking that nothing has changed is faster than reading it again.
 
     Attributes are compared by the ids of their values. An id is unique while its object lives: plain values, tuples and
-    configurations are kept alive here; modules, tensors and functions are checked by weak references. An attribute that
-    is a tensor, such as a result left by a call, may change to another tensor or None.
+    configurations are kept alive here; modules, tensors and functions are checked by weak references. A tensor that a
+    call has left for the next one may change to another tensor or None.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -185,12 +189,13 @@ class _Seen:
         self._names, values = self._attributes(own)
         named = [*chain.from_iterable(read), *self._names]
         outer = len(named) - len(self._names)
-        self._results = [i for i in range(outer) if isinstance(values[i], Tensor)]
+        results = [i for i in range(outer) if isinstance(values[i], Tensor)]
+        self._results = [i for i in results if named[i] in _LEFT]
         self._ids = self._compared(values)
         self._kept = [value for value in values if fixed(value)]
         tensors = [i for i in range(outer, len(values)) if isinstance(values[i], Tensor)]
         self._plain = [i for i in tensors if placed(values[i]) and not values[i].is_inference()]
-        self._others = [*{*tensors} - {*self._plain}]
+        self._others = [*{*tensors, *results} - {*self._plain, *self._results}]
         inside = [i for i, value in enumerate(values) if isinstance(value, CONTAINERS) and not fixed(value)]
         self._containers = [i for i in inside if named[i] not in _ASIDE]
         self._holders = [i for i, value in enumerate(values) if is_holder(value) and not is_config(named[i], value)]

@@ -415,7 +415,7 @@ class Toy(nn.Module):
         self.first, self.second = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Dropout())
         self.scale, self.names, self.table, self.act = 0.123, ["a"], {"x": 1, "more": {"y": 1}}, torch.tanh
         self.control = types.SimpleNamespace(strength=1.0, vector=None, layers=[1])
-        self.config = Settings()
+        self.config, self.vector = Settings(), torch.zeros(2)
         self.register_buffer("mean", torch.zeros(2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -449,6 +449,8 @@ MUTATIONS: dict[str, Callable[[Toy], Any]] = {  # by what changes; each is done 
     "a number in an object": lambda m: setattr(m.control, "strength", m.control.strength / 7),
     "a list in an object": lambda m: m.control.layers.append(2),
     "a tensor in an object": lambda m: setattr(m.control, "vector", torch.rand(2)),
+    "a tensor aside": lambda m: setattr(m, "vector", torch.rand(2)),
+    "values of a tensor aside": lambda m: m.vector.add_(1),
     "a new attribute": lambda m: setattr(m, f"more{len(vars(m))}", 1),
     "a function": lambda m: setattr(m, "act", lambda x: x),
     "a configuration": lambda m: setattr(m.config, "width", m.config.width + 1000),
@@ -472,12 +474,10 @@ MUTATIONS: dict[str, Callable[[Toy], Any]] = {  # by what changes; each is done 
     "a refresh": lambda m: versions.refresh(m.first),
     "the class": lambda m: setattr(m.second[0], "__class__", type("Other", (nn.Linear,), {})),
 }
-WRITES = (
-    "its values",
-    "some of its values",
-    "an optimizer's step",
-    "its data",
-)  # of which torch knows, and after which captures are valid
+# of which torch knows, and after which captures are valid
+WRITES = {
+    "its values", "some of its values", "an optimizer's step", "its data", "a tensor aside", "values of a tensor aside"
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", MUTATIONS)
