@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmspec.config import Options
+from mmspec.config import Options, is_whole
 from mmspec.drafters.blocks import Attend, Block, RMSNorm
 from mmspec.drafters.feature import FeatureDrafter
 from mmspec.drafters.growth import head_of
@@ -59,6 +59,8 @@ class EagleConfig(TrainedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not is_whole(self.layers, 1):
+            raise ValueError(f"layers must be a whole number of at least 1; got {self.layers!r}")
         later = self.layers > 1 or self.parallel or self.fc_norm or self.norm_before_fc or self.norm_output
         if later and not (self.parallel_norm and self.draft_vocab):
             raise ValueError(

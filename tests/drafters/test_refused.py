@@ -15,6 +15,7 @@ from hostile_drafters import eagle, feature_drafter
 import mmspec
 from mmspec.config import SpecConfig
 from mmspec.drafters.block_config import BlockConfig
+from mmspec.drafters.eagle import EagleConfig
 from mmspec.drafters.flash_vlm import FlashConfig
 from mmspec.drafters.msd import MsdConfig
 from mmspec.drafters.specvlm import SpecVlmConfig
@@ -34,6 +35,7 @@ CONFIGS: list[tuple[type, Options, str]] = [
     (ViSpecConfig, {"features": (0, 1)}, "final feature"),
     (ViSpecConfig, {"rope": "2d", "grid": 2}, "rope '1d'"),
     *((ViSpecConfig, {"rope_share": share}, "is no even number from 2 to") for share in (0.01, 3)),
+    *((EagleConfig, {"layers": layers}, "layers must be a whole number of at least 1") for layers in (0, -3, 1.5)),
     (MsdConfig, {"parallel_norm": True}, "EAGLE-1/2's layer"),
     (SpecVlmConfig, {"branches": ("pool", "crop")}, "branches are some of prune"),
     (SpecVlmConfig, {"branches": ("pool", "pool")}, "each once"),
