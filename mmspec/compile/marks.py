@@ -32,9 +32,11 @@ def parts(value: Any, levels: int = _NESTED) -> Any:
 
 
 def is_holder(value: Any) -> bool:
-    """Whether a value is an object whose attributes are compared, such as the settings of a control vector."""
+    """Whether a value is an object whose attributes are compared, such as the settings of a control vector; not one of
+    mmspec's, such as the options of a drafter, which are part of the keys of captures."""
     known = isinstance(value, (nn.Module, Tensor, *CONTAINERS)) or type(value) in PLAIN
-    return not known and not callable(value) and hasattr(value, "__dict__")
+    own = type(value).__module__.startswith("mmspec.")
+    return not (known or own or callable(value)) and hasattr(value, "__dict__")
 
 
 def held(holder: Any, identity: Callable[[Any], int]) -> Any:
