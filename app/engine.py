@@ -53,7 +53,8 @@ class Engine:
         self.settings = {"max_new_tokens": max_new_tokens, "num_beams": 1} | sampling_settings(temperature)
         tokenizer: Any = getattr(processor, "tokenizer", processor)
         tokenizer.padding_side = "left"
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        if tokenizer.pad_token is None:  # of some remote code it can only be read
+            tokenizer.pad_token = tokenizer.eos_token
         self.threads = ProcessorThreads(processor)
         self.notes: list[str] = []
         if drafter is not None:

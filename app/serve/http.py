@@ -56,7 +56,7 @@ class Service:
 
     async def check_key(self, request: Request) -> None:  # async: the threads are for slower work
         given = request.headers.get("authorization", "")
-        host = re.sub(r":\d+$", "", request.headers.get("host", ""))
+        host = re.sub(r":\d+$", "", request.headers.get("host", "").lower())
         if self.key is None and not is_local(host):  # a web page in this machine's browser
             raise ChatError(403, f"without --key only this machine may ask, not {host!r} (Host)")
         if self.key is not None and not secrets.compare_digest(given.encode(), f"Bearer {self.key}".encode()):
@@ -158,9 +158,8 @@ def build(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, object]:
-        rows = service.worker.batches.rows
-        status = "ok" if service.worker.alive else "ended"
-        return {"status": status, "open": service.open, "running": len(service.worker.batches.running), "rows": rows}
+        status, batches = "ok" if service.worker.alive else "ended", service.worker.batches
+        return {"status": status, "open": service.open, "running": len(batches.running), "rows": batches.rows}
 
     @app.get("/v1/models", dependencies=keyed)
     async def models() -> dict[str, object]:

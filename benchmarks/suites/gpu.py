@@ -68,7 +68,8 @@ STAGES: dict[str, GpuStage] = {
     "kernels": GpuStage(
         "every kernel gives what its definition gives, odd sizes, all dtypes", 0.14,
         (*_TESTS, *_AT_ONCE, "tests/kernels/test_kernels.py", "--full"),
-        (*_TESTS, "tests/kernels/test_kernels.py", "-k", "equals_its_definition and (uniform or compact or gaussian)"),
+        (*_TESTS, "tests/kernels/test_kernels.py", "--full", "-k",
+         "equals_its_definition and (uniform or compact or gaussian)"),
         ("pytest", "xdist", "triton"),
     ),
     "identical": GpuStage(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -17,11 +17,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.split_module import split_module
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspec.compile import graphs, opaque, products
 from mmspec.compile.inductor import inductor
 from mmspec.compile.recording import Function
+from mmspec.compile.unread import Uncapturable, Unread
 from mmspec.functional import LayerAttention, attend, cut
 from mmspec.modes import uncast
 
@@ -32,10 +32,6 @@ _ATTEND = torch.ops.mmspec.attend.default
 _making = threading.RLock()  # torch traces and compiles by patching global state
 # Largest deviation from the module's own result, relative to its largest number: room for another summation order only.
 _NEAR = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-
-
-class Uncapturable(Exception):
-    """A function that cannot be captured; the message says why."""
 
 
 def compare(mine: Sequence[Tensor], stock: Sequence[Tensor], dtype: torch.dtype) -> None:
@@ -162,27 +158,12 @@ def _one_mode() -> AbstractContextManager[TracingContext | None]:
     return tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))
 
 
-class _Unread(TorchDispatchMode):
-    """Raises Uncapturable if the value of one of these tensors is read, which would become a constant of the code."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, own: Container[int]) -> None:
-        super().__init__()
-        self.own = own
-
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
-        if torch.Tag.data_dependent_output in getattr(func, "tags", ()) and any(id(a) in self.own for a in args):
-            raise Uncapturable("it reads the value of a weight or buffer, which may change")
-        return func(*args, **(kwargs or {}))
-
-
 def _traced(function: Function, inputs: Sequence[Tensor], own: Iterable[Tensor]) -> tuple[fx.GraphModule, list[Tensor]]:
     """The graph of `function` with the weights that it uses as additional inputs, and these weights."""
     mine = {id(t): t for t in own}
 
     def unread(*inputs: Tensor) -> Sequence[Tensor]:
-        with _Unread(mine):
+        with (values := Unread(mine.values())), values.lists():
             return function(*inputs)
 
     try:

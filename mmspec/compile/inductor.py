@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor, fx
@@ -27,24 +26,23 @@ def inductor(piece: fx.GraphModule, examples: list[Tensor]) -> Function:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # remarks on speed: float32 without TF32, an online softmax
-        try:
-            return backend.compile(piece, list(examples), options)
-        except Exception as error:
-            if not _removed(error):
-                raise
-        return backend.compile(piece, list(examples), options)
+        while True:
+            try:
+                return backend.compile(piece, list(examples), options)
+            except Exception as error:
+                if not _removed(error):
+                    raise
 
 
 def _removed(error: Exception) -> bool:
-    """Whether a library in torch's cache could not be loaded, since a process was killed while it wrote the file, which
-    is now removed; torch itself would try to load it for ever."""
-    found = re.search(r"(/\S+\.so): (?:file too short|invalid ELF header)", str(error))
+    """Whether a library in torch's cache could not be loaded, since a process was killed before it wrote the file. The
+    empty file is removed: torch itself would try to load it for ever."""
+    found = re.search(r"(/\S+\.so): file too short", str(error))
     if found is None:
         return False
     library = Path(found[1])
-    with suppress(FileNotFoundError):
-        size = library.stat().st_size
-        time.sleep(_WRITTEN)  # another process may be writing it now
-        if library.stat().st_size == size:
-            library.unlink()
+    time.sleep(_WRITTEN)  # another process may be writing it now
+    if library.exists() and library.stat().st_size:
+        return False
+    library.unlink(missing_ok=True)
     return True

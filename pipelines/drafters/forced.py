@@ -54,6 +54,6 @@ def _more(row: Row, tokens: list[int], parents: list[int]) -> Line:
     if forced:
         return 0, forced
     for n in range(1, len(tokens)):
-        if parents[n] == node and tokens[n] != NO_TOKEN and parse.go([*text, tokens[n]]):
+        if parents[n] == node and tokens[n] != NO_TOKEN and parse.may_go([*text, tokens[n]]):
             node, text = n, [*text, tokens[n]]
     return node, parse.forced(text, ROOM)

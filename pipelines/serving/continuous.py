@@ -188,10 +188,17 @@ class ContinuousBatcher(Batcher):
         return next((request for request, one in others if one is not None and alike(processing(one), own)), None)
 
     def _interrupted(self, group: list[QueuedPrompt], error: Exception) -> None:
-        """After an error in the shared state: start all rows and the group again from their prompts."""
-        prompts = list(dict.fromkeys([*self.running, *group]))
+        """After an error in the shared state: start all rows and the group again from their prompts, together if the
+        error is that of one row, which has failed."""
+        row = getattr(error, "row", None)
+        failed = next((one.prompt for one in _rows(self._session) if one is row), None)
+        prompts = [one for one in dict.fromkeys([*self.running, *group]) if one is not failed]
         self._restart()
-        self._again(prompts, error)
+        if failed is None:
+            self._again(prompts, error)
+        else:
+            self._waiting = [*prompts, *self._waiting]
+            self._fail(failed, error)
 
     def _open(self, group: list[QueuedPrompt]) -> Session | None:
         """A session of these prompts after their prefill; None: the stock path has answered, or they have to wait."""

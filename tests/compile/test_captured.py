@@ -217,7 +217,7 @@ class Branching(EagleDrafter):
         return super().carry(z) if z.isfinite().all() else z
 
 
-@pytest.mark.parametrize("what, why", [("a branch", "tracing"), ("no compiler", "ZeroDivisionError")])
+@pytest.mark.parametrize("what, why", [("a branch", "reads the value"), ("no compiler", "ZeroDivisionError")])
 @pytest.mark.parametrize("options", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.every(3)
 def test_what_cannot_be_captured_is_drafted_as_it_is(

@@ -304,21 +304,3 @@ def _lives(process: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
     except (ProcessLookupError, FileNotFoundError):
         return False
-
-
-@pytest.mark.full
-def test_small_pictures_lose_little_by_the_way(tmp_path: Path):
-    paths = [tmp_path / f"{place}.jpg" for place in range(200)]
-    for path in paths:
-        hostile_files.noise(64, 48).resize((320, 240)).save(path)
-    begun = time.perf_counter()
-    for path in paths:
-        media.load_image(path)
-    here = time.perf_counter() - begun
-    with Decoder(1, MediaLimits(), FramePolicy()) as decoder:
-        run(decoder, {0: GOOD})
-        begun = time.perf_counter()
-        run(decoder, {path: Item(path.name, "image", file_source(path)) for path in paths})
-        there = time.perf_counter() - begun
-    print(f"{200 / here:.0f} pictures/s in process, {200 / there:.0f} through one decoder process")
-    assert there < 4 * here

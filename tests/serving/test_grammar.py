@@ -130,14 +130,28 @@ def test_a_parse_goes_anywhere() -> None:
     assert fresh().forced(text, 16) == [tokenizer.eos_token_id]
 
 
+def wide() -> Any:
+    """A grammar beyond the limits of llguidance's parser, which shows in the middle of an answer."""
+    kinds = [{"properties": {"kind": {"const": f"a{i}"}, "target": {"type": "string"}}} for i in range(150)]
+    return mmspec.json_grammar(engine().processor, {"anyOf": [{"type": "object", **kind} for kind in kinds]})
+
+
+def test_a_row_beyond_the_limits_of_the_parser_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others go on together."""
+    rows, real = list[int](), ContinuousBatcher._round
+    monkeypatch.setattr(ContinuousBatcher, "_round", lambda self: rows.append(len(self.running)) or real(self))
+    with mmspec.enable(engine().model, "ngram"):
+        flow = ContinuousBatcher(engine().model, engine().processor, 3, max_new_tokens=16, do_sample=False)
+        ends = drain(flow, [prompts(1)] * 3, own=[{"logits_processor": [wide()]}, {}, {}])
+    assert "too large for llguidance" in str(ends[0].error) and rows[:2] == [3, 2] and 1 not in rows
+    assert ends[1].tokens == ends[2].tokens and not (ends[1].error or ends[2].error)
+
+
 @pytest.mark.parametrize("enabled", [False, True])
 def test_a_grammar_beyond_the_limits_of_its_parser_is_an_error(enabled: bool) -> None:
-    """llguidance reads a schema of any size; its parser gives up in the middle of an answer."""
-    kinds = [{"properties": {"kind": {"const": f"a{i}"}, "target": {"type": "string"}}} for i in range(150)]
-    wide = mmspec.json_grammar(engine().processor, {"anyOf": [{"type": "object", **kind} for kind in kinds]})
     with mmspec.enable(engine().model, "ngram") if enabled else nullcontext():
         with pytest.raises(ValueError, match="too large for llguidance, so simplify the schema"):
-            generate(prompts(1), logits_processor=[wide])
+            generate(prompts(1), logits_processor=[wide()])
         assert torch.equal(generate(prompts()), stock())
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,14 +21,16 @@ if TYPE_CHECKING:  # an optional dependency
 
 
 class GrammarError(ValueError):
-    """A grammar went beyond llguidance's limits in the middle of an answer."""
+    """A grammar went beyond llguidance's limits in the middle of an answer, that of `row` if it is one of a batch."""
+
+    row: Row | None = None
 
 
 class Parse:
     """The parse of an answer, token by token; for another text, only the part that differs is parsed again."""
 
-    def __init__(self, matcher: LLMatcher, ends: frozenset[int]) -> None:
-        self._matcher, self._ends = matcher, ends
+    def __init__(self, make: Callable[[], LLMatcher], ends: frozenset[int]) -> None:
+        self._make, self._matcher, self._ends = make, make(), ends
         self._text: list[int] = []
 
     def go(self, text: list[int]) -> bool:
@@ -44,11 +47,19 @@ class Parse:
             taken = self._matcher.try_consume_tokens([token])
             if self._matcher.is_error():
                 why = self._matcher.get_error().strip().partition("\n")[0]
+                self._matcher, self._text = self._make(), []
                 raise GrammarError(f"the grammar is too large for llguidance, so simplify the schema ({why})")
             if taken != 1:
                 return False
             self._text.append(token)
         return True
+
+    def may_go(self, text: list[int]) -> bool:
+        """`go` for a draft; False if it is beyond the parser's limits: the answer may go elsewhere."""
+        try:
+            return self.go(text)
+        except GrammarError:
+            return False
 
     @property
     def mask(self) -> bytes:
@@ -57,10 +68,10 @@ class Parse:
 
     def forced(self, text: list[int], most: int) -> list[int]:
         """Tokens that have to follow this text, if the grammar has one continuation, in its canonical tokenization."""
-        if not self.go(text):
+        if not self.may_go(text):
             return []
         tokens = [int(token) for token in self._matcher.compute_ff_tokens()[:most]]
-        if len(tokens) < most and self.go(text + tokens) and self._matcher.is_stopped():
+        if len(tokens) < most and self.may_go(text + tokens) and self._matcher.is_stopped():
             tokens.append(min(self._ends))
         return tokens
 
@@ -87,7 +98,7 @@ class GrammarProcessor(LogitsProcessor):
         """The parse of an empty answer."""
         from llguidance import LLMatcher
 
-        return Parse(LLMatcher(self._tokenizer, self._grammar), frozenset(self._tokenizer.eos_tokens))
+        return Parse(partial(LLMatcher, self._tokenizer, self._grammar), frozenset(self._tokenizer.eos_tokens))
 
     def masked(self, scores: Tensor, masks: list[bytes | None]) -> Tensor:
         """Scores [n, V], each row masked by its own bits; None leaves a row unchanged."""
@@ -132,12 +143,16 @@ class Grammar:
         masks: list[bytes | None] = []
         for row, tokens, parents in zip(session.rows, draft.tokens.tolist(), draft.tree.parents.tolist(), strict=True):
             parse, answer = self.parse(row), row.tokens[row.start :]
-            lines: list[list[int] | None] = [answer if parse.go(answer) else None]
+            try:
+                lines: list[list[int] | None] = [answer if parse.go(answer) else None]
+            except GrammarError as error:
+                error.row = row
+                raise
             masks.append(None if lines[0] is None else parse.mask)
             for token, parent in zip(tokens[1:], parents[1:], strict=True):
                 above = lines[parent]
                 line = None if above is None or token == NO_TOKEN else [*above, token]
-                lines.append(line if line is not None and parse.go(line) else None)
+                lines.append(line if line is not None and parse.may_go(line) else None)
                 masks.append(None if lines[-1] is None else parse.mask)
         return self._processor.masked(scores.flatten(0, 1), masks).view_as(scores)
 
