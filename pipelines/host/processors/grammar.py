@@ -30,8 +30,12 @@ class Parse:
     """The parse of an answer, token by token; for another text, only the part that differs is parsed again."""
 
     def __init__(self, make: Callable[[], LLMatcher], ends: frozenset[int]) -> None:
-        self._make, self._matcher, self._ends = make, make(), ends
-        self._text: list[int] = []
+        self._make, self._ends = make, ends
+        self._begin()
+
+    def _begin(self) -> None:
+        """With a new matcher: one that went beyond a limit stays in error."""
+        self._matcher, self._text = self._make(), list[int]()
 
     def go(self, text: list[int]) -> bool:
         """Parse this text; returns whether the grammar allows it and it has not ended. It may raise a GrammarError."""
@@ -47,7 +51,7 @@ class Parse:
             taken = self._matcher.try_consume_tokens([token])
             if self._matcher.is_error():
                 why = self._matcher.get_error().strip().partition("\n")[0]
-                self._matcher, self._text = self._make(), []
+                self._begin()
                 raise GrammarError(f"the grammar is too large for llguidance, so simplify the schema ({why})")
             if taken != 1:
                 return False
@@ -71,6 +75,9 @@ class Parse:
         if not self.may_go(text):
             return []
         tokens = [int(token) for token in self._matcher.compute_ff_tokens()[:most]]
+        if self._matcher.is_error():
+            self._begin()
+            return []
         if len(tokens) < most and self.may_go(text + tokens) and self._matcher.is_stopped():
             tokens.append(min(self._ends))
         return tokens
