@@ -203,5 +203,4 @@ def _pattern(name: str, recursive: bool, columns: Columns) -> Iterator[Place]:
 
 def _common(folders: Sequence[Path]) -> Path:
     """The deepest folder that contains all of these; a single one is returned as it was given."""
-    shared = [os.path.abspath(folder) for folder in folders]
-    return folders[0] if len({*folders}) == 1 else Path(os.path.commonpath(shared))
+    return folders[0] if len({*folders}) == 1 else Path(os.path.commonpath([*map(os.path.abspath, folders)]))

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from mmspec.compile import graphs, opaque, products
 from mmspec.compile.inductor import inductor
 from mmspec.compile.recording import Function
-from mmspec.compile.unread import Uncapturable, Unread
+from mmspec.compile.unread import Uncapturable, unread
 from mmspec.functional import LayerAttention, attend, cut
 from mmspec.modes import uncast
 
@@ -162,13 +162,13 @@ def _traced(function: Function, inputs: Sequence[Tensor], own: Iterable[Tensor])
     """The graph of `function` with the weights that it uses as additional inputs, and these weights."""
     mine = {id(t): t for t in own}
 
-    def unread(*inputs: Tensor) -> Sequence[Tensor]:
-        with (values := Unread(mine.values())), values.lists():
+    def checked(*inputs: Tensor) -> Sequence[Tensor]:
+        with unread(mine.values()):
             return function(*inputs)
 
     try:
         with _own_casts(), _one_mode():
-            graph = make_fx(unread)(*inputs)
+            graph = make_fx(checked)(*inputs)
     except RuntimeError as error:  # a branch on the value of a tensor, an operation that cannot be recorded
         raise Uncapturable(str(error).strip().splitlines()[0]) from error
     graph.graph.eliminate_dead_code()

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from mmspec.compile.recording import Function
 
+_LIBRARIES = 32  # the most libraries of one piece that are built again
 _WRITTEN = 3.0  # seconds within which a library is written, once its file is there
 
 
@@ -26,12 +27,13 @@ def inductor(piece: fx.GraphModule, examples: list[Tensor]) -> Function:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # remarks on speed: float32 without TF32, an online softmax
-        while True:
+        for _ in range(_LIBRARIES):
             try:
                 return backend.compile(piece, list(examples), options)
             except Exception as error:
                 if not _removed(error):
                     raise
+        return backend.compile(piece, list(examples), options)
 
 
 def _removed(error: Exception) -> bool:

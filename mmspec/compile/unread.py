@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,9 +22,16 @@ class Uncapturable(Exception):
     """A function that cannot be captured; the message says why."""
 
 
-class Unread(TorchDispatchMode):
+@contextmanager
+def unread(own: Iterable[Tensor]) -> Iterator[None]:
     """Raises Uncapturable if Python reads the value of one of these tensors, or of one that was computed from them: it
     would become a constant of the code."""
+    with _Operations(own) as operations, _Lists(operations.knows):
+        yield
+
+
+class _Operations(TorchDispatchMode):
+    """Finds the operations that read values, and what is computed from the tensors."""
 
     supports_higher_order_operators = True
 
@@ -34,7 +41,7 @@ class Unread(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
-        known = any(self._has(t) for t in tree_leaves((args, kwargs)))
+        known = any(self.knows(t) for t in tree_leaves((args, kwargs)))
         if known and {*getattr(func, "tags", ())} & _READS and not (func is _INDEX and _whole(args[1])):
             raise Uncapturable(_READ)
         out = func(*args, **kwargs)
@@ -43,12 +50,8 @@ class Unread(TorchDispatchMode):
                 self._of_own[t] = True
         return out
 
-    def _has(self, t: object) -> bool:
+    def knows(self, t: object) -> bool:
         return isinstance(t, Tensor) and t in self._of_own
-
-    def lists(self) -> AbstractContextManager[object]:
-        """What turns tensors into lists and arrays is no operation of torch's."""
-        return _NoLists(self._has)
 
 
 def _whole(indices: Iterable[Tensor | None]) -> bool:
@@ -56,7 +59,9 @@ def _whole(indices: Iterable[Tensor | None]) -> bool:
     return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in indices)
 
 
-class _NoLists(TorchFunctionMode):
+class _Lists(TorchFunctionMode):
+    """Finds what turns tensors into lists and arrays, which is no operation of torch's."""
+
     def __init__(self, known: Callable[[object], bool]) -> None:
         self._known = known
 

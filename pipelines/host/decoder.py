@@ -107,14 +107,14 @@ def more_than_states(text: TextDecoder) -> bool:
 
 def shared_scale(model: GenerativeModel) -> str | None:
     """Why layers that quantize their input for all tokens of a forward together cannot read a draft, or None."""
-    layers = each_module(model.get_decoder(), head(model))
-    layer, found = next(((layer, how) for layer in layers if (how := _together(layer))), (None, None))
-    if layer is None or found is None:
-        return None
-    return (
-        f"its {stock(layer).__name__} layers {found[0]}, so several drafted tokens in one forward get other values "
-        f"than one at a time; {found[1]}"
-    )
+    for layer in each_module(model.get_decoder(), head(model)):
+        if (found := _together(layer)) is not None:
+            how, instead = found
+            return (
+                f"its {stock(layer).__name__} layers {how}, so several drafted tokens in one forward get other values "
+                f"than one at a time; {instead}"
+            )
+    return None
 
 
 def _together(module: nn.Module) -> tuple[str, str] | None:
