@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Sequence
 from functools import partial
 
 import httpx
@@ -15,6 +16,7 @@ from mmspec.app.media.video import FramePolicy
 from mmspec.media import MediaError, MediaLimits, read_url
 
 DECODERS, FETCHES = 2, 64  # processes; addresses that are fetched at once
+MOST = 256  # maximum number of pictures that are loaded together
 PLAIN = {"Accept-Encoding": "identity"}  # what a few compressed bytes hold may be gigabytes
 
 
@@ -30,6 +32,22 @@ class PictureLoader(Decoder):
         super().__init__(DECODERS, limits, FramePolicy("uniform", 1))
         self.limits, self.schemes = limits, ("data", "http", "https") if http else ("data",)
         self._tls, self._turns = http and ssl.create_default_context(), asyncio.Semaphore(FETCHES)
+
+    async def load_all(self, urls: Sequence[str]) -> list[Image.Image]:
+        """The pictures at these URLs, together within `max_pixels`; MediaError if one of them cannot be loaded.
+
+        They are loaded one by one, so that whoever asks for a few need not wait for whoever asks for many.
+        """
+        if len(urls) > MOST:
+            raise MediaError("picture", f"is one of {len(urls)}; {MOST} are allowed", "send fewer")
+        loaded, room = list[Image.Image](), self.limits.max_pixels
+        for url in urls:
+            loaded.append(await self.load(url))
+            room -= loaded[-1].width * loaded[-1].height
+            if room < 0:
+                why = f"goes over {self.limits.max_pixels} pixels, the limit for all of a request's pictures"
+                raise MediaError("picture", why, "send fewer or smaller ones")
+        return loaded
 
     async def load(self, url: str) -> Image.Image:
         """The picture at a URL; MediaError if it cannot be loaded."""

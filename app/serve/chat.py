@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from fastapi import HTTPException
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from mmspec.app.engine import sampling_settings
@@ -12,39 +13,32 @@ from mmspec.media import MediaError
 
 # types of errors by status; others are invalid requests
 KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
-PICTURES = 256  # maximum number of pictures in a request
 MESSAGES, STOPS, STOP_LENGTH = 1024, 16, 256  # maximum number of messages, and of their parts; of stop strings
 NEUTRAL: dict[str, tuple[object, ...]] = {  # unsupported fields → values that have no effect, besides null
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},), "tools": ([],), "functions": ([],),
     "presence_penalty": (0,), "frequency_penalty": (0,), "tool_choice": ("none", "auto"), "audio": (),
-    "repetition_penalty": (1,), "min_p": (0,), "max_new_tokens": (),
+    "max_new_tokens": (),
 }  # fmt: skip
 
 
-class ChatError(Exception):
-    """A request is refused; has the status and the body in OpenAI's format."""
+class ChatError(HTTPException):
+    """A request is refused; `detail` is the error in OpenAI's format."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         kind = KINDS.get(status, "invalid_request_error")
-        self.status, self.body = status, {"message": message, "type": kind, "param": param, "code": code}
-        super().__init__(message)
-
-
-class _Text(BaseModel):
-    type: Literal["text"]
-    text: str = ""
+        super().__init__(status, {"message": message, "type": kind, "param": param, "code": code})
 
 
 class _Url(BaseModel):
     url: str
 
 
-class _Picture(BaseModel):
-    type: Literal["image_url"]
-    image_url: _Url
+class _Part(BaseModel):
+    type: Literal["text", "image_url"]
+    text: str = ""
+    image_url: _Url | None = None
 
 
-_Part = Annotated[_Text | _Picture, Field(discriminator="type")]
 _Stop = Annotated[str, Field(max_length=STOP_LENGTH)]
 _PARTS = BeforeValidator(lambda text: [{"type": "text", "text": text or ""}] if isinstance(text, str | None) else text)
 _LISTED = BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop or [])
@@ -70,6 +64,8 @@ class ChatRequest(BaseModel, extra="allow"):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
     seed: int | None = None
     stop: Annotated[list[_Stop], Field(max_length=STOPS), _LISTED] = []
     response_format: _Format | None = None
@@ -83,18 +79,14 @@ class ChatRequest(BaseModel, extra="allow"):
         try:
             request = cls.model_validate_json(body)
         except ValidationError as error:
-            first = max(error.errors(), key=lambda one: len(one["loc"]))  # of alternatives, the one that fits most
-            loc = first["loc"]  # has the type of a part after its number
-            place = ".".join(str(key) for at, key in enumerate(loc) if at < 2 or loc[at - 2] != "content") or None
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or None
             raise ChatError(400, f"{place or 'the body'}: {first['msg']}", place) from error
         for name, value in (request.model_extra or {}).items():
             if value not in (None, *NEUTRAL.get(name, (value,))):
                 raise ChatError(400, f"{name} is not supported; leave it out", name, "unsupported_parameter")
         if request.messages[-1].role == "assistant":
             raise ChatError(400, "the last message must be the user's; got the assistant's", "messages")
-        pictures = sum(isinstance(part, _Picture) for message in request.messages for part in message.content)
-        if pictures > PICTURES:
-            raise ChatError(400, f"a request may have {PICTURES} pictures; got {pictures}", "messages")
         return request
 
     @property
@@ -111,34 +103,24 @@ class ChatRequest(BaseModel, extra="allow"):
     def settings(self, temperature: float, most: int) -> dict[str, Any]:
         """The settings for `generate`; the arguments are defaults for what the request does not set."""
         warmth = temperature if self.temperature is None else self.temperature
-        most = self.max_completion_tokens or self.max_tokens or most
         drawn = sampling_settings(warmth, top_p=self.top_p or 1.0, top_k=self.top_k or 0)
-        own = {"repetition_penalty": 1.0} if (self.model_extra or {}).get("repetition_penalty") else {}
-        return own | {"max_new_tokens": most, **drawn}  # its own in place of that of the model's generation_config
+        own = self.model_dump(include={"min_p", "repetition_penalty"}, exclude_none=True)
+        return {"max_new_tokens": self.max_completion_tokens or self.max_tokens or most, **drawn, **own}
 
     async def chat(self, pictures: PictureLoader) -> list[dict[str, Any]]:
-        """The messages in the format of chat templates; ChatError if a picture cannot be loaded or all are too big.
+        """The messages in the format of chat templates; ChatError if the pictures cannot be loaded."""
+        parts = [part for message in self.messages for part in message.content if part.type == "image_url"]
+        try:
+            loaded = iter(await pictures.load_all([part.image_url.url if part.image_url else "" for part in parts]))
+        except MediaError as error:
+            advice = error.what_to_do.split(", or raise")[0]
+            raise ChatError(400, f"the picture {error.reason}; {advice}", "messages", "invalid_image") from error
 
-        Pictures are loaded one by one, so that requests with few of them need not wait for one with many.
-        """
-        room = pictures.limits.max_pixels
-
-        async def shown(part: _Part) -> dict[str, Any]:
-            nonlocal room
-            if isinstance(part, _Text):
-                return part.model_dump()
-            try:
-                picture = await pictures.load(part.image_url.url)
-                room -= picture.width * picture.height
-                if room < 0:
-                    why = f"goes over {pictures.limits.max_pixels} pixels, the limit for all of a request's pictures"
-                    raise MediaError("picture", why, "send fewer or smaller ones")
-            except MediaError as error:
-                advice = error.what_to_do.split(", or raise")[0]
-                raise ChatError(400, f"the picture {error.reason}; {advice}", "messages", "invalid_image") from error
-            return {"type": "image", "image": picture}
+        def shown(part: _Part) -> dict[str, Any]:
+            text = part.type == "text"
+            return {"type": "text", "text": part.text} if text else {"type": "image", "image": next(loaded)}
 
         return [
-            {"role": message.role.replace("developer", "system"), "content": [await shown(p) for p in message.content]}
+            {"role": message.role.replace("developer", "system"), "content": [*map(shown, message.content)]}
             for message in self.messages
         ]

@@ -8,7 +8,8 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,10 +30,10 @@ from mmspec.pipelines.prompts import inputs_of
 from mmspec.pipelines.serving.async_batcher import AnswerPart, AsyncBatcher
 
 T = TypeVar("T")
+Fields = dict[str, Any]
 KEEP_ALIVE = 75  # seconds that an idle connection stays open; clients that reuse it wait less between two requests
 ENDED = "the server is being ended"
 UPLOAD = 60.0  # seconds within which a request's body must arrive
-Part = tuple[str, str | None, dict[str, Any]]  # text; for the last part also the finish reason and usage
 
 
 @dataclass
@@ -50,10 +51,6 @@ class Service:
     key: str | None = None  # the API key that clients must send
     open: int = 0  # number of open requests
 
-    @property
-    def model(self) -> dict[str, object]:
-        return {"id": self.name, "object": "model", "created": 0, "owned_by": "mmspec"}
-
     async def check_key(self, request: Request) -> None:  # async: the threads are for slower work
         given = request.headers.get("authorization", "")
         host = re.sub(r":\d+$", "", request.headers.get("host", "").lower())
@@ -62,49 +59,41 @@ class Service:
         if self.key is not None and not secrets.compare_digest(given.encode(), f"Bearer {self.key}".encode()):
             raise ChatError(401, "the right API key is required: Authorization: Bearer KEY", None, "invalid_api_key")
 
-    def check_name(self, model: str | None) -> None:
-        if model not in (None, self.name):
-            raise ChatError(404, f"no model {model!r} here; this is {self.name!r}", "model", "model_not_found")
+    def model(self, name: str | None) -> Fields:
+        """The model's description; ChatError if it has another name."""
+        if name not in (None, self.name):
+            raise ChatError(404, f"no model {name!r} here; this is {self.name!r}", "model", "model_not_found")
+        return {"id": self.name, "object": "model", "created": 0, "owned_by": "mmspec"}
 
-    async def chat(self, request: Request) -> ChatRequest:
-        """Read a request. ChatError if the queue is full, or the request is too large, late or invalid."""
+    async def counted(self) -> AsyncIterator[None]:
+        """Count a request as open until its answer is sent; ChatError if the queue is full."""
         if self.open >= self.worker.batches.rows + self.queue:
             raise ChatError(429, f"{self.open} requests are open, the limit; try again later", None, "queue_full")
+        self.open += 1
+        try:
+            yield
+        finally:
+            self.open -= 1
+
+    async def read(self, request: Request) -> ChatRequest:
+        """Read a request; ChatError if it is too large, late or invalid."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ChatError(415, "a request needs the header Content-Type: application/json")  # no web page may send it
-        if (length := request.headers.get("content-length")) is None:
-            raise ChatError(411, "a request needs a Content-Length; send its body as a whole, not in chunks")
-        if int(length) > self.max_bytes:
-            raise ChatError(413, f"got {length} bytes, over {self.max_bytes} (--max-bytes); send smaller pictures")
-        self.open += 1
+        length = request.headers.get("content-length")  # a body in chunks has none
+        if length is None or int(length) > self.max_bytes:
+            why = f"a request needs a Content-Length up to {self.max_bytes} (--max-bytes); got {length}"
+            raise ChatError(411 if length is None else 413, why)
         try:
             async with asyncio.timeout(UPLOAD):
                 data = await request.body()
-            body = await asyncio.to_thread(ChatRequest.parse, data)
         except (TimeoutError, ClientDisconnect) as error:
             raise ChatError(408, f"the request has not arrived after {UPLOAD:g} s; send smaller pictures") from error
-        finally:
-            self.open -= 1
-        self.check_name(body.model)
+        body = await asyncio.to_thread(ChatRequest.parse, data)
+        self.model(body.model)
         return body
 
-    async def answer(self, body: ChatRequest) -> AsyncIterator[Part]:
-        """Yield the parts of an answer; the first one is empty and comes once the prompt is prepared."""
-        began = time.perf_counter()
-        self.open += 1
-        try:
-            inputs, settings = await self._prepared(body)
-            yield "", None, {}
-            seed = secrets.randbits(31) if body.seed is None else body.seed % 2**63
-            async for part in self.worker.stream(
-                inputs, seed, [*filter(None, body.stop)], bool(body.stream), **settings
-            ):
-                yield part.text, part.finish, _counts(inputs, part, began) if part.finish else {}
-        finally:
-            self.open -= 1
-
-    async def _prepared(self, body: ChatRequest) -> tuple[Any, dict[str, Any]]:
-        """The model inputs, and the settings of `generate`."""
+    async def prepared(self, body: ChatRequest) -> tuple[Any, Fields]:
+        """The model inputs, and the settings of `generate`. ChatError: the model cannot answer this request."""
         settings = body.settings(self.temperature, self.most)
         if (schema := body.schema_of_answer) is not None:
             try:
@@ -121,15 +110,6 @@ class Service:
             why = f"the prompt has {1 - room} tokens too many for this model and an answer; shorten it"
             raise ChatError(400, why, "messages", "context_length_exceeded")
         return inputs, settings | {"max_new_tokens": min(settings["max_new_tokens"], room)}
-
-
-def _counts(inputs: Any, part: AnswerPart, began: float) -> dict[str, Any]:
-    """The fields of a whole answer that say how many tokens and forwards it took."""
-    given, n, stats = inputs["input_ids"].shape[1], part.tokens, part.stats
-    usage = {"prompt_tokens": given, "completion_tokens": n, "total_tokens": given + n}
-    calls = {"target_calls": stats.row_rounds, "tokens_per_target_call": round(stats.tokens_per_target_call, 4)}
-    drafts = {"drafted_tokens": stats.drafted, "accepted_tokens": stats.accepted}
-    return {"usage": usage, "mmspec": calls | drafts | {"seconds": round(time.perf_counter() - began, 6)}}
 
 
 class Server(uvicorn.Server):
@@ -150,45 +130,55 @@ class Server(uvicorn.Server):
 def build(service: Service) -> FastAPI:
     app, keyed = FastAPI(title="mmspec", openapi_url=None), [Depends(service.check_key)]
 
-    @app.exception_handler(ChatError)
     @app.exception_handler(HTTPException)
     @app.exception_handler(Exception)
     async def refused(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse({"error": (known := _known(error)).body}, known.status)
+        return JSONResponse({"error": (known := _known(error)).detail}, known.status_code)
 
     @app.get("/health")
-    async def health() -> dict[str, object]:
+    async def health() -> Fields:
         status, batches = "ok" if service.worker.alive else "ended", service.worker.batches
         return {"status": status, "open": service.open, "running": len(batches.running), "rows": batches.rows}
 
     @app.get("/v1/models", dependencies=keyed)
-    async def models() -> dict[str, object]:
-        return {"object": "list", "data": [service.model]}
+    async def models() -> Fields:
+        return {"object": "list", "data": [service.model(None)]}
 
     @app.get("/v1/models/{name:path}", dependencies=keyed)
-    async def model(name: str) -> dict[str, object]:
-        service.check_name(name)
-        return service.model
+    async def model(name: str) -> Fields:
+        return service.model(name)
 
-    @app.post("/v1/chat/completions", dependencies=keyed)
+    @app.post("/v1/chat/completions", dependencies=[*keyed, Depends(service.counted)])
     async def chat(request: Request) -> Any:
-        body = await service.chat(request)
-        parts = service.answer(body)
-        frame = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": service.name}
+        began, body = time.perf_counter(), await service.read(request)
+        inputs, settings = await _while_connected(request, service.prepared(body))
+        seed = secrets.randbits(31) if body.seed is None else body.seed % 2**63
+        parts = service.worker.stream(inputs, seed, [*filter(None, body.stop)], bool(body.stream), **settings)
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        frame = {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time())}
+        frame["model"] = service.name
         if body.stream:
-            await _while_connected(request, anext(parts))  # so that errors are sent with their status
-            events = _events(body, parts, frame)
+            events = _events(frame, parts, lambda part: _counts(inputs, part, began), body.stream_options or {})
             return StreamingResponse(events, 200, {"Cache-Control": "no-cache"}, "text/event-stream")
-
-        async def whole() -> Part:
-            return [part async for part in parts][-1]
-
-        text, finish, more = await _while_connected(request, whole())
-        message = {"role": "assistant", "content": text}
-        choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
-        return frame | {"object": "chat.completion", "choices": [choice], **more}
+        async with aclosing(parts):
+            part = await _while_connected(request, anext(parts))
+        message = {"role": "assistant", "content": part.text}
+        return frame | {"choices": [_choice(part, message=message)]} | _counts(inputs, part, began)
 
     return app
+
+
+def _choice(part: AnswerPart, **message: Fields) -> Fields:
+    return {"index": 0, **message, "finish_reason": part.finish, "logprobs": None}
+
+
+def _counts(inputs: Any, part: AnswerPart, began: float) -> Fields:
+    """The fields of a whole answer that say how many tokens and forwards it took."""
+    given, n, stats = inputs["input_ids"].shape[1], part.tokens, part.stats
+    usage = {"prompt_tokens": given, "completion_tokens": n, "total_tokens": given + n}
+    calls = {"target_calls": stats.row_rounds, "tokens_per_target_call": round(stats.tokens_per_target_call, 4)}
+    drafts = {"drafted_tokens": stats.drafted, "accepted_tokens": stats.accepted}
+    return {"usage": usage, "mmspec": calls | drafts | {"seconds": round(time.perf_counter() - began, 6)}}
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:
@@ -206,24 +196,25 @@ async def _while_connected(request: Request, work: Awaitable[T]) -> T:
         gone.cancel()
 
 
-async def _events(body: ChatRequest, parts: AsyncIterator[Part], frame: dict[str, object]) -> AsyncIterator[str]:
+async def _events(
+    frame: Fields, parts: AsyncIterator[AnswerPart], counts: Callable[[AnswerPart], Fields], options: Fields
+) -> AsyncIterator[str]:
     """An answer as server-sent events; errors become events, too."""
-    frame = frame | {"object": "chat.completion.chunk"}
-    delta: dict[str, object] = {"role": "assistant", "content": ""}
+    role = {"role": "assistant"}
     try:
-        async for text, finish, more in parts:
-            choice = {"index": 0, "delta": delta | {"content": text}, "finish_reason": finish, "logprobs": None}
+        async for part in parts:
+            more = counts(part) if part.finish else {}
             usage = more.pop("usage", None)
-            yield _event(frame | {"choices": [choice], **more})
-            if usage and (body.stream_options or {}).get("include_usage"):
+            yield _event(frame | {"choices": [_choice(part, delta=role | {"content": part.text})], **more})
+            if usage and options.get("include_usage"):
                 yield _event(frame | {"choices": [], "usage": usage})
-            delta = {}
+            role = {}
     except Exception as error:  # the status was sent already
-        yield _event({"error": _known(error).body})
+        yield _event({"error": _known(error).detail})
     yield "data: [DONE]\n\n"
 
 
-def _event(value: dict[str, object]) -> str:
+def _event(value: Fields) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 

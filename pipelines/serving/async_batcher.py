@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -79,8 +79,8 @@ class AsyncBatcher:
 
     async def stream(
         self, inputs: Any, seed: int = 0, stop: Sequence[str] = (), parts: bool = True, **settings: Any
-    ) -> AsyncIterator[AnswerPart]:
-        """Answer one prompt; closing the iterator frees its row before the next round.
+    ) -> AsyncGenerator[AnswerPart]:
+        """Answer one prompt; closing the generator frees its row before the next round.
 
         Args:
             inputs: the output of a processor for one prompt, unpadded; on any device.

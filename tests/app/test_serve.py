@@ -28,6 +28,7 @@ from PIL import Image
 from mmspec import media, zoo
 from mmspec.app import embedded
 from mmspec.app import engine as engines
+from mmspec.app.media import pictures as loading
 from mmspec.app.media.pictures import PictureLoader
 from mmspec.app.serve import chat
 from mmspec.app.serve.chat import ChatRequest
@@ -157,8 +158,15 @@ def test_a_seed_fixes_what_is_drawn(client: openai.OpenAI) -> None:
         found = pool.map(lambda seed: ask(client, messages, seed=seed, **how), [1, 2, 3] * 2)
         texts = [one.choices[0].message.content for one in found]
     assert texts[:3] == texts[3:] and len(set(texts)) == 3
+    only_best = ask(client, messages, extra_body={"min_p": 1.0}, **how)
     cold, greedy = (ask(client, messages, temperature=t, max_tokens=12) for t in (1e-39, 0))
-    assert cold.choices == greedy.choices
+    assert cold.choices == greedy.choices == only_best.choices
+
+
+def test_a_repetition_penalty_is_that_of_generate(client: openai.OpenAI, engine: engines.Engine) -> None:
+    want = stock(engine, SAMPLES[0], most=30, repetition_penalty=30.0)
+    found = ask(client, asking(url(SAMPLES[0].read_bytes())), max_tokens=30, extra_body={"repetition_penalty": 30})
+    assert found.choices[0].message.content == want != stock(engine, SAMPLES[0], most=30)
 
 
 def test_turns(client: openai.OpenAI, engine: engines.Engine) -> None:
@@ -328,7 +336,7 @@ def test_a_slow_address_is_given_up_and_keeps_no_decoder(whole: bool) -> None:
 
 
 def test_many_pictures_of_clients_that_leave_keep_nobody_waiting(base: str, client: openai.OpenAI) -> None:
-    shown = asking(url(blank(20)))[0]["content"][:1] * chat.PICTURES
+    shown = asking(url(blank(20)))[0]["content"][:1] * loading.MOST
     for _ in range(8):
         with pytest.raises(openai.APITimeoutError):
             ask(client, user(shown), timeout=0.02)
@@ -348,19 +356,20 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "too many pixels": (LARGE, {}, "over 0 million"),
     "too many pictures": (user(SAMPLE[0]["content"][:1] * 11), {}, "limit for all of"),
     "too many bytes": (asking(url(b"\0" * 250_000)), {}, "MiB, over"),
-    "a large body": (asking(url(b"\0" * 500_000)), {}, "over 500000"),
+    "a large body": (asking(url(b"\0" * 500_000)), {}, "up to 500000"),
     "an address": (asking("http://127.0.0.1:1/a.png"), {}, "does not open"),
     "a file": (asking("file:///etc/passwd"), {}, "does not open"),
     "no data": (asking("DATA:image/png;base64,"), {}, "has a data URL that cannot be read"),
     "no base64": (asking("data:image/png;base64,€€"), {}, "has a data URL that cannot be read"),
     "no data URL": (asking("data:nothing"), {}, "has a data URL that cannot be read; write data:image/jpeg"),
-    "257 pictures": (user(asking("data:,")[0]["content"][:1] * 257), {}, "may have 256 pictures; got 257"),
+    "257 pictures": (user(asking("data:,")[0]["content"][:1] * 257), {}, "is one of 257; 256 are allowed"),
     "no URL": (user([{"type": "image_url", "image_url": {}}]), {}, "0.image_url.url: F"),
     "many messages": ([user("?")[0]] * 1025, {}, "at most 1024 items"),
     "long stop": (LARGE, {"stop": "x" * 257}, "at most 256 characters"),
     "many stops": (LARGE, {"stop": ["x"] * 17}, "at most 16 items"),
     "template": (LARGE, {"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "enable_thinking"),
-    "penalty": (LARGE, {"extra_body": {"repetition_penalty": 1.2}}, "repetition_penalty is not"),
+    "penalty": (LARGE, {"presence_penalty": 0.2}, "presence_penalty is not"),
+    "no picture": (user([{"type": "image_url"}]), {}, "does not open"),
     "no schema": (LARGE, {"response_format": {"type": "json_schema"}}, "schema is missing"),
     "a wrong schema": (
         SAMPLE,
