@@ -24,7 +24,8 @@ _ASIDE = {*vars(nn.Module())} - {"training"} | _OF_CALLS | {"_is_hf_initialized"
 _LEFT = {"rope_deltas"}  # tensors that a call leaves behind for the next one
 _OF_LINEAR = _ASIDE | {"training", "in_features", "out_features"}  # whose forward reads its parameters alone
 Marks = list[Any]  # values that are compared by ==
-_READ: ContextVar[dict[int, tuple[nn.Module, Version]] | None] = ContextVar("mmspec_versions", default=None)
+Versions = dict[int, tuple[nn.Module, "Version"]]  # those of modules, by the module's id
+_READ: ContextVar[Versions | None] = ContextVar("mmspec_versions", default=None)
 # dicts of a module whose items are read
 _PARAMETERS, _INSIDE = itemgetter("_parameters"), itemgetter("_parameters", "_buffers", "_modules")
 _HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks")
@@ -59,12 +60,15 @@ class Version:
 
 
 @contextmanager
-def unchanging() -> Iterator[None]:
-    """Inside the `with` block, each module's version is read only once, since a call does not change it."""
+def unchanging(read: Versions | None = None) -> Iterator[None]:
+    """Inside the `with` block, each module's version is read only once, since a call does not change it.
+
+    `read` keeps what has been read for further blocks that belong to the same call.
+    """
     if _READ.get() is not None:
         yield
         return
-    token = _READ.set({})
+    token = _READ.set({} if read is None else read)
     try:
         yield
     finally:

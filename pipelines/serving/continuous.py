@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from mmspec.compile.capture_cache import settled
-from mmspec.compile.version import unchanging
+from mmspec.compile.version import Versions, unchanging
 from mmspec.config import UnsupportedError
 from mmspec.loop import decode, start
 from mmspec.pipelines.drafters import forced
@@ -56,7 +56,8 @@ class ContinuousBatcher(Batcher):
     A row does not depend on the others: it gets the tokens that its prompt gets alone, and with sampling those of its
     seed. Rows that run together have one acceptance rule and one guidance; a prompt with others waits until they have
     ended. After an error in a round, its prompts are repeated one by one, so that only the failing one fails. Prompts
-    that cannot be accelerated run in `model.generate`, one by one.
+    that cannot be accelerated run in `model.generate`, one by one. Change the model only while it is not `busy`: whether
+    it has changed is checked when prompts join.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ContinuousBatcher(Batcher):
         if self._handle.config.reproducible:
             raise ValueError("reproducible=True uses torch's noise, which is per call; here each row has its own seed")
         self._rounds = Counter[int]()  # by batch size
+        self._versions: Versions = {}  # the model's, as read when prompts have last joined
         self._together = False  # whether several prompts may share one prefill; known after the first one
         self._restart()
 
@@ -103,7 +105,9 @@ class ContinuousBatcher(Batcher):
 
     def _work(self) -> None:
         """Prefill waiting prompts into free rows, then run one round of all rows."""
-        with unchanging(), torch.no_grad(), self._handle.running(self.model):
+        if self._waiting and len(self._session.rows) < self.rows:
+            self._versions.clear()
+        with unchanging(self._versions), torch.no_grad(), self._handle.running(self.model):
             self._session.retire()  # rows of cancelled prompts
             self._draining = self._draining and bool(self._session.rows)
             while not self._draining and (group := self._take(self._together)) and self._admit(group):

@@ -27,6 +27,7 @@ from mmspec import zoo
 from mmspec.app import engine as engines
 from mmspec.app.engine import Engine
 from mmspec.app.prompt import PromptChoice as Asked
+from mmspec.compile import version
 from mmspec.drafters import lookup
 from mmspec.drafters.plain import Plain
 from mmspec.pipelines.families import decoder_only
@@ -228,6 +229,22 @@ def test_nothing_is_held_once_all_rows_have_ended() -> None:
         drain(flow, asked)
         del asked
         assert caches() <= others and pixels() is None and flow._session.memory is None
+
+
+def test_a_change_of_the_model_is_looked_for_when_prompts_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked, read = tiny_vlms.model("llava"), prompts("llava", KINDS[:3]), list[int]()
+    latest = version._latest
+    with mmspec.enable(model, drafter=GUESTS["eagle tree"](model)):
+        flow = ContinuousBatcher(model, None, 2, **settings(max_new_tokens=8))
+        for number, inputs in enumerate(asked):
+            flow.add(number, inputs)
+        rounds, lens = 0, list[int]()
+        monkeypatch.setattr(version, "_latest", lambda root: read.append(rounds) or latest(root))
+        while flow.busy:
+            lens.append(len(flow.running))
+            flow.step()
+            rounds += 1
+    assert set(read) == {0, lens.index(1)} and rounds > len(set(read)), "as often as prompts have joined"
 
 
 # -- failures --------------------------------------------------------------------------------------------------------
