@@ -31,6 +31,14 @@ def parts(value: Any, levels: int = _NESTED) -> Any:
     return type(value), len(value), plain, [parts(p, levels - 1) for p in inside if isinstance(p, CONTAINERS)]
 
 
+def all_plain(value: Any, levels: int = _NESTED) -> bool:
+    """Whether a value is plain, or a container of such values, so that a copy can be compared with it."""
+    if type(value) not in CONTAINERS or levels == 0:
+        return type(value) in PLAIN
+    inside = [*value, *value.values()] if isinstance(value, dict) else value
+    return all(all_plain(part, levels - 1) for part in inside)
+
+
 def is_holder(value: Any) -> bool:
     """Whether a value is an object whose attributes are compared, such as the settings of a control vector; not one of
     mmspec's, such as the options of a drafter, which are part of the keys of captures."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, call, itemgetter
@@ -13,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from mmspec.compile import marks
 from mmspec.compile.marks import CONTAINERS, PLAIN, fixed, is_config, is_holder, placed
@@ -24,7 +26,7 @@ _ASIDE = {*vars(nn.Module())} - {"training"} | _OF_CALLS | {"_is_hf_initialized"
 _LEFT = {"rope_deltas"}  # tensors that a call leaves behind for the next one
 _OF_LINEAR = _ASIDE | {"training", "in_features", "out_features"}  # whose forward reads its parameters alone
 Marks = list[Any]  # values that are compared by ==
-Versions = dict[int, tuple[nn.Module, "Version"]]  # those of modules, by the module's id
+Versions = dict[int, "_Checked"]  # those of modules, by the module's id
 _READ: ContextVar[Versions | None] = ContextVar("mmspec_versions", default=None)
 # dicts of a module whose items are read
 _PARAMETERS, _INSIDE = itemgetter("_parameters"), itemgetter("_parameters", "_buffers", "_modules")
@@ -33,13 +35,23 @@ _SEEN: WeakKeyDictionary[nn.Module, _Seen] = WeakKeyDictionary()  # the latest v
 _REFRESHED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how often `refresh` was called, by module
 
 
+@dataclass
+class _Checked:
+    """The latest version of a module, and its tensors, if they have not been compared with it yet."""
+
+    root: nn.Module  # stays alive, so that its id is not reused
+    seen: _Seen
+    tensors: list[Any] | None
+
+
 @dataclass(frozen=True)
 class Version:
     """Two versions are equal if the forward computes the same results from the same inputs.
 
     Keep it alive as long as it is compared with others, so that its ids are not reused for other objects. Not detected
     are writes that bypass torch's version counters (through `.data`, a numpy view, another process), tensors in lists
-    and dicts of modules, class attributes, and methods other than `forward`; see `refresh`.
+    and dicts of modules, class attributes, methods other than `forward`, and hooks that torch did not register; see
+    `refresh`.
 
     Attributes:
         weights: the parameters and buffers, by identity among those that are alive, as those of a capture are.
@@ -76,27 +88,42 @@ def unchanging(read: Versions | None = None) -> Iterator[None]:
 
 
 def version(root: nn.Module, kept: bool = False) -> Version:
-    """The version of a module and all its submodules.
+    """The version of a module and all its submodules: the previous object if nothing has changed, else a new one.
 
     Args:
         kept: also compare tensors that are neither parameters nor buffers, by identity; such a version is not cached.
     """
     if kept:
         return _version(root, kept)
-    versions = _READ.get()
-    if versions is None:
+    checked = _checked(root)
+    if checked.tensors is not None and not checked.seen.same_tensors(checked.tensors):
+        checked.seen = _SEEN[root] = _Seen(root)
+    checked.tensors = None
+    return checked.seen.version
+
+
+def structure(root: nn.Module) -> Version:
+    """Like `version`, but it may be an older one if only the contents or layouts of parameters and buffers have changed
+    since: it takes less time."""
+    return _checked(root).seen.version
+
+
+def _checked(root: nn.Module) -> _Checked:
+    read = _READ.get()
+    if read is None:
         return _latest(root)
-    if id(root) not in versions:
-        versions[id(root)] = root, _latest(root)
-    return versions[id(root)][1]
+    if id(root) not in read:
+        read[id(root)] = _latest(root)
+    return read[id(root)]
 
 
-def _latest(root: nn.Module) -> Version:
-    """The previous version object if nothing has changed, otherwise a new one."""
+def _latest(root: nn.Module) -> _Checked:
+    """The latest version, after a check that all but the tensors' contents is unchanged; a new one if it is not."""
     seen = _SEEN.get(root)
-    if seen is None or not seen.unchanged():
+    tensors = None if seen is None else seen.same_structure()
+    if seen is None or tensors is None:
         seen = _SEEN[root] = _Seen(root)
-    return seen.version
+    return _Checked(root, seen, tensors)
 
 
 def _version(root: nn.Module, kept: bool = False) -> Version:
@@ -189,7 +216,7 @@ class _Seen:
         configs = [value for one in own for name, value in one.items() if is_config(name, value)]
         nested = {id(one): one for config in configs for one in marks.with_nested(config)}
         self._configs = [vars(one) for one in nested.values()]
-        self._hooks = _hooks(own)
+        self._registered, self._hooks = RemovableHandle.next_id, _hooks(own)
         self._names, values = self._attributes(own)
         named = [*chain.from_iterable(read), *self._names]
         outer = len(named) - len(self._names)
@@ -198,26 +225,43 @@ class _Seen:
         self._ids = self._compared(values)
         self._kept = [value for value in values if fixed(value)]
         tensors = [i for i in range(outer, len(values)) if isinstance(values[i], Tensor)]
-        self._plain = [i for i in tensors if placed(values[i]) and not values[i].is_inference()]
-        self._others = [*{*tensors, *results} - {*self._plain, *self._results}]
+        plain = [i for i in tensors if placed(values[i]) and not values[i].is_inference()]
+        self._tensors, self._plain = [*plain, *({*tensors, *results} - {*plain, *self._results})], len(plain)
         inside = [i for i, value in enumerate(values) if isinstance(value, CONTAINERS) and not fixed(value)]
-        self._containers = [i for i in inside if named[i] not in _ASIDE]
+        inside = [i for i in inside if named[i] not in _ASIDE]
+        self._plain_containers = [i for i in inside if marks.all_plain(values[i])]
+        self._copies = [deepcopy(values[i]) for i in self._plain_containers]
+        self._containers = [i for i in inside if not marks.all_plain(values[i])]
         self._holders = [i for i, value in enumerate(values) if is_holder(value) and not is_config(named[i], value)]
         self._state = self._state_of(modules, values)
+        self._contents = self._contents_of([values[i] for i in self._tensors])
 
-    def unchanged(self) -> bool:
+    def same_structure(self) -> list[Any] | None:
+        """The tensors, which are still to be compared, if all else is unchanged; else None."""
         if self._gone:
-            return False
+            return None
         modules = list(map(call, self._refs))
         own: list[Any] = list(map(vars, modules))
         if list(map(len, own)) != self._lengths or any(name not in own[i] for i, name in self._aside):
-            return False
+            return None
         try:
             names, values = self._attributes(own)
-        except KeyError:  # an attribute was replaced by another one
-            return False
-        same = names == self._names and self._compared(values) == self._ids and _hooks(own) == self._hooks
-        return same and self._state_of(modules, values) == self._state
+            same = names == self._names and self._compared(values) == self._ids and self._same_hooks(own)
+            same = same and [values[i] for i in self._plain_containers] == self._copies
+        except (KeyError, RuntimeError, ValueError):  # an attribute is gone; a tensor or an array is where a number was
+            return None
+        same = same and self._state_of(modules, values) == self._state
+        return [values[i] for i in self._tensors] if same else None
+
+    def same_tensors(self, tensors: list[Any]) -> bool:
+        return self._contents_of(tensors) == self._contents
+
+    def _same_hooks(self, own: list[dict[str, Any]]) -> bool:
+        """Each hook that torch registers has a further number."""
+        if self._hooks or self._registered != RemovableHandle.next_id:
+            self._registered = RemovableHandle.next_id
+            return _hooks(own) == self._hooks
+        return True
 
     def _attributes(self, own: list[dict[str, Any]]) -> tuple[list[str], list[Any]]:
         """The values of the modules' attributes, then those inside: of parameters, buffers, submodules and
@@ -237,22 +281,29 @@ class _Seen:
         return ids
 
     def _state_of(self, modules: list[Any], values: list[Any]) -> Any:
-        """State that may change while all attributes keep their values."""
-        kinds, plain, others = list[Any](map(type, modules)), [values[i] for i in self._plain], self._others
+        """State that may change while all attributes keep their values, but for that of tensors."""
+        kinds = list[Any](map(type, modules))
         return (
             hooked_everywhere(),
             sum(_REFRESHED.get(module, 0) for module in modules) if _REFRESHED else 0,
             kinds,
             [kind.forward for kind in dict.fromkeys(kinds)],
+            [type(values[i]) for i in self._tensors],
+            [marks.parts(values[i]) for i in self._containers],
+            [marks.held(values[i], id) for i in self._holders],
+        )
+
+    def _contents_of(self, tensors: list[Any]) -> Any:
+        """What differs after a write to a tensor, or where its memory or layout is another."""
+        plain, others = tensors[: self._plain], tensors[self._plain :]
+        return (
             list(map(attrgetter("_version"), plain)),
             # an address is on one device; nbytes and strides differ where the shape or the size of a number does
             list(map(Tensor.data_ptr, plain)),
             list(map(attrgetter("nbytes"), plain)),
             list(map(Tensor.stride, plain)),
-            [(*marks.laid_out(values[i]), *marks.written(values[i])) for i in others],
+            [(*marks.laid_out(t), *marks.written(t)) for t in others],
             marks.steps(plain),
-            [marks.parts(values[i]) for i in self._containers],
-            [marks.held(values[i], id) for i in self._holders],
         )
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
-from mmspec.compile.version import Version, version
+from mmspec.compile.version import Version, structure
 from mmspec.modes import Mode, each_module
 from mmspec.pipelines.host import reach, recurrent, tree_attention
 from mmspec.pipelines.host.call import TYPES
 from mmspec.pipelines.host.decoder import (
     decoder,
-    dtype_of,
     embedding,
     head,
     more_than_states,
@@ -57,14 +55,13 @@ class HostModel:
     cacheless: bool  # whether gradient checkpointing in training mode takes the cache away from layers
     readers: list[tuple[nn.Module, type]]  # see `decoder.readers`
     shared_scale: str | None  # see `decoder.shared_scale`
-    dtype: torch.dtype  # of its features
     mode: Mode  # inference_mode or no_grad for its rounds
     taps: dict[tuple[int, ...], Taps] = field(default_factory=dict)  # by the features that they record; see tapping.py
 
     @classmethod
     def of(cls, model: GenerativeModel) -> HostModel:
         """The model's current properties."""
-        cached, now = _CACHE.get(model), version(model)
+        cached, now = _CACHE.get(model), structure(model)
         if cached is None or cached[0] is not now:  # if it is the same object, so are the modules
             same = cached is not None and cached[0] == now and cached[1]._is_of(model)
             cached = _CACHE[model] = now, cached[1] if cached is not None and same else cls._read(model)
@@ -86,7 +83,7 @@ class HostModel:
             recurrent=bool(recurrent.modules(text)), stateful=more_than_states(text),
             apart=_apart(text), both_ways=_both_ways(model),
             cacheless=any(map(_checkpoints, each_module(model.get_decoder()))), readers=read,
-            shared_scale=shared_scale(model), dtype=dtype_of(model), mode=mode_of(model),
+            shared_scale=shared_scale(model), mode=mode_of(model),
         )  # fmt: skip
 
     def _is_of(self, model: GenerativeModel) -> bool:

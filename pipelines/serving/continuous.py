@@ -56,8 +56,8 @@ class ContinuousBatcher(Batcher):
     A row does not depend on the others: it gets the tokens that its prompt gets alone, and with sampling those of its
     seed. Rows that run together have one acceptance rule and one guidance; a prompt with others waits until they have
     ended. After an error in a round, its prompts are repeated one by one, so that only the failing one fails. Prompts
-    that cannot be accelerated run in `model.generate`, one by one. Change the model only while it is not `busy`: whether
-    it has changed is checked when prompts join.
+    that cannot be accelerated run in `model.generate`, one by one. Changes of the model are looked for when prompts
+    join; change it while no answer is under way.
     """
 
     def __init__(

@@ -16,6 +16,7 @@ from mmspec.drafters.draft_vocab import DraftVocab
 from mmspec.pipelines.host import callers_cache, devices, forward, reach, tree_attention
 from mmspec.pipelines.host.cache import RaggedCache
 from mmspec.pipelines.host.call import Call
+from mmspec.pipelines.host.decoder import dtype_of
 from mmspec.pipelines.host.exotic import by_path
 from mmspec.pipelines.host.forward import Read, during, reading
 from mmspec.pipelines.host.kinds import GenerativeModel, Mask, ModelOutput
@@ -52,7 +53,7 @@ class VlmTarget(ModelTarget):
         self.prefixes, self.recurrent = prefixes, bool(prefixes and host.recurrent)
         assert host.head is not None  # of an enabled model
         self.model, self.output = model, host.head
-        self.device = devices.execution(host.embedding)
+        self.device, self.dtype = devices.execution(host.embedding), dtype_of(model)
         self.inference = host.mode
         patch = getattr(model, "_mmspec_patch", None)
         self.captured = captures.of(model, patch.config.compile) if patch is not None else None
@@ -220,7 +221,7 @@ class VlmTarget(ModelTarget):
                 return None
         lengths = state.cache.lengths
         visible = Visibility(lengths, state.open_slots, state.padded, state.prompt, ancestors, depth)
-        return self.masks.build(visible, self.host.dtype, chain)
+        return self.masks.build(visible, self.dtype, chain)
 
 
 def _check(slots: RaggedCache, appended: int, read: int) -> None:

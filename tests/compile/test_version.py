@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_vlms
 import torch
@@ -478,6 +479,9 @@ MUTATIONS: dict[str, Callable[[Toy], Any]] = {  # by what changes; each is done 
 WRITES = {
     "its values", "some of its values", "an optimizer's step", "its data", "a tensor aside", "values of a tensor aside"
 }  # fmt: skip
+CONTENTS = {
+    "its values", "some of its values", "an optimizer's step", "its shape", "its strides", "values of a tensor aside"
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", MUTATIONS)
@@ -493,6 +497,29 @@ def test_what_stands_is_what_would_be_read(what: str) -> None:
         assert now != before or (what == "a hook" and now.why), "a second hook says no more than the first"
         assert what not in WRITES or (now.weights, now.state) == (before.weights, before.state)
         before = now
+
+
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_the_structure_is_all_but_the_contents_of_tensors(what: str) -> None:
+    model = Toy()
+    before = version(model)
+    assert versions.structure(model) is before
+    with torch.no_grad():
+        MUTATIONS[what](model)
+    with versions.unchanging():
+        now = versions.structure(model)
+        assert (now is before) == (what in CONTENTS)
+        assert version(model) == versions._version(model) != before, "its tensors are compared when they are asked for"
+    assert versions.structure(model) is version(model)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2), np.zeros(2), [torch.zeros(2)], 1.0])
+def test_numbers_in_a_container_may_become_anything(value: Any) -> None:
+    model = Toy()
+    before = version(model)
+    model.table["x"] = value
+    assert (version(model) == before) == (type(value) is float), "1 == 1.0"
+    assert version(model) == versions._version(model)
 
 
 def test_what_does_not_matter_is_not_read_anew() -> None:
