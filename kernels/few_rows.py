@@ -55,21 +55,23 @@ def products(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def attends(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Whether `attend` takes these tensors: plain float32, rows of keys and of values one after the other."""
-    D, E = k.shape[-1], v.shape[-1]
-    plain = all(_plain(t) and t.stride(3) == 1 for t in (q, k, v))
+    """Whether `attend` takes these tensors: plain, of one dtype, rows of keys and of values one after the other."""
+    D, E, dtype = k.shape[-1], v.shape[-1], q.dtype
+    plain = all(type(t) is Tensor and t.is_cpu and t.dtype == dtype and t.stride(3) == 1 for t in (q, k, v))
     if not plain or D % 16 or E % 16 or k.stride(2) != D or v.stride(2) != E:
         return False
-    fits = mask is None or (mask.dtype in (torch.bool, torch.float32) and mask.shape[1] == 1 and mask.stride(3) == 1)
-    return fits and available(torch.float32)
+    fits = mask is None or (mask.dtype in (torch.bool, dtype) and mask.shape[1] == 1 and mask.stride(3) == 1)
+    return fits and available(dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Scaled dot-product attention with grouped query heads; without autograd.
 
     Args:
-        q: [B, heads, n, D]; k [B, kv_heads, T, D] and v [B, kv_heads, T, E], where kv_heads divides heads.
-        mask: bool, true where visible, or additive float32; [B or 1, 1, n, T]. A query that sees no key gets zeros.
+        q: [B, heads, n, D]; k [B, kv_heads, T, D] and v [B, kv_heads, T, E], where kv_heads divides heads; float32 or
+            bfloat16, whose sums are of float32.
+        mask: bool, true where visible, or additive of that dtype; [B or 1, 1, n, T]. A query that sees no key gets
+            zeros.
         scale: of the scores.
 
     Returns:
@@ -188,11 +190,11 @@ def _right(dtype: torch.dtype) -> bool:
         x, w, b = (wave(1, n, k).to(dtype) for n, k in ((7, 77), (9, 77), (1, 9)))
         wanted = F.linear(x, w, b[0])
         off = [linear(x, w, b[0]) - wanted, *(y - F.linear(x, w) for y in products(x, [w, w]))]
+        q, k = (wave(3, 1, heads, n, 16).to(dtype) for n, heads in ((7, 4), (33, 2)))
+        keys = k.repeat_interleave(2, 1)
+        attended = F.scaled_dot_product_attention(q, keys, keys, scale=0.5)
+        off.append(attend(q, k, k, None, 0.5).transpose(1, 2) - attended)
         if dtype == torch.float32:
-            q, k = (wave(3, 1, heads, n, 16) for n, heads in ((7, 4), (33, 2)))
-            keys = k.repeat_interleave(2, 1)
-            attended = F.scaled_dot_product_attention(q, keys, keys, scale=0.5)
-            off.append(attend(q, k, k, None, 0.5).transpose(1, 2) - attended)
             off += _recurrent(0.3 * q[:, :2], 0.3 * k[:, :, :7])
         return all(bool(one.abs().max() <= _NEAR[dtype] * wanted.abs().max()) for one in off)
 

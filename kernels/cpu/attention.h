@@ -46,14 +46,14 @@ static inline void transpose(Vector* square) {  // LANES vectors, by perfect shu
 constexpr int WIDTH = COLUMNS * LANES;
 
 // M rows of a [M, K] times V vectors of each row of b [K, ...], summed in registers.
-template <int M, int V>
-static inline void outer(const float* a, int64_t a_row, const float* b, int64_t b_row, int64_t K, Vector* sums) {
+template <int M, int V, class T>
+static inline void outer(const float* a, int64_t a_row, const T* b, int64_t b_row, int64_t K, Vector* sums) {
     #pragma GCC unroll 32
     for (int i = 0; i < M * V; i++) sums[i] = Vector{};
     for (int64_t k = 0; k < K; k++) {
         Vector v[V];
         #pragma GCC unroll 4
-        for (int i = 0; i < V; i++) v[i] = load(b + k * b_row + i * LANES);
+        for (int i = 0; i < V; i++) v[i] = wide(b + k * b_row + i * LANES);
         #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
             Vector u = Vector{} + a[m * a_row + k];
@@ -87,7 +87,7 @@ static float weigh(float* scores, int64_t T, const Mask* mask) {
             if constexpr (sizeof(Mask) == 1)
                 scores[t] = mask[t] ? scores[t] : -INFINITY;
             else
-                scores[t] += mask[t];
+                scores[t] += number(mask[t]);
         }
     std::fill(scores + T, scores + end, -INFINITY);
     Vector tops = load(scores);
@@ -110,20 +110,20 @@ static float weigh(float* scores, int64_t T, const Mask* mask) {
 }
 
 // V vectors of M rows of the result: weights [M, T] times values [T, E], divided by the sums.
-template <int M, int V>
-static inline void mix(const float* weights, int64_t stride, const float* values, int64_t T, int64_t E,
-                       const float* sums, float* const* out) {
+template <int M, int V, class Number>
+static inline void mix(const float* weights, int64_t stride, const Number* values, int64_t T, int64_t E,
+                       const float* sums, Number* const* out) {
     Vector results[M * V];
     outer<M, V>(weights, stride, values, E, T, results);
     #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
         #pragma GCC unroll 4
-        for (int i = 0; i < V; i++) *(Floats*)(out[m] + i * LANES) = results[m * V + i] / sums[m];
+        for (int i = 0; i < V; i++) put(out[m] + i * LANES, results[m * V + i] / sums[m]);
 }
 
-template <int M>
-static inline void mixed(int64_t rows, const float* weights, int64_t stride, const float* values, int64_t T, int64_t E,
-                         const float* sums, float** out) {
+template <int M, class Number>
+static inline void mixed(int64_t rows, const float* weights, int64_t stride, const Number* values, int64_t T, int64_t E,
+                         const float* sums, Number** out) {
     if constexpr (M > 1)
         if (rows < M) return mixed<M - 1>(rows, weights, stride, values, T, E, sums, out);
     int64_t e = 0;
@@ -137,23 +137,34 @@ static inline void mixed(int64_t rows, const float* weights, int64_t stride, con
     }
 }
 
+template <class Number>
 struct Attention {
     int64_t B, heads, groups, n, T, D, E;  // D and E, the widths of keys and values, are multiples of LANES
-    const float *q, *k, *v;                // [B, heads, n, D], [B, groups, T, D], [B, groups, T, E]
+    const Number *q, *k, *v;               // [B, heads, n, D], [B, groups, T, D], [B, groups, T, E]
     int64_t q_b, q_h, q_n, k_b, k_g, v_b, v_g, m_b, m_n;  // strides; those of k and v over T are D and E
     float scale;
-    float* y;  // [B, n, heads, E]
+    Number* y;         // [B, n, heads, E]
+    const void* mask;  // of bool, if `seen`, or of numbers that are added; null: all keys are seen
+    bool seen;
 };
 
-// Scores [R, stride] of R queries [R, D], with room for all keys up to a multiple of WIDTH.
-static void score_all(const float* queries, const float* keys, float* scores, float* turned, int64_t R, int64_t T,
+static inline const float* widened(const float* from, int64_t, float*) { return from; }
+static inline const float* widened(const bfloat16* from, int64_t count, float* room) {
+    for (int64_t i = 0; i < count; i += LANES) put(room + i, wide(from + i));
+    return room;
+}
+
+// Scores [R, stride] of R queries [R, D], with room for all keys up to a multiple of WIDTH; `room` is for WIDTH keys.
+template <class Number>
+static void score_all(const float* queries, const Number* keys, float* scores, float* room, int64_t R, int64_t T,
                       int64_t D, int64_t stride) {
     if (R < 8) {  // turning the keys would take longer
         for (int64_t t = 0; t < T; t += t + COLUMNS <= T ? COLUMNS : 1)
-            if (t + COLUMNS <= T)
-                blocks<COLUMNS>(queries, keys + t * D, (float*)nullptr, scores + t, R, D, stride);
-            else
-                blocks<1>(queries, keys + t * D, (float*)nullptr, scores + t, R, D, stride);
+            if (t + COLUMNS <= T) {
+                const float* some = widened(keys + t * D, COLUMNS * D, room);
+                blocks<COLUMNS>(queries, some, (float*)nullptr, scores + t, R, D, stride);
+            } else
+                blocks<1>(queries, widened(keys + t * D, D, room), (float*)nullptr, scores + t, R, D, stride);
         return;
     }
     for (int64_t t = 0; t < T; t += WIDTH) {
@@ -163,19 +174,19 @@ static void score_all(const float* queries, const float* keys, float* scores, fl
                 #pragma GCC unroll 16
                 for (int j = 0; j < LANES; j++) {
                     int64_t key = t + i * LANES + j;
-                    square[j] = key < T ? load(keys + key * D + d) : Vector{};
+                    square[j] = key < T ? wide(keys + key * D + d) : Vector{};
                 }
                 transpose(square);
                 #pragma GCC unroll 16
-                for (int j = 0; j < LANES; j++) *(Floats*)(turned + (d + j) * WIDTH + i * LANES) = square[j];
+                for (int j = 0; j < LANES; j++) put(room + (d + j) * WIDTH + i * LANES, square[j]);
             }
         for (int64_t r = 0; r < R; r += MOST)
-            score<MOST>(std::min<int64_t>(MOST, R - r), queries + r * D, turned, scores + r * stride + t, D, stride);
+            score<MOST>(std::min<int64_t>(MOST, R - r), queries + r * D, room, scores + r * stride + t, D, stride);
     }
 }
 
-template <class Mask>
-static void attend(const Attention& a, const Mask* mask) {
+template <class Number>
+static void attend(const Attention<Number>& a) {
     int64_t share = a.heads / a.groups, queries = share * a.n, pairs = a.B * a.groups;
     int64_t stride = (a.T + WIDTH - 1) / WIDTH * WIDTH;
     bool alone = a.B * a.heads * a.n * a.T * a.D <= ALONE;
@@ -183,22 +194,23 @@ static void attend(const Attention& a, const Mask* mask) {
     {
         int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
         int64_t parts = threads / std::gcd(pairs, threads), most = (queries + parts - 1) / parts;
-        std::vector<float> scores(most * stride), packed(most * a.D), turned(WIDTH * a.D), sums(most);
-        std::vector<float*> out(most);
+        std::vector<float> scores(most * stride), packed(most * a.D), room(WIDTH * a.D), sums(most);
+        std::vector<Number*> out(most);
         for (int64_t task = pairs * parts * me / threads; task < pairs * parts * (me + 1) / threads; task++) {
             int64_t part = task % parts, g = task / parts % a.groups, b = task / parts / a.groups;
             int64_t begin = queries * part / parts, R = queries * (part + 1) / parts - begin;
-            const float *keys = a.k + b * a.k_b + g * a.k_g, *values = a.v + b * a.v_b + g * a.v_g;
+            const Number *keys = a.k + b * a.k_b + g * a.k_g, *values = a.v + b * a.v_b + g * a.v_g;
             for (int64_t r = 0; r < R; r++) {
                 int64_t head = g * share + (begin + r) / a.n, node = (begin + r) % a.n;
-                const float* query = a.q + b * a.q_b + head * a.q_h + node * a.q_n;
-                for (int64_t d = 0; d < a.D; d++) packed[r * a.D + d] = query[d] * a.scale;
+                const Number* query = a.q + b * a.q_b + head * a.q_h + node * a.q_n;
+                for (int64_t d = 0; d < a.D; d++) packed[r * a.D + d] = number(query[d]) * a.scale;
                 out[r] = a.y + ((b * a.n + node) * a.heads + head) * a.E;
             }
-            if (R) score_all(packed.data(), keys, scores.data(), turned.data(), R, a.T, a.D, stride);
+            if (R) score_all(packed.data(), keys, scores.data(), room.data(), R, a.T, a.D, stride);
             for (int64_t r = 0; r < R; r++) {
-                int64_t node = (begin + r) % a.n;
-                float sum = weigh(&scores[r * stride], a.T, mask ? mask + b * a.m_b + node * a.m_n : nullptr);
+                int64_t at = b * a.m_b + (begin + r) % a.n * a.m_n;
+                float sum = a.seen ? weigh(&scores[r * stride], a.T, (const bool*)a.mask + at)
+                                   : weigh(&scores[r * stride], a.T, a.mask ? (const Number*)a.mask + at : nullptr);
                 sums[r] = sum == 0.0f ? 1.0f : sum;
             }
             for (int64_t r = 0; r < R; r += MOST)

@@ -159,13 +159,15 @@ static void attend(StableIValue* stack, uint64_t, uint64_t) {
     double scale;
     memcpy(&scale, &stack[4], sizeof scale);
     auto qs = q.sizes(), ks = k.sizes(), vs = v.sizes();
-    auto fits = [](const Tensor& t, const std::vector<int64_t>& size) {
-        return t.dtype() == aoti_torch_dtype_float32() && size.size() == 4 && size[3] % LANES == 0;
+    auto dtype = q.dtype();
+    auto fits = [dtype](const Tensor& t, const std::vector<int64_t>& size) {
+        return t.dtype() == dtype && size.size() == 4 && size[3] % LANES == 0;
     };
-    if (!fits(q, qs) || !fits(k, ks) || !fits(v, vs) || qs[1] % ks[1] || ks[0] != qs[0] || ks[3] != qs[3] ||
-        vs[0] != ks[0] || vs[1] != ks[1] || vs[2] != ks[2])
-        throw std::runtime_error("few queries: q [B, heads, n, D], k [B, groups, T, D] and v [B, groups, T, E] must be "
-                                 "float32, and D and E multiples of the CPU's vectors");
+    bool narrow = dtype == aoti_torch_dtype_bfloat16();
+    if ((!narrow && dtype != aoti_torch_dtype_float32()) || !fits(q, qs) || !fits(k, ks) || !fits(v, vs) ||
+        qs[1] % ks[1] || ks[0] != qs[0] || ks[3] != qs[3] || vs[0] != ks[0] || vs[1] != ks[1] || vs[2] != ks[2])
+        throw std::runtime_error("few queries: q [B, heads, n, D], k [B, groups, T, D] and v [B, groups, T, E] must all "
+                                 "be float32 or bfloat16, and D and E multiples of the CPU's vectors");
     const int64_t *q_at = q.strides(), *k_at = k.strides(), *v_at = v.strides(), *m_at = nullptr;
     if (q_at[3] != 1 || k_at[3] != 1 || v_at[3] != 1 || k_at[2] != ks[3] || v_at[2] != vs[3])
         throw std::runtime_error("few queries: rows of q, k and v must be contiguous, and those of k and v adjacent");
@@ -174,20 +176,22 @@ static void attend(StableIValue* stack, uint64_t, uint64_t) {
         auto ms = mask.sizes();
         m_at = mask.strides();
         seen = mask.dtype() == aoti_torch_dtype_bool();
-        bool known = seen || mask.dtype() == aoti_torch_dtype_float32();
+        bool known = seen || mask.dtype() == dtype;
         if (!known || ms.size() != 4 || (ms[0] != 1 && ms[0] != qs[0]) || ms[1] != 1 || ms[2] != qs[2] ||
             ms[3] != ks[2] || m_at[3] != 1)
-            throw std::runtime_error("few queries: the mask must be bool or float32 [B or 1, 1, n, T]");
+            throw std::runtime_error("few queries: the mask must be bool, or of the dtype of q, [B or 1, 1, n, T]");
         if (ms[0] == 1) m_at = nullptr;
     }
-    Tensor y = empty({qs[0], qs[2], qs[1], vs[3]}, q.dtype());
-    Attention a = {qs[0], qs[1], ks[1], qs[2], ks[2], qs[3], vs[3], (const float*)q.data(), (const float*)k.data(),
-                   (const float*)v.data(), q_at[0], q_at[1], q_at[2], k_at[0], k_at[1], v_at[0], v_at[1],
-                   m_at ? m_at[0] : 0, mask.handle ? mask.strides()[2] : 0, (float)scale, (float*)y.data()};
-    if (seen)
-        attend(a, (const bool*)mask.data());
-    else
-        attend(a, mask.handle ? (const float*)mask.data() : nullptr);
+    Tensor y = empty({qs[0], qs[2], qs[1], vs[3]}, dtype);
+    auto run = [&](auto zero) {
+        using Number = decltype(zero);
+        Attention<Number> a = {qs[0], qs[1], ks[1], qs[2], ks[2], qs[3], vs[3], (const Number*)q.data(),
+                               (const Number*)k.data(), (const Number*)v.data(), q_at[0], q_at[1], q_at[2], k_at[0],
+                               k_at[1], v_at[0], v_at[1], m_at ? m_at[0] : 0, mask.handle ? mask.strides()[2] : 0,
+                               (float)scale, (Number*)y.data(), mask.handle ? mask.data() : nullptr, seen};
+        attend(a);
+    };
+    narrow ? run(bfloat16{}) : run(0.0f);
     stack[0] = y.release();
 }
 

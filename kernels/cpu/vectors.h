@@ -18,6 +18,8 @@ constexpr int LANES = 4, COLUMNS = 2, MOST = 4, NARROW = 2, TALL = 4;
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 
 struct bfloat16 {
     uint16_t bits;
@@ -44,19 +46,27 @@ static inline void store(bfloat16* to, float value) {  // to the nearest, ties t
     to->bits = value != value ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
+// LANES numbers, in float32.
+static inline Vector wide(const float* from) { return *(const Floats*)from; }
+static inline Vector wide(const bfloat16* from) {
+    return (Vector)(__builtin_convertvector(*(const Halves*)from, Words) << 16);
+}
+static inline void put(float* to, Vector value) { *(Floats*)to = value; }
+static __attribute__((noinline)) void put(bfloat16* to, Vector value) {
+    float lanes[LANES];
+    put(lanes, value);
+    for (int i = 0; i < LANES; i++) store(to + i, lanes[i]);
+}
+
 // What is loaded at a time: STEP numbers of a row, and how two of these are multiplied into a sum.
-static inline Vector load(const float* from) { return *(const Floats*)from; }
+static inline Vector load(const float* from) { return wide(from); }
 static inline Vector add(Vector sum, Vector a, Vector b) { return sum + a * b; }
 #if defined(__AVX512BF16__)
 static inline __m512bh load(const bfloat16* from) { return (__m512bh)_mm512_loadu_si512(from); }
 static inline Vector add(Vector sum, __m512bh a, __m512bh b) { return (Vector)_mm512_dpbf16_ps((__m512)sum, a, b); }
 constexpr int BFLOAT16_STEP = 32;
 #else
-typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2)));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-static inline Vector load(const bfloat16* from) {
-    return (Vector)(__builtin_convertvector(*(const Halves*)from, Words) << 16);
-}
+static inline Vector load(const bfloat16* from) { return wide(from); }
 constexpr int BFLOAT16_STEP = LANES;
 #endif
 template <class T> constexpr int STEP = LANES;

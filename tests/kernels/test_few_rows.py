@@ -92,19 +92,24 @@ SHAPES = [(1, 1, 1, 1, 1, 16, 16), (2, 4, 2, 3, 5, 16, 32), (1, 6, 2, 9, 100, 32
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)], ids=str)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_it_is_the_attention(shape: tuple[int, ...], threads: int, compiled: None) -> None:
+def test_it_is_the_attention(
+    shape: tuple[int, ...], dtype: torch.dtype, near: float, threads: int, compiled: None
+) -> None:
     (B, heads, groups, n, T, *_), before = shape, torch.get_num_threads()
-    q, k, v = attention(*shape)  # type: ignore[arg-type]
+    q, k, v = (t.to(dtype) for t in attention(*shape))  # type: ignore[arg-type]
     torch.set_num_threads(threads)
     try:
         for mask in masks(B, n, T).values():
+            mask = mask if mask is None or mask.dtype == torch.bool else mask.to(dtype)
             assert few_rows.attends(q, k, v, mask)
             found = few_rows.attend(q, k, v, mask, 0.3)
-            wide = mask.double() if mask is not None and mask.dtype == torch.float32 else mask
+            assert found.dtype == dtype
+            wide = mask if mask is None or mask.dtype == torch.bool else mask.double()
             keys, values = (t.double().repeat_interleave(heads // groups, 1) for t in (k, v))
             wanted = F.scaled_dot_product_attention(q.double(), keys, values, wide, scale=0.3).transpose(1, 2)
-            torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(found.double(), wanted, rtol=near, atol=1e-5)
     finally:
         torch.set_num_threads(before)
 
@@ -230,11 +235,13 @@ def test_it_commits_a_path(compiled: None) -> None:
 
 def test_shapes_that_it_does_not_take(compiled: None) -> None:
     q, k, v = attention(2, 2, 1, 3, 10, 16, 16)
-    half, odd = q.half(), q[..., :8]
+    half, odd, narrow = q.half(), q[..., :8], q.bfloat16()
     other = torch.ones(2, 2, 3, 10, dtype=torch.bool)
-    for q_, k_, mask in ((half, k, None), (odd, k[..., :8], None), (q, k.mT.contiguous().mT, None), (q, k, other)):
+    refused = [(half, k, None), (narrow, k, None), (odd, k[..., :8], None), (q, k.mT.contiguous().mT, None)]
+    for q_, k_, mask in (*refused, (q, k, other), (q, k, other[:, :1].bfloat16())):
         assert not few_rows.attends(q_, k_, v, mask)
-    for bad in ((q, k[:1], v, None), (q, k, v[:, :, 1:], None), (q, k, v, other), (half, k, v, None)):
+    mixed = [(half, k, v, None), (narrow, k, v, None), (half, k.half(), v.half(), None)]
+    for bad in (*mixed, (q, k[:1], v, None), (q, k, v[:, :, 1:], None), (q, k, v, other)):
         with pytest.raises(RuntimeError):
             few_rows.attend(*bad, 1.0)
     q, k, v, beta, g, state = nodes(1, 2, 3, 16, 16, False)
