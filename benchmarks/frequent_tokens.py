@@ -1,6 +1,6 @@
 """Counts how many tokens of a text were not among the frequent ones that drafters with a large head draft from.
 
-    python benchmarks/frequent_tokens.py qwen.tiktoken documentation=docs.txt chinese=news.txt --out PATH
+    python -m benchmarks.frequent_tokens qwen.tiktoken documentation=docs.txt chinese=news.txt --out PATH
 
 The ranks of a vocabulary in tiktoken's format, such as Qwen's in the package dashscope, and text files, each read as
 answers of 200 tokens to prompts of which nothing is known. Needs the package tiktoken.
@@ -9,19 +9,15 @@ answers of 200 tokens to prompts of which nothing is known. Needs the package ti
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
 from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
-
-from benchmarks.page import heading, page, save  # noqa: E402
-from mmspec.app.provenance import provenance  # noqa: E402
-from mmspec.drafters.frequent import ROWS, FrequentTokens  # noqa: E402
-from mmspec.protocols import TargetInfo  # noqa: E402
+from benchmarks.page import command, heading, page, save
+from mmspec.app.provenance import provenance
+from mmspec.drafters.frequent import ROWS, FrequentTokens
+from mmspec.protocols import TargetInfo
 
 PADDED = 256  # Qwen's head has so many rows more than there are ranks and special tokens, rounded
 ANSWER, MOST = 200, 100_000  # tokens of an answer, and of a text
@@ -71,7 +67,7 @@ def main() -> None:
         args.ranks.name,
         *(f"{name}={Path(file).name}" for name, file in (one.split("=", 1) for one in args.texts)),
     ]
-    facts = provenance(torch.device("cpu"), torch.float32) | {"argv": [sys.argv[0], *named], "vocabulary": vocab}
+    facts = provenance(torch.device("cpu"), torch.float32) | {"argv": [*command()[:3], *named], "vocabulary": vocab}
     names = list(next(iter(found.values())))
     lines = heading(["text", *names])
     for name, row in found.items():

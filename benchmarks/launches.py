@@ -1,6 +1,6 @@
 """Counts what a round launches on a GPU: the operations of torch, and the graphs that it replays.
 
-    python benchmarks/launches.py --out benchmarks/results/launches.json
+    python -m benchmarks.launches --out benchmarks/results/launches.json
 
 They are counted on narrow models of the real class with few layers, because they do not depend on the width and every
 layer adds the same number. Each of mmspec's kernels counts as its launches; `tests/support/pretend_graphs.py` stands in
@@ -25,21 +25,21 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: whole graphs contain a kernel of mmspec
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+sys.path.append("tests/support")
 
-import pretend_graphs  # noqa: E402
-import transformers as T  # noqa: E402
-from hostile_drafters import Scripted  # noqa: E402
+import pretend_graphs
+import transformers as T
+from hostile_drafters import Scripted
 
-import mmspec  # noqa: E402
-from benchmarks.suites.shapes_models import MODELS, REAL, TOY, Chat  # noqa: E402
-from mmspec.app.provenance import provenance  # noqa: E402
-from mmspec.compile import capture, graphs  # noqa: E402
-from mmspec.drafters.plain import Plain  # noqa: E402
-from mmspec.kernels import dispatch, reference  # noqa: E402
-from mmspec.pipelines.host import model as host_model  # noqa: E402
-from mmspec.protocols import Drafter  # noqa: E402
+import mmspec
+from benchmarks.page import command
+from benchmarks.suites.shapes_models import MODELS, REAL, TOY, Chat
+from mmspec.app.provenance import provenance
+from mmspec.compile import capture, graphs
+from mmspec.drafters.plain import Plain
+from mmspec.kernels import dispatch, reference
+from mmspec.pipelines.host import model as host_model
+from mmspec.protocols import Drafter
 
 # Launches of each of mmspec's operations on CUDA; everything else counts as one launch per torch operation.
 KERNELS = {
@@ -191,7 +191,7 @@ def main() -> None:
         "a hybrid of 9B": grown(hybrids, 4, 8, T.Qwen3_5TextConfig().num_hidden_layers),
     }
     if args.out:
-        facts = provenance(torch.device("cpu"), torch.bfloat16) | {"argv": sys.argv}
+        facts = provenance(torch.device("cpu"), torch.bfloat16) | {"argv": command()}
         args.out.write_text(json.dumps({"provenance": facts, "launches": launched}, separators=(",", ":")) + "\n")
     print(table(launched))
 

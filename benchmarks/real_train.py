@@ -1,8 +1,8 @@
 """Trains an `eagle` or `block` drafter for SmolLM2-135M-Instruct on the model's own answers.
 
-    python benchmarks/real_train.py --out runs/smollm2-eagle          # the same command resumes
-    python benchmarks/real_train.py --method block --out runs/smollm2-block --answers runs/smollm2-eagle
-    python benchmarks/real_train.py --out /tmp/smoke --set steps=2 held_out=2 max_new_tokens=8 --limit 8
+    python -m benchmarks.real_train --out runs/smollm2-eagle          # the same command resumes
+    python -m benchmarks.real_train --method block --out runs/smollm2-block --answers runs/smollm2-eagle
+    python -m benchmarks.real_train --out /tmp/smoke --set steps=2 held_out=2 max_new_tokens=8 --limit 8
 
 The prompts come from `real_prompts.py`; docs/drafters.md describes how `mmspec train` uses them.
 """
@@ -11,21 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from real import loaded  # noqa: E402
-from real_prompts import lessons  # noqa: E402
-
-from mmspec.app.devices import find_device  # noqa: E402
-from mmspec.app.train import _values, train  # noqa: E402
-from mmspec.train.recipes import RECIPES  # noqa: E402
+from benchmarks.real import loaded
+from benchmarks.real_prompts import lessons
+from mmspec.app.devices import find_device
+from mmspec.app.train import _values, train
+from mmspec.train.recipes import RECIPES
 
 SEED = 0
 MASK = "<file_sep>"  # mask token for the positions that a block predicts; it occurs in no text

@@ -1,6 +1,6 @@
 """Trains a LLaVA from the decoder of SmolLM2-135M-Instruct and the vision tower of `scenes-video`.
 
-    python benchmarks/real_vision.py --out runs/smollm2-vision      # the same command resumes
+    python -m benchmarks.real_vision --out runs/smollm2-vision      # the same command resumes
     mmspec train --target runs/smollm2-vision/model --data scenes:600 ... --out runs/smollm2-vision/eagle
     mmspec bench vlm --model runs/smollm2-vision/model --drafters runs/smollm2-vision/eagle/drafter
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from real import loaded  # noqa: E402
-from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor  # noqa: E402
-
-from benchmarks.zoo import fit, language  # noqa: E402
-from benchmarks.zoo.evaluate import load, score_style  # noqa: E402
-from benchmarks.zoo.recipes.vlm import Mix  # noqa: E402
-from mmspec import zoo  # noqa: E402
-from mmspec.zoo import scenes  # noqa: E402
+from benchmarks.real import loaded
+from benchmarks.zoo import fit, language
+from benchmarks.zoo.evaluate import load, score_style
+from benchmarks.zoo.recipes.vlm import Mix
+from mmspec import zoo
+from mmspec.zoo import scenes
 
 SEED, HELD_OUT = 5, 1  # of all draws, and their second number where nothing learns from them
 PROJECTOR, STEPS, BATCH = 60, 200, 12  # steps of the projector alone, of all, and pictures in each

@@ -1,6 +1,6 @@
 """Measures the time to the first token of a second question about a picture, at the shape of a published model.
 
-    python benchmarks/second_question.py --out benchmarks/results/second-question
+    python -m benchmarks.second_question --out benchmarks/results/second-question
 
 The model has random weights, so only times and tokens are compared. Its processor would cut a picture into tiles; here
 the tiles are noise. Each method answers two questions about every picture and starts with an empty prefix cache.
@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
-
-import mmspec  # noqa: E402
-from benchmarks.page import heading, page, save  # noqa: E402
-from benchmarks.suites.shapes_models import MODELS, REAL, TOY, Chat  # noqa: E402
-from mmspec.app.provenance import provenance  # noqa: E402
+import mmspec
+from benchmarks.page import command, heading, page, save
+from benchmarks.suites.shapes_models import MODELS, REAL, TOY, Chat
+from mmspec.app.provenance import provenance
 
 NAME = "smolvlm-500m"
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -72,7 +68,7 @@ def main() -> None:
                         took[name].append(time.perf_counter() - began)
                         said[name].append(out[0, -1:].tolist())
     mmspec.disable(model)
-    facts = provenance(model.device, model.dtype) | {"argv": sys.argv, "model": f"{NAME}, random weights"}
+    facts = provenance(model.device, model.dtype) | {"argv": command(), "model": f"{NAME}, random weights"}
     facts |= {"tiles": args.tiles, "prompt_tokens": questions[0]["input_ids"].shape[1]}
     found: list[dict[str, Any]] = []
     for name in METHODS:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def counted() -> Any:
-    where = importlib.util.spec_from_file_location("launches", ROOT / "benchmarks" / "launches.py")
-    assert where is not None and where.loader is not None
-    module = importlib.util.module_from_spec(where)
-    sys.modules["launches"] = module
-    where.loader.exec_module(module)
-    return module
+    return importlib.import_module("benchmarks.launches")
 
 
 @pytest.mark.full
@@ -44,9 +38,9 @@ def test_a_captured_round_replays_a_graph_for_the_target_and_one_for_the_drafter
 
 def test_the_page_says_what_the_result_file_says(counted: Any) -> None:
     found = json.loads((ROOT / "benchmarks/results/launches.json").read_text())
-    assert found["provenance"]["commit"] and found["provenance"]["argv"][0] == "benchmarks/launches.py"
+    assert found["provenance"]["commit"] and any("launches" in word for word in found["provenance"]["argv"])
     page = (ROOT / "docs/speed.md").read_text()
-    assert counted.table(found["launches"]) in page, "run benchmarks/launches.py and put its table into docs/speed.md"
+    assert counted.table(found["launches"]) in page, "run benchmarks.launches, and put its table into docs/speed.md"
 
 
 def test_the_bars_in_the_documentation_are_those_of_the_result_files() -> None:

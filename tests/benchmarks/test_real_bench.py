@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-import pytest
-
-BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
+from benchmarks import real, real_prompts
 
 
-@pytest.fixture
-def real(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import real
-
-    yield real
-    for name in ("real", "real_prompts"):
-        sys.modules.pop(name, None)
-
-
-def test_speed_ups_are_over_the_fastest_stock_path_too(real) -> None:
+def test_speed_ups_are_over_the_fastest_stock_path_too() -> None:
     """By the time a token, so that answers of unequal length compare."""
     did = {"rounds": 2, "row_rounds": 4, "gained": 8, "draft": 0.1, "verify": 0.4}
     made = {
@@ -39,9 +24,7 @@ def test_speed_ups_are_over_the_fastest_stock_path_too(real) -> None:
     assert "| eagle | 4.00x (4.00-4.00) | 2.00x (2.00-2.00) |" in text and "eagle: a note" in text
 
 
-def test_no_prompt_that_is_measured_is_learnt_from(real) -> None:
-    import real_prompts
-
+def test_no_prompt_that_is_measured_is_learnt_from() -> None:
     learnt, again = real_prompts.lessons(0), real_prompts.lessons(0)
     measured = {prompt.text for ask in real.KINDS.values() for prompt in ask()}
     assert learnt == again and len(learnt) > 1000 and len({*learnt}) == len(learnt)
