@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mmspec.drafters import prune
 from mmspec.drafters.blocks import beside
-from mmspec.drafters.growth import Head, draws, grown
+from mmspec.drafters.growth import Head, Stepwise, draws, grown
 from mmspec.drafters.layer import FeatureLayer
 from mmspec.drafters.memory import FeatureMemory, MemoryAttention, by_level
 from mmspec.drafters.shape import TreeOptions
@@ -18,7 +18,7 @@ from mmspec.tree import chain
 from mmspec.types import Decided, Draft, Prompt, decided, fold, gather_rows, unfold
 
 
-class FeatureDrafter(FeatureLayer):
+class FeatureDrafter(FeatureLayer, Stepwise):
     """A drafter with one FeatureLayer; its memory is the layer's keys and values of the rows read so far."""
 
     method: str
@@ -30,10 +30,6 @@ class FeatureDrafter(FeatureLayer):
     @property
     def features(self) -> tuple[int, ...]:
         return self.config.features
-
-    @property
-    def nodes(self) -> int:
-        return self.options.size
 
     @property
     def capturable(self) -> bool:
@@ -164,12 +160,6 @@ class FeatureDrafter(FeatureLayer):
 
     def logits(self, hidden: Tensor, target: Target) -> Tensor:
         return self.head.logits(hidden, target)
-
-    def levels(self, session: SessionView[FeatureMemory], target: Target, f: Tensor) -> Tensor | None:
-        return None
-
-    def at_level(self, f: Tensor, level: int | Tensor) -> Tensor:
-        return f
 
 
 def prompt_stats(visual: Tensor, valid: Tensor, kept: Tensor, size: int) -> dict[str, float]:

@@ -127,6 +127,22 @@ class Grower(Protocol):
         """The input of the head, from the output of `step` for nodes of a level."""
 
 
+class Stepwise:
+    """What growers share whose levels each need a step."""
+
+    options: TreeOptions
+
+    @property
+    def nodes(self) -> int:
+        return self.options.size
+
+    def levels(self, session: SessionView, target: Target, f: Tensor) -> Tensor | None:
+        return None
+
+    def at_level(self, f: Tensor, level: int | Tensor) -> Tensor:
+        return f
+
+
 def draws(options: TreeOptions, session: SessionView) -> int:
     """V of p if the next draft is drawn at random, else 0; it never is if p is a point mass (greedy, seed-exact)."""
     p = session.last.scores.p if options.draws else None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmspec.config import Options
-from mmspec.drafters.growth import ModelHead, draws, grown
+from mmspec.drafters.growth import ModelHead, Stepwise, draws, grown
 from mmspec.drafters.shape import TreeOptions
 from mmspec.pipelines.host.exotic import gemma4_assistant as gemma
 from mmspec.pipelines.host.hooks import stock
@@ -21,7 +21,7 @@ from mmspec.types import FINAL, Draft, Prompt, decided, gather_rows
 _USUAL = TreeOptions.chain(4)  # the recommended shape
 
 
-class AssistantDrafter:
+class AssistantDrafter(Stepwise):
     """Drafts with transformers' own assistant, which reads the target's cache and has none of its own.
 
     Its input for a node is the embedding of the node's token and the feature of its parent. All nodes have the position
@@ -40,10 +40,6 @@ class AssistantDrafter:
 
     def __repr__(self) -> str:
         return f"AssistantDrafter({stock(self.model).__name__}, {self.options})"
-
-    @property
-    def nodes(self) -> int:
-        return self.options.size
 
     def fit(self, target: TargetInfo, given: Options) -> AssistantDrafter:
         """The same assistant with the user's options.
@@ -111,12 +107,6 @@ class AssistantDrafter:
         if gemma.eager(self.model):
             return {kind: additive(mask, self.model.dtype) for kind, mask in masks.items()}
         return masks
-
-    def levels(self, session: SessionView, target: Target, f: Tensor) -> None:
-        """None, since each level is a `step`."""
-
-    def at_level(self, f: Tensor, level: int | Tensor) -> Tensor:
-        return f
 
     def logits(self, hidden: Tensor, target: Target) -> Tensor:
         return gemma.logits(self.model, hidden).to(hidden.device)

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from mmspec.config import Options
 from mmspec.drafters import prune, static_trees
-from mmspec.drafters.growth import ModelHead, draws, grown
+from mmspec.drafters.growth import ModelHead, Stepwise, draws, grown
 from mmspec.drafters.shape import TreeOptions
 from mmspec.pipelines.host import readable
 from mmspec.pipelines.host.call import Call, calling
@@ -53,7 +53,7 @@ class DraftState:
         return replace(self, state=self.state.join(other.state), fresh=self.fresh + other.fresh, tree=None)
 
 
-class ModelDrafter:
+class ModelDrafter(Stepwise):
     """Drafts with a model that has the target's tokens (Leviathan et al. 2023; Chen et al. 2023).
 
     Its cache has the text before the pending token. Every level reads the pending token and all nodes so far, so that
@@ -104,10 +104,6 @@ class ModelDrafter:
         copied = copy.copy(self)
         copied.compile = compile
         return copied
-
-    @property
-    def nodes(self) -> int:
-        return self.options.size
 
     @property
     def _most(self) -> int:
@@ -185,12 +181,6 @@ class ModelDrafter:
         depth = torch.cat([depth, depth.new_full((B, n), level)], 1)
         memory.tree = torch.cat([nodes, tokens], 1), depth, torch.cat([above, own], 1)
         return self._logits(memory, *memory.tree, (session.emitted - 1)[:, None])[:, -n:]
-
-    def levels(self, session: SessionView, target: Target, f: Tensor) -> None:
-        """None, since each level is a `step`."""
-
-    def at_level(self, f: Tensor, level: int | Tensor) -> Tensor:
-        return f
 
     def logits(self, hidden: Tensor, target: Target) -> Tensor:
         """Its logits for the target's vocabulary; rows that only one of the two models has are padding."""
