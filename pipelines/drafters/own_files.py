@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -13,8 +12,6 @@ from torch import Tensor
 from mmspec.checkpoints.files import CONFIG, INDEX, WEIGHTS, index_of
 from mmspec.pipelines.host.kinds import GenerativeModel
 from mmspec.pipelines.host.names import origin
-
-T = TypeVar("T")
 
 
 def folder(model: GenerativeModel) -> Path | None:
@@ -46,7 +43,8 @@ def keys(where: Path) -> dict[str, Path]:
     alone = where / WEIGHTS
     if not alone.is_file():
         return {}
-    return dict.fromkeys(_opened(alone, lambda file: list(file.keys())), alone)
+    with _opened(alone) as file:
+        return dict.fromkeys(file.keys(), alone)
 
 
 def tensors(files: dict[str, Path]) -> dict[str, Tensor]:
@@ -61,17 +59,15 @@ def tensors(files: dict[str, Path]) -> dict[str, Tensor]:
         names = [key for key, at in files.items() if at == path]
         if not path.is_file():
             raise FileNotFoundError(f"{INDEX} lists {path.name}, which is missing in {path.parent}; download it")
-        out.update(_opened(path, partial(_some, names)))
+        with _opened(path) as file:
+            out |= {key: file.get_tensor(key) for key in names}
     return out
 
 
-def _some(names: list[str], file: safe_open) -> dict[str, Tensor]:
-    return {key: file.get_tensor(key) for key in names}
-
-
-def _opened(path: Path, read: Callable[[safe_open], T]) -> T:
+@contextmanager
+def _opened(path: Path) -> Iterator[safe_open]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            return read(file)
+            yield file
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path.name} is damaged or incomplete ({error}); download it again") from error
