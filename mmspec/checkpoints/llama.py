@@ -9,7 +9,7 @@ from typing import Any
 
 from mmspec.checkpoints.files import Json, Settings
 from mmspec.checkpoints.layout import Keys, Layout, Published
-from mmspec.checkpoints.values import LARGEST, MANY, checked, is_count
+from mmspec.checkpoints.values import LARGEST, MANY, checked, is_count, part
 from mmspec.drafters.blocks import ROPE_KINDS, Rope
 from mmspec.drafters.trained import TrainedConfig
 
@@ -129,11 +129,8 @@ def scaling(flat: Json) -> Json:
     Raises ValueError: it is not an object, or differs between the layers.
     """
     for key in ("rope_scaling", "rope_parameters"):
-        part = flat.get(key)
-        if part is not None and not isinstance(part, Mapping):
-            raise ValueError(f"{key} in config.json must be an object; it is {briefly(part)}")
-        if part:
-            return _of_all_layers(key, part, flat.get("layer_types"))
+        if given := part(flat, key):
+            return _of_all_layers(key, given, flat.get("layer_types"))
     return {}
 
 
