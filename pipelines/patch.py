@@ -66,15 +66,13 @@ def enable(model_or_pipe: object, drafter: Any = None, **options: Any) -> Handle
     if why is None and not release.tested():
         why = untested.refusal(model, drafter, enable)
     if why is not None:
-        if config.on_unsupported == "error":
-            raise UnsupportedError(f"mmspec cannot accelerate {type(model).__name__}: {why}")
-        warnings.warn(f"mmspec leaves {type(model).__name__} as it is: {why}", stacklevel=2)
+        release.leave(model, why, config, above=4)  # above `release.guarded`
         return Handle(model, Patch(family, None, config), Patch.of(model))
     if config.kept_bytes and not family.keeps_prefixes:
         raise ValueError(f"prefix_cache has no effect on {type(model).__name__}, which draws pictures; leave it out")
     target = family.describe(model)
     if target.device.type == "mps" and torch.__version__ < MPS:
-        warnings.warn(f"torch {torch.__version__} may attend wrongly on MPS; use torch {MPS} or newer", stacklevel=2)
+        warnings.warn(f"torch {torch.__version__} may attend wrongly on MPS; use torch {MPS} or newer", stacklevel=3)
     drafter = family.drafter if drafter is None else drafter
     ready, given, target = _chosen(drafter, given, target, family, model)  # may raise: nothing is patched yet
     rule = _rule(config, family, model)

@@ -85,15 +85,15 @@ class Untouched:
         self.disable()
 
 
-def leave(model: object, why: str, config: SpecConfig) -> Untouched:
-    """Leave a model unchanged, with a warning.
+def leave(model: object, why: str, config: SpecConfig, above: int = 3) -> Untouched:
+    """Leave a model unchanged, with a warning for the caller, who is `above` frames up.
 
     Raises:
         UnsupportedError: `on_unsupported` is "error".
     """
     if config.on_unsupported == "error":
         raise UnsupportedError(f"mmspec cannot accelerate {type(model).__name__}: {why}")
-    warnings.warn(f"mmspec leaves {type(model).__name__} as it is: {why}", stacklevel=4)
+    warnings.warn(f"mmspec leaves {type(model).__name__} as it is: {why}", stacklevel=above)
     return Untouched(model)
 
 

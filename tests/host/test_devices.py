@@ -213,8 +213,9 @@ def test_layers_with_one_scale_for_all_tokens(part: str | None) -> None:
     stock = tiny_vlms.generate(quantized, inputs(kind="image first"), **SHORT)
     with pytest.raises(UnsupportedError, match="one scale for all tokens of a forward"):
         mmspec.enable(quantized, "ngram")
-    with pytest.warns(UserWarning, match="mmspec leaves .* as it is: its Linear layers quantize their input"):
+    with pytest.warns(UserWarning, match="mmspec leaves .* as it is: its Linear layers quantize their input") as said:
         mmspec.enable(quantized, "ngram", on_unsupported="fallback")
+    assert said[0].filename == __file__
     assert torch.equal(tiny_vlms.generate(quantized, inputs(kind="image first"), **SHORT), stock)
     with mmspec.enable(whole, "ngram", on_unsupported="fallback"):
         whole.lm_head, whole.model = quantized.lm_head, quantized.model

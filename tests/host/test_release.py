@@ -140,10 +140,10 @@ def test_and_leaves_the_model_where_it_may(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(mmspec.UnsupportedError, match=r"DynamicLayer.*pip install"):
         enable(model)
     with (
-        pytest.warns(UserWarning, match="leaves .* as it is: .*DynamicLayer"),
+        pytest.warns(UserWarning, match="leaves .* as it is: .*DynamicLayer") as said,
         enable(model, on_unsupported="fallback") as left,
     ):
-        assert left.model is model and left.drafter is None
+        assert left.model is model and left.drafter is None and said[0].filename == __file__
     release.missing("disable", ImportError())(model)
     with pytest.raises(mmspec.UnsupportedError, match=r"mmspec\.verify is not available"):
         release.missing("verify", ImportError())(model)
