@@ -193,18 +193,18 @@ class Facts:
     told: tuple[Told, ...]
 
 
-def _any(options: Iterable[str]) -> str:
-    return "(" + "|".join(sorted(options, key=len, reverse=True)) + ")"
+def any_of(options: Iterable[str]) -> str:
+    return "(?:" + "|".join(sorted(options, key=len, reverse=True)) + ")"
 
 
 def _forms(names: Sequence[str]) -> dict[str, re.Pattern[str]]:
-    fields = " ".join(_any(options) for options in (scenes.SIZES, scenes.TEXTURES, scenes.COLOURS, scenes.SHAPES))
-    thing, place = rf"\bAn? {fields}", _any(names)
+    fields = " ".join(f"({any_of(some)})" for some in (scenes.SIZES, scenes.TEXTURES, scenes.COLOURS, scenes.SHAPES))
+    thing, place = rf"\bAn? {fields}", f"({any_of(names)})"
     return {kind: re.compile(form[:-1].format(thing=thing, place=place) + r"\.") for kind, form in TOLD.items()}
 
 
 _FORMS = _forms(words.PLACES)
-_OPENING = re.compile(rf"shows {_any(words.NUMBERS)} objects? on an? {_any(scenes.BACKGROUNDS)} background")
+_OPENING = re.compile(rf"shows ({any_of(words.NUMBERS)}) objects? on an? ({any_of(scenes.BACKGROUNDS)}) background")
 
 
 def read(text: str) -> Facts:

@@ -2,18 +2,14 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.zoo import clips
 from benchmarks.zoo import lexicon as words
-from benchmarks.zoo.clips import Clip, Told
+from benchmarks.zoo.clips import Clip, Told, any_of
 from mmspec.zoo import scenes
 from mmspec.zoo.scenes import Scene, Thing
-
-
-def _any(options: Iterable[str]) -> str:
-    return "(?:" + "|".join(sorted(options, key=len, reverse=True)) + ")"
 
 
 def _spoken(table: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
@@ -23,16 +19,16 @@ def _spoken(table: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
 _SIZES, _TEXTURES = _spoken(words.SIZE_WORDS), _spoken(words.TEXTURE_WORDS)
 _CELLS = {place: cell for cell, place in enumerate(words.PLACES)}
 _CELLS |= {place: cell for cell, places in enumerate(words.LIVELY_PLACES) for place in places}
-_COLOUR, _SHAPE = _any(scenes.COLOURS), _any(scenes.SHAPES)
-_PLACES = re.compile(rf"\b{_any(_CELLS)}\b")
-_LOOKS = rf"({_any(_SIZES)}) ({_any(_TEXTURES)}) (?:{_any(words.SHADES)} )?({_COLOUR}) ({_SHAPE})"
+_COLOUR, _SHAPE = any_of(scenes.COLOURS), any_of(scenes.SHAPES)
+_PLACES = re.compile(rf"\b{any_of(_CELLS)}\b")
+_LOOKS = rf"({any_of(_SIZES)}) ({any_of(_TEXTURES)}) (?:{any_of(words.SHADES)} )?({_COLOUR}) ({_SHAPE})"
 _THING = re.compile(rf"\b[Aa]n? {_LOOKS}\b")
-_PLACED = rf"({_COLOUR}) ({_SHAPE})(?: ({_any(words.PLACES)}))?"
-_NAME = rf"(?:({_any(scenes.SIZES)}) )?(?:({_any(scenes.TEXTURES)}) )?{_PLACED}"
-_RELATION = re.compile(rf"[Tt]he {_NAME} (?:is|lies|stands) ({_any(scenes.RELATIONS)}) the {_NAME}")
+_PLACED = rf"({_COLOUR}) ({_SHAPE})(?: ({any_of(words.PLACES)}))?"
+_NAME = rf"(?:({any_of(scenes.SIZES)}) )?(?:({any_of(scenes.TEXTURES)}) )?{_PLACED}"
+_RELATION = re.compile(rf"[Tt]he {_NAME} (?:is|lies|stands) ({any_of(scenes.RELATIONS)}) the {_NAME}")
 _LIST = re.compile(r"(?:, | and )(?=an? (?:small|large) )")
-_NUMBER = _any(words.NUMBERS)
-_COUNT = re.compile(rf"\b({_NUMBER}) ({_any([*words.PLURALS, *words.PLURALS.values()])})\b")
+_NUMBER = any_of(words.NUMBERS)
+_COUNT = re.compile(rf"\b({_NUMBER}) ({any_of([*words.PLURALS, *words.PLURALS.values()])})\b")
 _TOTAL = re.compile(rf"\b({_NUMBER}) (?:object|shape|figure)s?\b", re.IGNORECASE)
 _SINGULAR = {plural: shape for shape, plural in words.PLURALS.items()}
 

@@ -8,11 +8,11 @@ from torch import nn
 
 from benchmarks.zoo import fit, sheets
 from benchmarks.zoo.language import LOOKS
+from benchmarks.zoo.pack import IGNORED
 from mmspec.zoo import scenes
 from mmspec.zoo.scenes import Scene
 
 FIELDS = LOOKS | {"shape": ("none", *scenes.SHAPES)}
-IGNORED = -100
 See = Callable[[nn.Module, torch.Tensor], torch.Tensor]  # a tower and pictures [N, 3, S, S] to [N, tokens, width]
 
 

@@ -25,7 +25,7 @@ FIELDS = {  # of a cell of the grid
 
 def cell_labels(shown: list[Clip]) -> Tensor:
     """Class per clip, grid cell and field, [B, 9, 4]; IGNORED where there is nothing to say."""
-    labels = torch.full((len(shown), 9, len(FIELDS)), tower.IGNORED)
+    labels = torch.full((len(shown), 9, len(FIELDS)), pack.IGNORED)
     labels[:, :, 0] = 0
     for row, clip in enumerate(shown):
         for thing, motion in clip.parts:

@@ -207,17 +207,15 @@ def test_frames_show_the_motion_that_the_caption_tells():
 
 def test_cells_of_a_clip_say_what_was_there_and_what_became_of_it():
     labels, shown = watch.cell_labels(drawn_clips(60)), drawn_clips(60)
-    assert set(labels[:, :, 2].unique().tolist()) == {tower.IGNORED, *range(len(watch.KINDS))} - {5}, "5: appears"
+    assert set(labels[:, :, 2].unique().tolist()) == {pack.IGNORED, *range(len(watch.KINDS))} - {5}, "5: appears"
     for clip, cells in zip(shown, labels, strict=True):
         assert watch.KINDS[5] == "appears"
         first, last = ({t.cell: t for t in clips.at(clip, time).things} for time in (0.0, 1.0))
         for cell, (was, colour, went, came) in enumerate(cells.tolist()):
             thing = first.get(cell)
             assert watch.FIELDS["was"][was] == ("none" if thing is None else thing.shape)
-            assert (
-                (colour == went == tower.IGNORED) if thing is None else watch.FIELDS["colour"][colour] == thing.colour
-            )
-            assert (came == tower.IGNORED) == (cell not in last)
+            assert (colour == went == pack.IGNORED) if thing is None else watch.FIELDS["colour"][colour] == thing.colour
+            assert (came == pack.IGNORED) == (cell not in last)
             if thing is not None and watch.KINDS[went] == "still":
                 assert came == went and last[cell].shape == thing.shape
 
