@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny_vlms
 import torch
-from table_targets import excess
+from table_targets import TableModel, excess
 from torch import Tensor
 
 import mmspec
@@ -22,7 +22,7 @@ from mmspec.protocols import TargetInfo
 from mmspec.session import Row, Session
 from mmspec.switch import RoundCosts, Switch
 from mmspec.tree import chain
-from mmspec.types import NO_TOKEN, Categorical, Draft, Prompt, Round, Scores
+from mmspec.types import NO_TOKEN, Categorical, Draft
 
 CPU = torch.device("cpu")
 FULL = pytest.mark.full
@@ -32,21 +32,7 @@ FULL = pytest.mark.full
 
 
 @dataclass
-class Path:
-    """The cache of the toy: a number for the tokens before the pending one, and for each node of the last draft."""
-
-    before: Tensor  # [B]
-    nodes: Tensor  # [B, N]
-
-    def select(self, rows: Tensor) -> Path:
-        return Path(self.before[rows], self.nodes[rows])
-
-    def join(self, other: Path) -> Path:
-        return Path(torch.cat([self.before, other.before]), self.nodes)
-
-
-@dataclass
-class Toy:
+class Toy(TableModel):
     """The distribution of a token depends on its position and on the `reach` tokens before it, through a hash.
 
     `kind` makes it hostile: two tokens only, every third position forced, nothing but ties. `mode` realises the
@@ -59,12 +45,6 @@ class Toy:
     scale: float = 1.0
     kind: str = "plain"
     mode: str = "distribution"
-    device = CPU
-    features: tuple[int, ...] = ()
-    inference = torch.inference_mode
-    streams = 1
-    guidance = None
-    weighs = False
 
     def logits(self, code: Tensor, position: Tensor) -> Tensor:
         logits = self.scale * ops.gumbel(code.flatten(), position.flatten()[:, None], self.vocab)
@@ -79,31 +59,13 @@ class Toy:
     def after(self, code: Tensor, token: Tensor) -> Tensor:
         return (code * (self.vocab + 1) + token + 1) % (self.vocab + 1) ** self.reach
 
-    def distribution(self, code: Tensor, session: Any, depth: Tensor) -> Scores:
-        position = session.emitted[:, None] + depth
+    def distribution(self, code: Tensor, session: Any, draft: Draft) -> Categorical:
+        position = session.emitted[:, None] + draft.tree.depth
         logits = self.logits(code, position)
         if self.mode == "distribution":
-            return Scores(Categorical(logits))
+            return Categorical(logits)
         noise = ops.gumbel(session.seeds, position, self.vocab) if self.mode == "seed" else 0.0
-        return Scores(Categorical(ids=(logits + noise).argmax(-1)))
-
-    def prefill(self, session: Session, inputs: None, nodes: int) -> tuple[Prompt, Scores]:
-        blank = torch.zeros(len(session.rows), 1, dtype=torch.long)
-        session.cache = Path(blank[:, 0], blank)
-        prompt = Prompt(blank, None, None, blank, ~blank.bool(), self.grid)
-        return prompt, self.distribution(blank, session, blank)
-
-    def score(self, session: Any, draft: Draft) -> Scores:
-        codes = torch.empty_like(draft.tokens)
-        codes[:, 0] = self.after(session.cache.before, draft.tokens[:, 0])
-        for node in range(1, draft.tree.size):
-            parent = codes.gather(1, draft.tree.parents[:, node, None])[:, 0]
-            codes[:, node] = self.after(parent, draft.tokens[:, node])
-        session.cache.nodes = codes
-        return self.distribution(session.cache.nodes, session, draft.tree.depth)
-
-    def commit(self, session: Any, round_: Round) -> None:
-        session.cache.before = session.cache.nodes.gather(1, round_.acceptance.last[:, None])[:, 0]
+        return Categorical(ids=(logits + noise).argmax(-1))
 
     def joint(self, length: int) -> Tensor:
         """Probabilities [V ** length] of all outputs, the first token slowest."""

@@ -47,6 +47,7 @@ class TableModel:
     streams = 1
     guidance = None
     weighs = False
+    grid: tuple[int, int] | None = None
 
     def __init__(self, vocab: int = 4, length: int = 4, seed: int = 0, scale: float = 1.0) -> None:
         self.vocab, self.length = vocab, length
@@ -75,7 +76,7 @@ class TableModel:
         """Nothing is read: every text begins with the same token, which is not part of it."""
         ids = torch.zeros(len(session.rows), 1, dtype=torch.long)
         session.cache = Place(ids[:, 0], ids)
-        prompt = Prompt(ids, None, None, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
+        prompt = Prompt(ids, None, None, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool), self.grid)
         return prompt, Scores(self.distribution(ids, session, lone(ids)))
 
     def score(self, session: Any, draft: Draft) -> Scores:
