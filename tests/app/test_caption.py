@@ -767,12 +767,6 @@ def test_the_settings_of_a_run_lie_beside_its_captions(caption, capsys: pytest.C
     assert Path("other/.mmspec/run.yaml").exists()
 
 
-def test_a_config_repeats_no_flag_of_one_run_alone(caption):
-    assert caption("--limit", "2", "--no-resume", "--retry-failed") == OK
-    held = yaml.safe_load(Path("captions/run.yaml").read_text())
-    assert not {"limit", "resume", "retry-failed", "config"} & set(held) and held["out"] == "captions"
-
-
 def test_a_schema_may_be_any_json_object(tmp_path: Path):
     asks = set()
     for number, schema in enumerate(({"content": {"type": "string"}}, {"content": {"type": "number"}}, {"ask": 1})):
@@ -825,11 +819,11 @@ def test_rows_that_are_mended_leave_the_list_of_failures(caption, photos: Path):
 def test_config(caption, photos: Path, capsys: pytest.CaptureFixture):
     config = {"prompt": "w8", "out": "one", "resume": True, "batch-size": "auto", "limit": 2, "enable": {"depth": 3}}
     Path("run.yaml").write_text(yaml.safe_dump(config))
-    assert caption("--config", "run.yaml", "--out", "two") == OK  # the command line wins
+    assert caption("--config", "run.yaml", "--out", "two", "--no-resume", "--retry-failed") == OK  # these words win
     assert len(captions("two")) == 2 and Path("two/a.txt").read_text().split()[2] == "w8"
     held = yaml.safe_load(Path("two/run.yaml").read_text())
-    assert held["out"] == "two" and held["prompt"] == "w8" and "limit" not in held and held["inputs"] == ["photos"]
-    assert held["enable"] == ["depth=3"]
+    assert held["out"] == "two" and held["prompt"] == "w8" and held["inputs"] == ["photos"]
+    assert held["enable"] == ["depth=3"] and not {"limit", "resume", "retry-failed", "config"} & set(held)
     assert cli.main(["caption", "--config", "two/run.yaml", "--limit", "9"]) == OK  # the same run again
     assert len(captions("two")) == 4 and len(journal("two")) == 4
     Path("frames.yaml").write_text("frames: 3")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import tarfile
-import zlib
 from pathlib import Path
 
 import datasets
@@ -16,7 +14,6 @@ from PIL import Image
 
 from mmspec.app.caption import formats
 from mmspec.app.caption.formats import FORMATS
-from mmspec.app.files import replacing
 from mmspec.app.media.inputs import open_inputs
 
 TEXTS = {"a.png": "a red\nbird", "b/2.jpg": 'ein "Fisch" 🐟', "b/c.webp": "", "d.png": "d"}
@@ -158,13 +155,3 @@ def test_trouble_on_the_way_leaves_the_old_file(pictures: Path, kind: str):
     with pytest.raises(StoppedError):
         list(FORMATS[kind](broken(), pictures))
     assert path.read_bytes() == before and not list(pictures.rglob("*.partial"))
-
-
-def test_a_file_is_never_written_through_a_link(tmp_path: Path):
-    mine, path = tmp_path / "mine.txt", tmp_path / "out.txt"
-    mine.write_text("precious")
-    path.symlink_to(mine)
-    (tmp_path / f".{os.getpid()}-{zlib.crc32(b'out.txt'):08x}.partial").symlink_to(mine)
-    with replacing(path) as file:
-        file.write(b"new")
-    assert mine.read_text() == "precious" and path.read_bytes() == b"new" and not path.is_symlink()
