@@ -8,7 +8,7 @@ import tiny_vlms
 import torch
 import transformers as T
 from compared import as_stock
-from published_drafters import norm, put
+from published_drafters import norm, put, turn
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transcribed_drafters import round_of, session_of
@@ -298,11 +298,6 @@ def literal(t, features, block, config, rope_first=False, causal=(False, False),
     m, n, x = len(features), len(block), block
     place = torch.arange(m + n)
 
-    def turn(x, positions):
-        angle = torch.outer(positions.float(), 1 / 1e6 ** (torch.arange(0, D, 2).float() / D))
-        cos, sin = (torch.cat([f(angle), f(angle)], -1)[:, None] for f in (torch.cos, torch.sin))
-        return x * cos + torch.cat([-x[..., D // 2 :], x[..., : D // 2]], -1) * sin
-
     def mixed(x, weights, base):
         before = torch.cat([torch.zeros(1, H), x[:-1]])
         by = [base[i] + weights[:, i].repeat_interleave(16, -1) for i in range(2)]
@@ -320,9 +315,9 @@ def literal(t, features, block, config, rope_first=False, causal=(False, False),
         both = torch.cat([context, y])
         q, k, v = (y @ w["q"]).view(n, HEADS, D), (both @ w["k"]).view(m + n, KV, D), (both @ w["v"]).view(m + n, KV, D)
         if rope_first:
-            q, k = norm(turn(q, place[m:]), qn), norm(turn(k, place), kn)
+            q, k = norm(turn(q, 1e6, place[m:]), qn), norm(turn(k, 1e6, place), kn)
         else:
-            q, k = turn(norm(q, qn), place[m:]), turn(norm(k, kn), place)
+            q, k = turn(norm(q, qn), 1e6, place[m:]), turn(norm(k, kn), 1e6, place)
         distance = place[m:, None] - place
         seen = torch.ones(n, m + n, dtype=torch.bool)
         seen = seen & (distance >= 0) if causal[i] else seen

@@ -176,6 +176,7 @@ def norm(x, weight):
 
 def turn(x, theta, positions):
     """Rotary positions [n] for [n, heads, D], halves convention."""
+    D = x.shape[-1]
     angle = torch.outer(positions.float(), 1 / theta ** (torch.arange(0, D, 2).float() / D))
     cos, sin = (torch.cat([f(angle), f(angle)], -1)[:, None] for f in (torch.cos, torch.sin))
     return x * cos + torch.cat([-x[..., D // 2 :], x[..., : D // 2]], -1) * sin

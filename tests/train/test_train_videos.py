@@ -11,7 +11,6 @@ from typing import Any
 import clips
 import pytest
 import tiny_llava
-import tokenizers
 import transformers as T
 from PIL import Image
 
@@ -132,12 +131,7 @@ TEMPLATE = (
 def qwen() -> Any:
     """Qwen2-VL's own processor on a vocabulary of words."""
     vocab = {f"w{i}": i for i in range(3, 110)} | {"<pad>": 0, "<unk>": 1, "<img>": 120, "<vid>": 121}
-    raw = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
-    raw.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    words = T.PreTrainedTokenizerFast(
-        tokenizer_object=raw, pad_token="<pad>", unk_token="<unk>",
-        extra_special_tokens={"image_token": "<img>", "video_token": "<vid>"},
-    )  # fmt: skip
+    words = tiny_llava.tokenizer(vocab, extra_special_tokens={"image_token": "<img>", "video_token": "<vid>"})
     size = {"shortest_edge": 28 * 28, "longest_edge": 56 * 56}
     return T.Qwen2VLProcessor(
         T.Qwen2VLImageProcessor(size=size), words, T.Qwen2VLVideoProcessor(size=size, do_sample_frames=False),
