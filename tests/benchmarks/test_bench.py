@@ -289,15 +289,16 @@ def test_tunes_a_feature_drafter_and_survives_a_failing_path(
     assert records["stock-static"]["n"] == 0 and records["stock-static"]["note"].endswith("no compiler here")
 
 
-def test_own_questions_are_grouped_by_category(model: Path, tmp_path: Path) -> None:
-    names = save_pictures(tmp_path / "images", 4)
-    rows = [{"image": n, "question": f"w{5 + i} w9", "topic": f"t{i % 2}"} for i, n in enumerate(names)]
-    (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = ["--data", tmp_path, "--images", 4, "--max-new-tokens", 8, "--batch", 1, 2, "--temperature", 0]
+def test_all_questions_of_a_folder_are_grouped_by_category(model: Path, tmp_path: Path) -> None:
+    names = save_pictures(tmp_path / "images" / "free", 4)
+    rows = [{"image": f"free/{n}", "turns": [f"w{5 + i} w9", "w7?"], "topic": f"t{i % 2}"} for i, n in enumerate(names)]
+    (tmp_path / "mmspec.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["--data", tmp_path, "--images", "all", "--max-new-tokens", 8, "--batch", 1, 2, "--temperature", 0]
     assert run("--model", model, *words, "--without", "stock-static", "--json", tmp_path / "out" / "o.json") == 0
-    found = json.loads((tmp_path / "out" / "o.json").read_text())["records"]
-    assert {(r["batch"], r["category"]) for r in found} == {(1, "all"), (1, "t0"), (1, "t1"), (2, "all")}
-    assert {r["n"] for r in found if r["category"] == "t1"} == {2}
+    found = json.loads((tmp_path / "out" / "o.json").read_text())
+    records = found["records"]
+    assert {(r["batch"], r["category"]) for r in records} == {(1, "all"), (1, "t0"), (1, "t1"), (2, "all")}
+    assert {r["n"] for r in records if r["category"] == "t1"} == {2} and found["provenance"]["data"] == [str(tmp_path)]
 
 
 def test_several_data_sets_make_a_table(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import tiny_llava
 import torch
-from PIL import Image
 
 import mmspec
 from benchmarks.suites import SUITES
@@ -202,37 +201,3 @@ def test_tau_by_depth_ends_at_tau() -> None:
     found = vlm.figures("eagle", made, "stock", greedy=True, assisted=False)
     assert found["tau_by_depth"] == [1.75, 2.25, 2.5] and found["tokens_per_target_call"] == 2.5
     assert found["drafter_kv_bytes"] == 300 and found["drafter_visual_rows"] == 4
-
-
-# -- the MMSpec benchmark ------------------------------------------------------------------------------------------
-
-
-def split(folder: Path) -> Path:
-    """Two samples in the layout of dataset/MMSpec/testmini."""
-    lines = []
-    for i, topic in enumerate(("general vqa", "multi-turn conversation")):
-        name = f"{topic.replace(' ', '_')}/img_{i:06}.png"
-        (folder / "images" / name).parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (28, 28), (90 * i, 60, 30)).save(folder / "images" / name)
-        row = {
-            "id": f"img_{i:06}",
-            "image": name,
-            "turns": [f"w{5 + i} w9?", "w7?"],
-            "category": "A title",
-            "topic": topic,
-        }
-        lines.append(json.dumps(row))
-    (folder / "mmspec.jsonl").write_text("\n".join(lines) + "\n")
-    return folder
-
-
-def test_all_of_a_split_of_mmspec_is_asked(model: Path, tmp_path: Path) -> None:
-    data = split(tmp_path / "dataset" / "MMSpec" / "testmini")
-    words = ["--data", data, "--images", "all", "--max-new-tokens", 4, "--batch", 1, "--temperature", 0,
-             "--without", "stock-static", "hf-prompt-lookup"]  # fmt: skip
-    assert run("--model", model, *words, "--json", tmp_path / "o.json") == 0
-    found = json.loads((tmp_path / "o.json").read_text())
-    cells = {(r["method"], r["category"]): r["n"] for r in found["records"]}
-    assert cells == {(m, c): n for m in ("stock", "ngram") for c, n in
-                     (("all", 2), ("general vqa", 1), ("multi-turn conversation", 1))}  # fmt: skip
-    assert found["provenance"]["data"] == [str(data)]
