@@ -414,7 +414,7 @@ def test_the_tabs_events(asks: CaptionRace, picture: str) -> None:
     assert "identical output: 8 of 8" in looks[-1][0] and "8 tokens in 8 forwards" in looks[-1][1]
     assert all("Measuring" in look[0] and not isinstance(look[1], str) for look in looks[1:-1])  # then both at once
     for media, values, why in (
-        (None, VALUES, "no picture"),
+        *((upload, VALUES, "There is no picture. Upload one") for upload in (None, {}, {"path": None})),
         (file, (PROMPT, "ngram", 99, *VALUES[3:]), "depth: Input should be less than or equal to 16."),
     ):
         *_, refused = caption_tab.run(asks, "image", media, None, *values)
@@ -669,12 +669,6 @@ def test_uploads_are_not_opened_by_the_server(content: bytes, served: Any, monke
     values = asyncio.run(served.page.preprocess_data(run, ["image", file, None, *VALUES], None))
     *_, refused = run.fn(*values)
     assert "This picture " in refused[0] and "--" not in refused[0] and "pip install" not in refused[0]
-
-
-@pytest.mark.parametrize("upload", [{}, {"path": None}])
-def test_an_upload_without_a_file_is_none(asks: CaptionRace, upload: dict[str, Any]) -> None:
-    *_, refused = caption_tab.run(asks, "image", upload, None, *VALUES)
-    assert "There is no picture. Upload one" in refused[0]
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "http://127.0.0.1:9/x.png"])
