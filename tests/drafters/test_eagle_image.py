@@ -398,17 +398,6 @@ def test_the_joint_law_of_three_tokens(options: dict[str, Any], kind: type[Eagle
     assert (excess < 5) if sound else (excess > 20), excess
 
 
-def test_drafts_are_drawn_anew_for_every_position_and_apart_from_the_coins() -> None:
-    seeds, position = torch.arange(4000), torch.zeros(4000, 1, dtype=torch.long)
-    first = ops.gumbel(ops.stream(seeds, ops.FRESH), position, 5).argmax(-1)[:, 0]
-    again = ops.gumbel(ops.stream(seeds, ops.FRESH), position + 1, 5).argmax(-1)[:, 0]
-    coins = (5 * ops.uniform(seeds, position[:, 0])).long()
-    own = ops.gumbel(seeds, position, 5).argmax(-1)[:, 0]
-    for other in (again, coins, own):
-        table = torch.bincount(5 * first + other, minlength=25).double()
-        assert float(((table - 160) ** 2 / 160).sum()) < 60  # 24 degrees of freedom
-
-
 # -- training --------------------------------------------------------------------------------------------------------
 
 RECIPE = Recipe(
