@@ -119,12 +119,6 @@ def test_a_file_with_brackets_in_its_name_is_no_pattern(tmp_path: Path):
     assert names(tmp_path / "a[1]{2}.png") == ["a[1]{2}.png"]
 
 
-def test_a_file_without_an_extension_is_of_no_known_kind(tmp_path: Path):
-    (tmp_path / "0a1b2c").write_bytes(png(1))
-    with pytest.raises(MediaError, match=r"no known kind \(no extension\); give images, videos"):
-        items(tmp_path / "0a1b2c")
-
-
 @pytest.mark.parametrize("form", [form for form in FORMATS if form != "PPM"])
 def test_signatures_are_those_that_pillow_writes(form: str):
     out = io.BytesIO()
@@ -528,6 +522,7 @@ for where in ("{tmp_path}/{{1,2}}.png", "hf:a/b", {str(write(tmp_path / "t.parqu
         ("*.jpg", None, "matches no file"),
         ("x.tar", b"no tar", "not a whole, uncompressed tar"),
         ("x.tar.gz", b"x", "no known kind"),
+        ("0a1b2c", png(1), r"no known kind \(no extension\); give images, videos"),
         ("x.parquet", b"PAR1", "is damaged"),
         ("x.jsonl", b"", "names no files"),
         ("x.txt", b"\n \n", "names no files"),
