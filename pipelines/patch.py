@@ -62,7 +62,7 @@ def enable(model_or_pipe: object, drafter: Any = None, **options: Any) -> Handle
     config, given = SpecConfig.split(options)
     *around, model = wrappers.unwrap_all(model_or_pipe)
     family = families.of(model)
-    why = next(filter(None, map(adapters.soft_prompt, around)), None) or family.unsupported(model)
+    why = next(filter(None, map(adapters.unsupported, around)), None) or family.unsupported(model)
     if why is None and not release.tested():
         why = untested.refusal(model, drafter, enable)
     if why is not None:

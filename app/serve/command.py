@@ -58,6 +58,7 @@ def _serve(args: argparse.Namespace, key: str | None) -> None:
     from mmspec.app import engine as engines
     from mmspec.app.caption.run import area_for
     from mmspec.app.media.pictures import PictureLoader
+    from mmspec.app.prompt import PromptChoice
     from mmspec.app.serve import http
     from mmspec.pipelines.serving.async_batcher import AsyncBatcher
 
@@ -70,8 +71,14 @@ def _serve(args: argparse.Namespace, key: str | None) -> None:
     for note in filter(None, (*engine.notes, capped)):
         print(f"mmspec serve: {note}", file=sys.stderr)
     limits = MediaLimits(args.max_pixels, args.max_bytes, SECONDS, max_area=area)
-    batches = AsyncBatcher(engine.batcher(args.batch_size or engine.suggest_rows()), engine.processor)
-    with batches as worker, PictureLoader(limits, args.allow_http) as pictures:
+    rows = args.batch_size or engine.suggest_rows()
+    if options.get("compile"):  # clients would wait
+        print(f"mmspec serve: compiling for {rows} requests at once", file=sys.stderr)
+        engine.warm_up([], PromptChoice("."), rows)
+    with (
+        AsyncBatcher(engine.batcher(rows), engine.processor) as worker,
+        PictureLoader(limits, args.allow_http) as pictures,
+    ):
         shown = (args.name or args.model, args.max_new_tokens, args.temperature, args.queue, args.max_bytes, key)
         app = http.build(http.Service(engine, worker, pictures, *shown))
         host = f"[{args.host}]" if kind == socket.AF_INET6 else args.host

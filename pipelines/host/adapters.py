@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from mmspec.pipelines.host.kinds import GenerativeModel
 
+_TOGETHER = {"LILY", "SHADOW"}  # adapters whose layers read all tokens of a forward together
+
 
 def inside(wrapper: object) -> GenerativeModel | None:
     """The model inside a PEFT wrapper; None: this is not a PEFT wrapper."""
     return wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else None
 
 
-def soft_prompt(wrapper: object) -> str | None:
+def unsupported(wrapper: object) -> str | None:
     """Why a PEFT wrapper's active adapter is not supported; None: it is, or this is not a PEFT wrapper."""
     adapter = getattr(wrapper, "active_peft_config", None)
-    if adapter is None or not getattr(adapter, "is_prompt_learning", False):
+    if adapter is None:
         return None
     kind = getattr(adapter.peft_type, "value", adapter.peft_type)
-    return (
-        f"its active PEFT adapter is {kind}, which puts virtual tokens before the prompt, and mmspec does not see them "
-        "in drafts and positions; adapters in the weights, such as LoRA, are supported"
-    )
+    supported = "mmspec supports adapters whose layers read each token by itself, such as LoRA"
+    if getattr(adapter, "is_prompt_learning", False):
+        return (
+            f"its active PEFT adapter is {kind}, which puts virtual tokens before the prompt, and mmspec does not see "
+            f"them in drafts and positions; {supported}"
+        )
+    if kind in _TOGETHER:
+        return f"its active PEFT adapter is {kind}, with which a draft would change what comes before it; {supported}"
+    return None
 
 
 def generating(model: GenerativeModel) -> object:
@@ -27,13 +34,17 @@ def generating(model: GenerativeModel) -> object:
     return getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
 
 
-def by_row(model: GenerativeModel) -> bool:
-    """Whether each row of this call has its own PEFT adapter, which shows in the hooks that PEFT adds."""
-    return hasattr(model, "peft_config") and any(
-        "adapter_names" in getattr(hook, "keywords", ())
-        for module in model.modules()
-        for hook in module._forward_pre_hooks.values()
-    )
+def of_call(model: GenerativeModel, rows: int) -> str | None:
+    """Why the adapters of this call are not supported, which shows in the hooks that PEFT adds; None: they are."""
+    if not hasattr(model, "peft_config"):
+        return None
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    handed = {name for hook in hooks for name in getattr(hook, "keywords", ())}
+    if rows > 1 and "adapter_names" in handed:
+        return "adapter_names needs every row to stay in the batch to the end, but finished rows leave it here"
+    if "alora_offsets" in handed:
+        return "an activated LoRA counts from the end of a forward's tokens where it begins, which a draft would move"
+    return None
 
 
 def unmerged(model: GenerativeModel) -> bool:

@@ -33,10 +33,9 @@ def now(model: GenerativeModel, config: GenerationConfig, rows: int) -> Obstacle
     if assists(config):
         return Obstacle("it drafts for another model here, a few tokens at a time", always_falls_back=True)
     host = HostModel.of(model)
-    why = host.unfit or adapters.soft_prompt(adapters.generating(model)) or host.shared_scale
+    why = host.unfit or adapters.unsupported(adapters.generating(model)) or host.shared_scale
     if why is not None:
         return Obstacle(why)
-    if rows > 1 and adapters.by_row(model):
-        why = "adapter_names needs every row to stay in the batch to the end, but finished rows leave it here"
+    if (why := adapters.of_call(model, rows)) is not None:
         return Obstacle(why, always_falls_back=True)
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import base64
 import contextlib
@@ -30,7 +31,7 @@ from mmspec.app import embedded
 from mmspec.app import engine as engines
 from mmspec.app.media import pictures as loading
 from mmspec.app.media.pictures import PictureLoader
-from mmspec.app.serve import chat
+from mmspec.app.serve import chat, command
 from mmspec.app.serve.chat import ChatRequest
 from mmspec.app.serve.http import Server, Service, build
 from mmspec.pipelines.host.processors.grammar import json_grammar
@@ -242,6 +243,18 @@ def test_a_server_that_ends_tells_its_clients(service: Service, caplog: pytest.L
         with pytest.raises(openai.APIError, match="the server is being ended"):
             list(parts)
     assert not caplog.records, "no traceback"
+
+
+def test_a_compiled_server_compiles_before_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(engines.Engine, "warm_up", lambda self, frames, choice, rows: done.append(rows))
+    monkeypatch.setattr(Server, "run", lambda self: done.append("answers"))
+    parser = argparse.ArgumentParser()
+    command.configure(parser)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    assert command.run(parser.parse_args(["--port", port, "--batch-size", "3", "--enable", "compile=true"])) == 0
+    assert done == [3, "answers"]
 
 
 def test_a_full_queue_is_said(client: openai.OpenAI, base: str, service: Service) -> None:

@@ -326,6 +326,37 @@ def test_an_adapter_for_each_row() -> None:
         assert handle.stats.tokens > 0
 
 
+def test_an_adapter_that_begins_at_its_invocation() -> None:
+    """Such calls run as stock does, with a warning; `verify` calls the wrapper, which looks for the invocation."""
+    peft = pytest.importorskip("peft")
+    names = ["q_proj", "k_proj", "v_proj"]
+    lora = peft.LoraConfig(
+        r=4, lora_alpha=16, init_lora_weights=False, target_modules=names, task_type="CAUSAL_LM",
+        alora_invocation_tokens=[7],
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model = peft.get_peft_model(tiny_vlms.text(), lora).eval()
+    ids, options = torch.randint(8, 90, (2, 12)), {"max_new_tokens": 20, "do_sample": False}
+    ids[:, 9] = 7
+    stock = model.generate(input_ids=ids, **options)
+    with model.disable_adapter():
+        assert not torch.equal(model.generate(input_ids=ids, **options), stock)
+    with mmspec.enable(model) as handle:
+        with pytest.warns(UserWarning, match="activated LoRA"):
+            assert torch.equal(model.generate(input_ids=ids, **options), stock)
+        assert mmspec.verify(model, {"input_ids": ids}, 20).tokens_per_target_call == 1 and not handle.stats.tokens
+
+
+@pytest.mark.parametrize("kind", ["Lily", "Shadow"])
+def test_adapters_that_read_all_tokens_together(kind: str) -> None:
+    peft = pytest.importorskip("peft")
+    if not hasattr(peft, f"{kind}Config"):
+        pytest.skip(f"this peft has no {kind}")
+    wrapped = peft.get_peft_model(tiny_vlms.text(), getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM"))
+    with pytest.raises(mmspec.UnsupportedError, match=rf"{kind.upper()}.*LoRA"):
+        mmspec.enable(wrapped)
+
+
 # -- what changes after enable ---------------------------------------------------------------------------------------
 
 
