@@ -233,15 +233,15 @@ class _Seen:
         self._copies = [deepcopy(values[i]) for i in self._plain_containers]
         self._containers = [i for i in inside if not marks.all_plain(values[i])]
         self._holders = [i for i, value in enumerate(values) if is_holder(value) and not is_config(named[i], value)]
-        self._state = self._state_of(modules, values)
-        self._contents = self._contents_of([values[i] for i in self._tensors])
+        tensors = [values[i] for i in self._tensors]
+        self._state, self._contents = self._state_of(modules, values, tensors), self._contents_of(tensors)
 
     def same_structure(self) -> list[Any] | None:
         """The tensors, which are still to be compared, if all else is unchanged; else None."""
         if self._gone:
             return None
         modules = list(map(call, self._refs))
-        own: list[Any] = list(map(vars, modules))
+        own = [module.__dict__ for module in modules]  # faster than `vars`
         if list(map(len, own)) != self._lengths or any(name not in own[i] for i, name in self._aside):
             return None
         try:
@@ -250,8 +250,9 @@ class _Seen:
             same = same and [values[i] for i in self._plain_containers] == self._copies
         except (KeyError, RuntimeError, ValueError):  # an attribute is gone; a tensor or an array is where a number was
             return None
-        same = same and self._state_of(modules, values) == self._state
-        return [values[i] for i in self._tensors] if same else None
+        tensors = [values[i] for i in self._tensors]
+        same = same and self._state_of(modules, values, tensors) == self._state
+        return tensors if same else None
 
     def same_tensors(self, tensors: list[Any]) -> bool:
         return self._contents_of(tensors) == self._contents
@@ -280,7 +281,7 @@ class _Seen:
             ids[i] = 0 if values[i] is None or isinstance(values[i], Tensor) else ids[i]
         return ids
 
-    def _state_of(self, modules: list[Any], values: list[Any]) -> Any:
+    def _state_of(self, modules: list[Any], values: list[Any], tensors: list[Any]) -> Any:
         """State that may change while all attributes keep their values, but for that of tensors."""
         kinds = list[Any](map(type, modules))
         return (
@@ -288,7 +289,7 @@ class _Seen:
             sum(_REFRESHED.get(module, 0) for module in modules) if _REFRESHED else 0,
             kinds,
             [kind.forward for kind in dict.fromkeys(kinds)],
-            [type(values[i]) for i in self._tensors],
+            list(map(type, tensors)),
             [marks.parts(values[i]) for i in self._containers],
             [marks.held(values[i], id) for i in self._holders],
         )
