@@ -56,11 +56,12 @@ def least(ways: dict[str, Callable[[], object]], repeat: int) -> dict[str, float
     return {name: min(times) for name, times in took.items()}
 
 
-def attention(heads: tuple[int, int, int], rows: int, repeat: int) -> dict[str, float]:
+def attention(heads: tuple[int, int, int], rows: int, repeat: int, dtype: torch.dtype) -> dict[str, float]:
     """Milliseconds of the attention of one layer, with torch and with the kernel."""
     many, groups, width = heads
-    q, k, v = (torch.randn(1, n, length, width) for n, length in ((many, rows), *[(groups, PAST + rows)] * 2))
-    mask = torch.zeros(1, 1, rows, PAST + rows)
+    sizes = ((many, rows), *[(groups, PAST + rows)] * 2)
+    q, k, v = (torch.randn(1, n, length, width, dtype=dtype) for n, length in sizes)
+    mask = torch.zeros(1, 1, rows, PAST + rows, dtype=dtype)
     return least({
         "torch": lambda: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True),
         "few_rows": lambda: few_rows.attend(q, k, v, mask, width**-0.5),
@@ -111,8 +112,11 @@ def main() -> None:
                     if turn:  # the first one is a warm-up
                         forwards[name][rows] = min(took, forwards[name].get(rows, took))
         layers = {
-            f"Attention of one layer of {name}, behind {PAST} tokens": {n: attention(h, n, args.repeat) for n in ROWS}
+            f"Attention of one layer of {name}, {str(dtype).removeprefix('torch.')}, behind {PAST} tokens": {
+                n: attention(h, n, args.repeat, dtype) for n in ROWS
+            }
             for name, h in HEADS.items()
+            for dtype in (torch.float32, torch.bfloat16)
         } | {
             f"A recurrent layer of {name}, with its commit": {n: recurrence(h, n, args.repeat) for n in ROWS}
             for name, h in RECURRENT.items()
