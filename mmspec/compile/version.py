@@ -259,9 +259,11 @@ class _Seen:
 
     def _same_hooks(self, own: list[dict[str, Any]]) -> bool:
         """Each hook that torch registers has a further number."""
-        if self._hooks or self._registered != RemovableHandle.next_id:
-            self._registered = RemovableHandle.next_id
-            return _hooks(own) == self._hooks
+        latest = RemovableHandle.next_id
+        if self._hooks or self._registered != latest:
+            if _hooks(own) != self._hooks:
+                return False
+            self._registered = latest  # read before the hooks, since another thread may register one
         return True
 
     def _attributes(self, own: list[dict[str, Any]]) -> tuple[list[str], list[Any]]:

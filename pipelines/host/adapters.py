@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mmspec.pipelines.host.kinds import GenerativeModel
 
 _TOGETHER = {"LILY", "SHADOW"}  # adapters whose layers read all tokens of a forward together
@@ -17,7 +19,7 @@ def unsupported(wrapper: object) -> str | None:
     adapter = getattr(wrapper, "active_peft_config", None)
     if adapter is None:
         return None
-    kind = getattr(adapter.peft_type, "value", adapter.peft_type)
+    kind = _kind(adapter)
     supported = "mmspec supports adapters whose layers read each token by itself, such as LoRA"
     if getattr(adapter, "is_prompt_learning", False):
         return (
@@ -29,15 +31,24 @@ def unsupported(wrapper: object) -> str | None:
     return None
 
 
+def _kind(config: Any) -> str:
+    return str(getattr(config.peft_type, "value", config.peft_type))
+
+
 def generating(model: GenerativeModel) -> object:
     """The PEFT wrapper whose `generate` runs now; PEFT puts its `prepare_inputs_for_generation` on the model."""
     return getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
 
 
 def of_call(model: GenerativeModel, rows: int) -> str | None:
-    """Why the adapters of this call are not supported, which shows in the hooks that PEFT adds; None: they are."""
-    if not hasattr(model, "peft_config"):
+    """Why the adapters of this call are not supported, which shows in their configurations, and in the hooks that PEFT
+    adds; None: they are."""
+    configs = getattr(model, "peft_config", None)
+    if configs is None:
         return None
+    for kind in map(_kind, configs.values()):
+        if kind in _TOGETHER:
+            return f"it has a PEFT adapter of type {kind}, with which a draft would change what comes before it"
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
     handed = {name for hook in hooks for name in getattr(hook, "keywords", ())}
     if rows > 1 and "adapter_names" in handed:

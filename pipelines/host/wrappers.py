@@ -60,15 +60,17 @@ def check_pipeline(cls: type) -> None:
 
 
 def outer(model_or_pipe: object) -> Any:
-    """The object whose `generate` takes what a processor returns: the one to patch, or what prepares its calls: a BLIP
-    around it, which encodes the pictures first, or a PEFT wrapper."""
-
-    def prepares(one: Any) -> bool:
-        encodes = hasattr(type(one), "generate") and has(type(one).generate, "pixel_values")
-        return encodes or adapters.inside(one) is not None
-
+    """The object whose `generate` takes what a processor returns: the one to patch, or a BLIP around it, which encodes
+    the pictures first."""
     layers = unwrap_all(model_or_pipe)
-    return next(filter(prepares, layers), layers[-1])
+    encodes = (one for one in layers if hasattr(type(one), "generate") and has(type(one).generate, "pixel_values"))
+    return next(encodes, layers[-1])
+
+
+def called(model_or_pipe: object) -> Any:
+    """The object whose `generate` a user calls: a PEFT wrapper, which prepares its adapters, else `outer`."""
+    wrapped = (one for one in unwrap_all(model_or_pipe) if adapters.inside(one) is not None)
+    return next(wrapped, outer(model_or_pipe))
 
 
 def _inside(wrapper: Any) -> object:

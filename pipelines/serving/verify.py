@@ -79,7 +79,7 @@ def verify(model_or_pipe: object, inputs: Any, max_new_tokens: int = 64) -> Repo
         UnsupportedError: the model is not enabled, or cannot be accelerated in this call.
         TypeError: the model only generates images, or does not generate.
     """
-    model, outer = wrappers.unwrap(model_or_pipe), wrappers.outer(model_or_pipe)
+    model, outer = wrappers.unwrap(model_or_pipe), wrappers.called(model_or_pipe)
     name = type(model).__name__
     if not hasattr(model, "generate"):
         raise TypeError(

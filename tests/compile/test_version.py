@@ -513,6 +513,16 @@ def test_the_structure_is_all_but_the_contents_of_tensors(what: str) -> None:
     assert versions.structure(model) is version(model)
 
 
+def test_a_hook_is_seen_by_every_check_until_it_has_been_read() -> None:
+    """Of other threads, too, which check while the new version is made."""
+    model = Toy()
+    version(model)
+    seen, handle = versions._SEEN[model], model.first.register_forward_hook(hook)
+    assert seen.same_structure() is None and seen.same_structure() is None
+    handle.remove()
+    assert seen.same_structure() is not None
+
+
 @pytest.mark.parametrize("value", [torch.zeros(2), np.zeros(2), [torch.zeros(2)], 1.0])
 def test_numbers_in_a_container_may_become_anything(value: Any) -> None:
     model = Toy()

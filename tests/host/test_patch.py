@@ -355,6 +355,10 @@ def test_adapters_that_read_all_tokens_together(kind: str) -> None:
     wrapped = peft.get_peft_model(tiny_vlms.text(), getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM"))
     with pytest.raises(mmspec.UnsupportedError, match=rf"{kind.upper()}.*LoRA"):
         mmspec.enable(wrapped)
+    ids, options = torch.randint(5, 90, (1, 9)), {"max_new_tokens": 12, "do_sample": False}
+    stock = wrapped.generate(input_ids=ids, **options)
+    with mmspec.enable(wrapped.get_base_model()), pytest.warns(UserWarning, match=kind.upper()):
+        assert torch.equal(wrapped.generate(input_ids=ids, **options), stock)
 
 
 # -- what changes after enable ---------------------------------------------------------------------------------------
