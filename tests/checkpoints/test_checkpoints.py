@@ -312,8 +312,7 @@ def test_convert(tmp_path, capsys, layout):
     source = put(tmp_path / "a", *(speculators if layout in ("mmspec", "eagle3") else PUBLISHED[layout])())
     words = ["convert", str(source), str(tmp_path / "b"), "--layout", layout, "--target", "me/other"]
     assert cli.main(words) == 0
-    said = capsys.readouterr().out
-    assert "target: me/other" in said and f"in the layout {layout}" in said
+    assert "target: me/other" in capsys.readouterr().out
     same(mmspec.load_drafter(source, target="me/other"), mmspec.load_drafter(tmp_path / "b"))
     assert cli.main(words) == 1
     assert "--overwrite" in capsys.readouterr().err

@@ -6,11 +6,13 @@ import pytest
 import tiny_vlms
 import torch
 from hostile_drafters import feature_drafter
-from published_drafters import HEADS, THREE, VISUAL, H, V, load, msd, put, run, same
+from published_drafters import HEADS, THREE, VISUAL, H, V, load, msd, put, run, same, vispec
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 import mmspec
 from mmspec import zoo
+from mmspec.app import cli
 from mmspec.checkpoints import save
 from mmspec.checkpoints.layouts import LAYOUTS
 from mmspec.drafters.feature import FeatureDrafter
@@ -106,6 +108,16 @@ def test_layouts_that_cannot_hold_it(tmp_path, method, layout, changes, reason):
     with pytest.raises(ValueError, match=f"{reason}.*Use layout 'mmspec'"):
         save.save_drafter(drafter_of(method, **changes), tmp_path / "new", layout)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("layout", ["vispec", "nemo-vispec"])
+def test_vispec_of_one_layout_in_another(tmp_path, capsys, layout):
+    """The authors' names to NeMo's and back, by the command."""
+    source = put(tmp_path / "a", *vispec())
+    assert cli.main(["convert", str(source), str(tmp_path / "b"), "--layout", layout]) == 0
+    assert f"in the layout {layout}" in capsys.readouterr().out
+    same(load(source), load(tmp_path / "b"))
+    assert ("img_adaptor.query" in load_file(tmp_path / "b" / "model.safetensors")) is (layout == "nemo-vispec")
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen"])

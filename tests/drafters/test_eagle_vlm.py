@@ -209,6 +209,11 @@ def test_positions_are_the_targets_own(monkeypatch):
     assert torch.equal(seen[1], told[0, :, -1])
 
 
+def test_trees_that_the_authors_use(tmp_path):
+    c = load(put(tmp_path, *eagle())).config
+    assert c.shape == Shape(6, 8, 63)
+
+
 def test_an_eagle_file_for_qwen2_vl_is_no_msd(tmp_path):
     """Only MSD's layer for Qwen2-VL has a norm before its attention."""
     config, t = eagle()
