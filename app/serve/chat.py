@@ -35,7 +35,7 @@ class _Url(BaseModel):
 
 class _Part(BaseModel):
     type: Literal["text", "image_url"]
-    text: str = ""
+    text: str | None = None
     image_url: _Url | None = None
 
 
@@ -118,7 +118,7 @@ class ChatRequest(BaseModel, extra="allow"):
 
         def shown(part: _Part) -> dict[str, Any]:
             text = part.type == "text"
-            return {"type": "text", "text": part.text} if text else {"type": "image", "image": next(loaded)}
+            return {"type": "text", "text": part.text or ""} if text else {"type": "image", "image": next(loaded)}
 
         return [
             {"role": message.role.replace("developer", "system"), "content": [*map(shown, message.content)]}

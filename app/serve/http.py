@@ -9,7 +9,6 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -160,8 +159,7 @@ def build(service: Service) -> FastAPI:
         if body.stream:
             events = _events(frame, parts, lambda part: _counts(inputs, part, began), body.stream_options or {})
             return StreamingResponse(events, 200, {"Cache-Control": "no-cache"}, "text/event-stream")
-        async with aclosing(parts):
-            part = await _while_connected(request, anext(parts))
+        part = await _while_connected(request, anext(parts))
         message = {"role": "assistant", "content": part.text}
         return frame | {"choices": [_choice(part, message=message)]} | _counts(inputs, part, began)
 

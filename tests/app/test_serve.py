@@ -213,7 +213,9 @@ def test_64_clients_at_once(client: openai.OpenAI, engine: engines.Engine, base:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_its_row(client: openai.OpenAI, base: str, service: Service, stream: bool) -> None:
+def test_a_client_that_leaves_frees_its_row(
+    client: openai.OpenAI, base: str, service: Service, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     messages = asking(url(SAMPLES[0].read_bytes()))
     endless = {"max_tokens": 5000, "temperature": 2.0, "top_p": 1.0, "seed": 1}
     if stream:
@@ -225,8 +227,10 @@ def test_a_client_that_leaves_frees_its_row(client: openai.OpenAI, base: str, se
     else:
         with pytest.raises(openai.APITimeoutError):
             ask(client, messages, timeout=0.05, **endless)
+        with pytest.raises(openai.APITimeoutError):  # in the middle of the answer
+            ask(client, user("Hi"), timeout=1, **endless)
     idle(base)
-    assert not service.worker.batches.busy
+    assert not service.worker.batches.busy and not caplog.records, "no traceback"
 
 
 def test_a_server_that_ends_tells_its_clients(service: Service, caplog: pytest.LogCaptureFixture) -> None:
@@ -444,6 +448,8 @@ def test_null_is_left_out_within_messages_and_formats() -> None:
     body = {"messages": [{"role": "user", "content": [text], "name": None}], "response_format": {"type": "text"}}
     body["response_format"]["json_schema"] = None
     assert ChatRequest.parse(json.dumps(body).encode()).messages[0].content[0].text == "?"
+    shown = {"type": "image_url", "image_url": {"url": "data:,"}, "text": None}
+    body["messages"][0]["content"].append(shown)
     body["messages"] = [{"role": "assistant", "content": None}, *body["messages"]]
     assert ChatRequest.parse(json.dumps(body).encode()).messages[0].content[0].text == ""
 
