@@ -105,7 +105,7 @@ class ContinuousBatcher(Batcher):
 
     def _work(self) -> None:
         """Prefill waiting prompts into free rows, then run one round of all rows."""
-        if self._waiting and len(self._session.rows) < self.rows:
+        if self._waiting and len(self.running) < self.rows:  # not the rows of cancelled prompts
             self._versions.clear()
         with unchanging(self._versions), torch.no_grad(), self._handle.running(self.model):
             self._session.retire()  # rows of cancelled prompts
