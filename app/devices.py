@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 
@@ -13,8 +14,9 @@ from mmspec.app.extras import EngineError as EngineError  # also for those who i
 
 
 def first_line(error: Exception) -> str:
-    """Class and first line of an error, for messages."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    """Class and first line of an error, for messages, and what follows if that line ends with a colon."""
+    line = str(error).strip().partition("\n")[0].strip()
+    return f"{type(error).__name__}: {shorten(str(error), 400) if line.endswith(':') else line}"
 
 
 def free_memory(device: torch.device) -> int | None:

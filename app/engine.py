@@ -20,7 +20,7 @@ from mmspec.drafters.plain import Plain
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host.kinds import GenerativeModel, Processor
 from mmspec.pipelines.host.loading import model_and_processor
-from mmspec.pipelines.prompts import chat_inputs
+from mmspec.pipelines.prompts import chat_inputs, template, text_alone
 from mmspec.pipelines.serving.batcher import TOGETHER, Batcher, StaticBatcher
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.pipelines.serving.threads import ProcessorThreads
@@ -56,7 +56,8 @@ class Engine:
         if tokenizer.pad_token is None:  # of some remote code it can only be read
             tokenizer.pad_token = tokenizer.eos_token
         self.threads = ProcessorThreads(processor)
-        self.notes: list[str] = []
+        without = "this model has no chat template, so that it reads the texts of a chat line by line, without roles"
+        self.notes: list[str] = [] if template(processor) else [without]
         if drafter is not None:
             self._enable()
 
@@ -119,7 +120,8 @@ class Engine:
         if free is None:
             return most
         config, each = self.model.config.get_text_config(), self.model.dtype.itemsize
-        prompt = chat_inputs(self.processor, ["."], [[Image.new("RGB", size)] * frames], clips=True)
+        images = [] if text_alone(self.processor) else [Image.new("RGB", size)] * frames
+        prompt = chat_inputs(self.processor, ["."], [images], clips=True)
         length = prompt["input_ids"].shape[1] + self.settings["max_new_tokens"] + nodes
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -149,11 +151,12 @@ class Engine:
 
 
 def load(
-    model: str, drafter: str, device: str, dtype: str, max_new_tokens: int, temperature: float, **options: object
-) -> Engine:
+    model: str, drafter: str, device: str, dtype: str, max_new_tokens: int, temperature: float, sees: bool = True,
+    **options: object,
+) -> Engine:  # fmt: skip
     """Load an Engine: a name on the Hub, a local folder or an embedded model; `auto` picks the fastest device.
 
-    `options` are those of `mmspec.enable`.
+    `options` are those of `mmspec.enable`. With `sees`, a model that reads text alone is refused.
     """
     load_quietly("transformers")
     where, place = find_model(model), find_device(device)
@@ -165,6 +168,8 @@ def load(
         network = network.to(place)
     except Exception as error:  # a missing folder, no network, an unknown architecture, too little memory
         raise EngineError(f"cannot load the model {model!r}. {first_line(error)}") from error
+    if sees and text_alone(processor):
+        raise EngineError(f"{model!r} reads text alone, and this command asks about pictures; see --model")
     try:
         chosen = None if drafter == STOCK else embedded.resolve(embedded.fitting(drafter, model))
         return Engine(network, processor, chosen, max_new_tokens, temperature, options)

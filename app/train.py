@@ -233,7 +233,7 @@ def _opened(target: str, pictures: bool, device_name: str) -> tuple[Any, Any]:
     try:
         load_quietly("transformers")
         model, processor = model_and_processor(where, dtype)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a missing folder, no network, an unknown architecture, damaged files
         raise EngineError(f"cannot load the target {target!r}. {first_line(error)}") from error
     return model.to(device), processor
 

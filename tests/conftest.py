@@ -10,11 +10,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models leave a second thread nothing to do; for started processes, too
 
 import pytest
+import quick_interpreter
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, as transformers does
-
+    quick_interpreter.install()
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell has started the tests in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)

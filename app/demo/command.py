@@ -115,7 +115,6 @@ def load_captions(args: argparse.Namespace, decoder: Decoder) -> Tabs:
     from mmspec.app.demo import caption_tab
     from mmspec.app.demo.captions import CaptionRace
     from mmspec.app.devices import EngineError
-    from mmspec.pipelines.prompts import text_alone
     from mmspec.zoo import scenes
 
     drafter = args.drafter or embedded.drafter(args.model)
@@ -123,8 +122,6 @@ def load_captions(args: argparse.Namespace, decoder: Decoder) -> Tabs:
     engine = engines.load(args.model, drafter, args.device, args.dtype, 128, 0.0, **options)
     if engine.drafter is None:
         raise EngineError(f"{args.model} cannot be accelerated: {'; '.join(engine.notes) or 'no drafter was given'}")
-    if text_alone(engine.processor):
-        raise EngineError(f"{args.model} reads text alone, and the demo asks about pictures; see --model")
     race = CaptionRace(engine, decoder, args.time_limit, fitting(engine, args.model))
     if not embedded.speaks(args.model):
         return {"Caption": partial(caption_tab.build, race, args.examples, PROMPTS)}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.passes.split_module import split_module
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -107,18 +107,21 @@ class PiecewiseFunction:
         self._cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         with _making:
             graph, weights = _traced(partial(function, variants[0]) if variants else function, inputs, given)
-            for other in variants[1:]:
-                if _traced(partial(function, other), inputs, given)[0].code != graph.code:
+            for variant in variants[1:]:
+                other, _ = _traced(partial(function, variant), inputs, given)
+                _forget(other)
+                if other.code != graph.code:
                     raise Uncapturable("what it computes depends on the length of the cached prefix")
             recorded = graphed and graphs.wanted([*inputs, *weights])
             if not recorded:
                 places = graph.graph.find_nodes(op="placeholder")[len(inputs) :]
                 products.replace(graph.graph, dict(zip(places, weights, strict=True)))
-            self._weights = weights
+            self._weights = weights  # only here, so that they are freed with the model
             self._graphs = graphs.Graphs(inputs, attend, compare) if recorded else None
             place = None if self._graphs is None else self._graphs.place
             with uncast(self._device):
                 self._run, self.pieces = _cut(graph, compile or inductor, place)
+            _forget(graph)
             if self._graphs is not None:
                 self(attend, *inputs)  # records the graphs: the first real call, which may be checked, is a replay
             PiecewiseFunction.made += 1
@@ -160,18 +163,30 @@ def _one_mode() -> AbstractContextManager[TracingContext | None]:
 
 def _traced(function: Function, inputs: Sequence[Tensor], own: Iterable[Tensor]) -> tuple[fx.GraphModule, list[Tensor]]:
     """The graph of `function` with the weights that it uses as additional inputs, and these weights."""
-    mine = {id(t): t for t in own}
+    mine, modules = {id(t): t for t in own}, list[torch.nn.Module]()
 
     def checked(*inputs: Tensor) -> Sequence[Tensor]:
+        modules.append(get_proxy_mode().tracer.root)  # type: ignore[union-attr]
         with unread(mine.values()):
             return function(*inputs)
 
     try:
         with _own_casts(), _one_mode():
             graph = make_fx(checked)(*inputs)
+        modules.append(graph)
+        graph.graph.eliminate_dead_code()
+        weights = _as_inputs(graph, mine)
     except RuntimeError as error:  # a branch on the value of a tensor, an operation that cannot be recorded
         raise Uncapturable(str(error).strip().splitlines()[0]) from error
-    graph.graph.eliminate_dead_code()
+    finally:
+        _release(modules, mine)
+    graph.graph.set_codegen(fx.graph.CodeGen())  # flat arguments and results
+    graph.recompile()
+    return graph, weights
+
+
+def _as_inputs(graph: fx.GraphModule, mine: dict[int, Tensor]) -> list[Tensor]:
+    """Replace weights, which are attributes of the graph, by additional inputs; these weights in their order."""
     weights: dict[int, tuple[Tensor, fx.Node]] = {}
     *_, last = (n for n in graph.graph.nodes if n.op == "placeholder")
     for node in [n for n in graph.graph.nodes if n.op == "get_attr"]:
@@ -187,9 +202,22 @@ def _traced(function: Function, inputs: Sequence[Tensor], own: Iterable[Tensor])
             weights[id(tensor)] = (tensor, last)
         node.replace_all_uses_with(weights[id(tensor)][1])
         graph.graph.erase_node(node)
-    graph.graph.set_codegen(fx.graph.CodeGen())  # flat arguments and results
-    graph.recompile()
-    return graph, [tensor for tensor, _ in weights.values()]
+    return [tensor for tensor, _ in weights.values()]
+
+
+def _release(modules: Iterable[torch.nn.Module], weights: dict[int, Tensor]) -> None:
+    """Remove the weights from what torch has traced: tracers and graphs refer to themselves, so that what they hold
+    stays until the garbage collector comes."""
+    for module in modules:
+        for name in [*module._parameters, *module._buffers, *vars(module)]:
+            if id(getattr(module, name)) in weights:
+                delattr(module, name)
+
+
+def _forget(*modules: fx.GraphModule) -> None:
+    """Drop the example values of nodes, for the same reason."""
+    for node in (node for module in modules for node in module.graph.nodes):
+        node.meta.clear()
 
 
 def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[Function, int]:
@@ -213,8 +241,8 @@ def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[
         attention = whole.graph.placeholder("attention")
     ready: dict[str, Function] = {}
     nodes = whole.graph.find_nodes(op="call_module")
-    for node in nodes:
-        piece = getattr(whole, node.target)
+    pieces = [getattr(whole, node.target) for node in nodes]
+    for node, piece in zip(nodes, pieces, strict=True):
         if opaque.resolve(piece):
             continue
         cut = next((n for n in piece.graph.nodes if n.target is _ATTEND), None)
@@ -231,6 +259,7 @@ def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[
         node.replace_all_uses_with(new)
         whole.graph.erase_node(node)
     whole.recompile()
+    _forget(whole, *pieces)
     return whole.forward, len(ready)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
+from ctypes import string_at
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, call, itemgetter
@@ -212,7 +213,8 @@ class _Seen:
         self._read = [i for i, some in enumerate(read) if some]
         # at least two names, so that itemgetter gives a tuple
         read = [some * 2 if len(some) == 1 else some for some in read]
-        self._readers = [itemgetter(*some) for some in read if some]
+        shared = {tuple(some): itemgetter(*some) for some in read if some}
+        self._readers = [shared[tuple(some)] for some in read if some]
         configs = [value for one in own for name, value in one.items() if is_config(name, value)]
         nested = {id(one): one for config in configs for one in marks.with_nested(config)}
         self._configs = [vars(one) for one in nested.values()]
@@ -276,12 +278,13 @@ class _Seen:
         values += chain.from_iterable(map(dict.values, inside))
         return [*chain.from_iterable(inside)], values
 
-    def _compared(self, values: list[Any]) -> list[int]:
-        """Ids of the values; 0 for results."""
-        ids = list(map(id, values))
-        for i in self._results:
-            ids[i] = 0 if values[i] is None or isinstance(values[i], Tensor) else ids[i]
-        return ids
+    def _compared(self, values: list[Any]) -> bytes:
+        """Ids of the values; of None for results."""
+        if self._results:
+            values = values.copy()
+            for i in self._results:
+                values[i] = None if isinstance(values[i], Tensor) else values[i]
+        return identities(tuple(values))
 
     def _state_of(self, modules: list[Any], values: list[Any], tensors: list[Any]) -> Any:
         """State that may change while all attributes keep their values, but for that of tensors."""
@@ -308,6 +311,12 @@ class _Seen:
             [(*marks.laid_out(t), *marks.written(t)) for t in others],
             marks.steps(plain),
         )
+
+
+def identities(values: tuple[Any, ...]) -> bytes:
+    """The ids of the values, one after the other: CPython's tuples end with the addresses of their items, and to copy
+    these takes a sixth of the time that `id` of each takes."""
+    return string_at(id(values) + tuple.__basicsize__, len(values) * tuple.__itemsize__)
 
 
 def _hooks(own: list[dict[str, Any]]) -> list[int]:

@@ -47,6 +47,8 @@ def of_call(model: GenerativeModel, rows: int) -> str | None:
     if configs is None:
         return None
     for kind in map(_kind, configs.values()):
+        if kind == "POLY" and rows > 1:
+            return "a Poly adapter's task_ids needs every row to stay in the batch to the end"
         if kind in _TOGETHER:
             return f"it has a PEFT adapter of type {kind}, with which a draft would change what comes before it"
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,6 +24,7 @@ from transformers import (
     T5EncoderModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.utils import find_adapter_config_file
 
 from mmspec.checkpoints import load
 from mmspec.drafters.feature import FeatureDrafter
@@ -38,12 +41,38 @@ WITH_PICTURES = frozenset(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())  
 def model_and_processor(where: str | Path, dtype: torch.dtype | str) -> tuple[GenerativeModel, Processor]:
     """Load the model and its processor, which is a tokenizer for a text-only model.
 
+    Args:
+        where: a folder or a name on the hub; of a PEFT adapter, too, which is loaded with the model that it adapts.
+        dtype: of the weights; "auto": that of the files.
+
     Raises:
-        OSError, ValueError: there is no such model, or it does not generate text.
+        OSError, ValueError: there is no such model, it does not generate text, or its files are damaged or incomplete.
     """
-    auto = _auto(AutoConfig.from_pretrained(where))
+    base = _base(where)
+    auto = _auto(AutoConfig.from_pretrained(base))
     processor = AutoTokenizer if auto is AutoModelForCausalLM else AutoProcessor
-    return auto.from_pretrained(where, dtype=dtype), processor.from_pretrained(where)
+    return _complete(auto, where, dtype=dtype), processor.from_pretrained(base)
+
+
+def _base(where: str | Path) -> str | Path:
+    """Where the config and the processor are: for a PEFT adapter, those of the model that it adapts."""
+    found = None if Path(where, "config.json").is_file() else find_adapter_config_file(str(where))
+    return where if found is None else str(json.loads(Path(found).read_text())["base_model_name_or_path"])
+
+
+def _complete(auto: Any, where: str | Path, **how: Any) -> GenerativeModel:
+    """Load a model. ValueError: its files are damaged, or transformers would fill some of its weights at random."""
+    try:
+        model, info = auto.from_pretrained(where, output_loading_info=True, ignore_mismatched_sizes=True, **how)
+    except SafetensorError as error:
+        raise ValueError(f"a file of its weights is damaged ({error}); download it again") from error
+    missing = sorted(info["missing_keys"]) if getattr(model, "hf_quantizer", None) is None else []
+    wrong = [f"{name} {tuple(found)} instead of {tuple(own)}" for name, found, own in sorted(info["mismatched_keys"])]
+    if missing or wrong:
+        lacks = [f"lack {listed(missing)}"] * bool(missing) + [f"have {listed(wrong)}"] * bool(wrong)
+        raise ValueError(f"its files {' and '.join(lacks)}. Is the checkpoint complete, and does it fit its config?")
+    loaded: GenerativeModel = model
+    return loaded
 
 
 def encoder_and_tokenizer(where: str | Path) -> tuple[T5EncoderModel, Any]:
@@ -60,19 +89,15 @@ def draft_model(name: str | Path) -> GenerativeModel:
     said = f"draft={str(name)!r} is no model on this machine that can be loaded"
     here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        auto = _auto(AutoConfig.from_pretrained(name, **here))
-        model, info = auto.from_pretrained(name, **here, dtype="auto", output_loading_info=True)
+        return _complete(_auto(AutoConfig.from_pretrained(name, **here)), name, dtype="auto", **here).eval()
     except Exception as error:  # of any kind: it depends on what is damaged
         why = str(error).strip().partition("\n")[0]
         absent = isinstance(error, OSError) or "trust_remote_code" in str(error)
         raise ValueError(
             f"{said} ({type(error).__name__}: {why}); "
             + ("enable downloads nothing and runs no code of a checkpoint: load it with from_pretrained, and pass the "
-               "model" if absent else "if its files are damaged, download it again")
+               "model" if absent else "mend or replace its files")
         ) from error  # fmt: skip
-    if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"{said}: its files lack {listed(missing)}. Is the checkpoint complete?")
-    return model.eval()
 
 
 def _auto(config: PretrainedConfig) -> Any:

@@ -39,7 +39,7 @@ def records(out: Path) -> dict[str, dict[str, Any]]:
     return {record["stage"]: record for record in found["records"]}
 
 
-QUICK = ["first", "more shapes"]  # a script and a suite
+QUICK = ["first", "bandwidth"]  # a script and a suite
 
 
 @pytest.mark.parametrize("stages", [QUICK, pytest.param([*gpu.STAGES], marks=pytest.mark.full)], ids=len)

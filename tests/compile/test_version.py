@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import struct
 import time
 import types
 import warnings
@@ -660,3 +661,29 @@ def test_what_is_written_behind_torchs_back_is_read_after_refresh(model: Model) 
 def test_compile_is_true_or_false(value: Any, model: Model) -> None:
     with pytest.raises(ValueError, match=f"compile must be True or False; got {value!r}. Write True"):
         mmspec.enable(model, "ngram", compile=value)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen3_5"])
+def test_weights_are_freed_with_the_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the garbage collector; a forward, drafts, a prompt and a tower are captured."""
+    uncompiled.pieces(monkeypatch, prompts=True)
+    own, inputs = copy.deepcopy(tiny_vlms.model(family)), tiny_vlms.prompt(family, "image first")
+    weights = [weakref.ref(weight) for weight in own.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        with mmspec.enable(own, eagle(own), compile=True):
+            for _ in range(4):
+                tiny_vlms.generate(own, inputs, max_new_tokens=8)
+            held = captures.of(own)
+            assert held._captures and any(drafts._captures for drafts in held.drafts.values())
+            del held
+        del own
+        assert not any(weight() is not None for weight in weights)
+    finally:
+        gc.enable()
+
+
+def test_identities_are_ids() -> None:
+    values = (None, 1.5, object(), [])
+    assert versions.identities(values) == struct.pack("4P", *map(id, values))

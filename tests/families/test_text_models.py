@@ -12,7 +12,7 @@ import torch
 import transformers as T
 
 import mmspec
-from mmspec.app import cli
+from mmspec.app import cli, engine
 from mmspec.pipelines.host.loading import model_and_processor
 from mmspec.pipelines.prompts import chat_inputs, text_alone
 
@@ -89,6 +89,20 @@ def test_its_batches_are_measured_on_text_alone(folder: Path, capsys: pytest.Cap
     assert cli.main(bench) == 1 and "name a list of prompts without pictures" in capsys.readouterr().err
 
 
-def test_the_demo_refuses_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["demo", "--model", str(folder), "--drafter", "ngram", "--image-model", "none", "--device", "cpu"]
-    assert cli.main(words) == 1 and "reads text alone, and the demo asks" in capsys.readouterr().err
+def test_commands_that_ask_about_pictures_refuse_it(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_llava.noise(tmp_path, 1)
+    words, picture = ["--model", str(folder), "--device", "cpu"], str(tmp_path / "0.png")
+    for command in (
+        ["demo", "--image-model", "none"],
+        ["verify", picture],
+        ["caption", picture, "--out", str(tmp_path)],
+    ):
+        assert cli.main([*command, *words]) == 1
+        assert "reads text alone, and this command asks" in capsys.readouterr().err
+
+
+def test_a_server_takes_it(folder: Path) -> None:
+    served = engine.load(str(folder), "ngram", "cpu", "auto", 8, 0.0, False)
+    assert served.suggest_rows() >= 1 and bool(served.notes) == (served.processor.chat_template is None)

@@ -37,7 +37,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("name", releases.RELEASES)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_a_made_up_release(outcomes: dict[str, dict[str, Any]], name: str) -> None:
     found = outcomes[name]
     assert "crash" not in found, found["crash"]
