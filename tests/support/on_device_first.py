@@ -26,6 +26,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, as transformers does
 
 import pretend_graphs
+import quick_interpreter
 import triton
 import triton.language as tl
 from torch import Tensor, nn
@@ -280,6 +281,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     torch.manual_seed(0)
+    quick_interpreter.install()
     device = torch.device(args.device)
     out: dict[str, Any] = {"provenance": provenance(device, torch.float32), "records": []}
     for record in checked(device, {name: CHECKS[name] for name in args.only}):
