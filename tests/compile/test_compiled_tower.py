@@ -30,6 +30,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("name", tiny_vlms.FAMILIES)
+@pytest.mark.every(3)
 def test_a_shape_that_comes_up_again_is_replayed(name: str, replays: list[int]):
     calls = pictures(name)
     same(tiny_vlms.model(name), *calls)

@@ -125,6 +125,7 @@ def test_training_raises_tau_and_draws_the_same(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.every(3)
 def test_a_model_in_bfloat16_is_learnt_from(name: str, tmp_path: Path) -> None:
     model = copy.deepcopy(tiny_image_models.model(name)).bfloat16()
     made = trained(painted(name, model), tmp_path)
@@ -230,6 +231,7 @@ def commanded(target: Path, folder: Path, *more: str) -> int:
 
 
 @pytest.mark.parametrize("name", ["janus", "emu3", "chameleon", "own file"])
+@pytest.mark.every(2)
 def test_the_command_trains_for_a_folder(name: str, tmp_path: Path) -> None:
     kind = "janus" if name == "own file" else name
     folder = tiny_image_models.saved(kind, tmp_path / "target")

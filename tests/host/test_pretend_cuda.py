@@ -138,6 +138,7 @@ def test_a_model_on_one_device_or_two(drafter: str, where: str) -> None:
 @pytest.mark.parametrize("drafter", ["ngram", "eagle"])
 @pytest.mark.parametrize("there", [TOWER, [f"{TEXT}.embed_tokens"]], ids=["vision", "embedding"])
 @pytest.mark.parametrize("device", [FIRST, SECOND], ids=str)
+@pytest.mark.every(3)
 def test_vision_and_embedding_on_two_devices(device: torch.device, there: list[str], drafter: str) -> None:
     made = DRAFTERS[drafter](tiny_vlms.model("llava"))
     with Pretend():

@@ -22,7 +22,7 @@ SETS = {"native": "", "AVX2": "-mno-avx512f", "SSE": "-mno-avx512f -mno-avx2 -mn
 NEAR = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
 
 
-@pytest.fixture(scope="module", params=SETS)
+@pytest.fixture(scope="module", params=["native", "AVX2", pytest.param("SSE", marks=pytest.mark.full)])
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The library as it is compiled for an instruction set."""
     if few_rows.built()[1]:
