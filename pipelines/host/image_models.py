@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoProcessor
 from mmspec.config import Options
 from mmspec.pipelines.host import wrappers
 from mmspec.pipelines.host.kinds import GenerativeModel, Processor
-from mmspec.pipelines.host.loading import stock_class
+from mmspec.pipelines.host.loading import complete, stock_class
 
 SIZE = "image_area"  # a processor's argument: the number of pixels of an image
 SIDES = 32  # sides of pictures of diffusers pipelines are multiples of it
@@ -53,7 +53,7 @@ def load(where: str, device: torch.device, dtype: torch.dtype, decoded: bool = T
     if kind not in CALLS or (decoded and kind in UNDECODED):
         return None
     name, call = CALLS[kind]
-    model = stock_class(name).from_pretrained(where, dtype=dtype).to(device).eval()
+    model = complete(stock_class(name), where, dtype=dtype).to(device).eval()
     processor = AutoProcessor.from_pretrained(where)
     return ImageModel(model, lambda prompts, **settings: call(model, processor, prompts, settings), codes_of(model))
 

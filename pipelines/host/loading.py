@@ -51,7 +51,7 @@ def model_and_processor(where: str | Path, dtype: torch.dtype | str) -> tuple[Ge
     base = _base(where)
     auto = _auto(AutoConfig.from_pretrained(base))
     processor = AutoTokenizer if auto is AutoModelForCausalLM else AutoProcessor
-    return _complete(auto, where, dtype=dtype), processor.from_pretrained(base)
+    return complete(auto, where, dtype=dtype), processor.from_pretrained(base)
 
 
 def _base(where: str | Path) -> str | Path:
@@ -60,10 +60,10 @@ def _base(where: str | Path) -> str | Path:
     return where if found is None else str(json.loads(Path(found).read_text())["base_model_name_or_path"])
 
 
-def _complete(auto: Any, where: str | Path, **how: Any) -> GenerativeModel:
-    """Load a model. ValueError: its files are damaged, or transformers would fill some of its weights at random."""
+def complete(cls: Any, where: str | Path, **how: Any) -> Any:
+    """`cls.from_pretrained`. ValueError: its files are damaged, or transformers would fill some of its weights at random."""
     try:
-        model, info = auto.from_pretrained(where, output_loading_info=True, ignore_mismatched_sizes=True, **how)
+        model, info = cls.from_pretrained(where, output_loading_info=True, ignore_mismatched_sizes=True, **how)
     except SafetensorError as error:
         raise ValueError(f"a file of its weights is damaged ({error}); download it again") from error
     missing = sorted(info["missing_keys"]) if getattr(model, "hf_quantizer", None) is None else []
@@ -71,13 +71,12 @@ def _complete(auto: Any, where: str | Path, **how: Any) -> GenerativeModel:
     if missing or wrong:
         lacks = [f"lack {listed(missing)}"] * bool(missing) + [f"have {listed(wrong)}"] * bool(wrong)
         raise ValueError(f"its files {' and '.join(lacks)}. Is the checkpoint complete, and does it fit its config?")
-    loaded: GenerativeModel = model
-    return loaded
+    return model
 
 
 def encoder_and_tokenizer(where: str | Path) -> tuple[T5EncoderModel, Any]:
     """Load LlamaGen's T5 and its tokenizer from a folder or the hub, in the dtype of the files."""
-    return T5EncoderModel.from_pretrained(where, dtype="auto"), AutoTokenizer.from_pretrained(where)
+    return complete(T5EncoderModel, where, dtype="auto"), AutoTokenizer.from_pretrained(where)
 
 
 def draft_model(name: str | Path) -> GenerativeModel:
@@ -89,7 +88,7 @@ def draft_model(name: str | Path) -> GenerativeModel:
     said = f"draft={str(name)!r} is no model on this machine that can be loaded"
     here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        return _complete(_auto(AutoConfig.from_pretrained(name, **here)), name, dtype="auto", **here).eval()
+        return complete(_auto(AutoConfig.from_pretrained(name, **here)), name, dtype="auto", **here).eval()
     except Exception as error:  # of any kind: it depends on what is damaged
         why = str(error).strip().partition("\n")[0]
         absent = isinstance(error, OSError) or "trust_remote_code" in str(error)
