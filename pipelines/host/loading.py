@@ -61,7 +61,7 @@ def _base(where: str | Path) -> str | Path:
 
 
 def complete(cls: Any, where: str | Path, **how: Any) -> Any:
-    """`cls.from_pretrained`. ValueError: its files are damaged, or transformers would fill some of its weights at random."""
+    """`cls.from_pretrained`. ValueError: files are damaged, or transformers would fill some weights at random."""
     try:
         model, info = cls.from_pretrained(where, output_loading_info=True, ignore_mismatched_sizes=True, **how)
     except SafetensorError as error:
