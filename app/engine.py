@@ -20,7 +20,7 @@ from mmspec.drafters.plain import Plain
 from mmspec.pipelines.families import table as families
 from mmspec.pipelines.host.kinds import GenerativeModel, Processor
 from mmspec.pipelines.host.loading import model_and_processor
-from mmspec.pipelines.prompts import chat_inputs, template, text_alone
+from mmspec.pipelines.prompts import chat_inputs, text_alone
 from mmspec.pipelines.serving.batcher import TOGETHER, Batcher, StaticBatcher
 from mmspec.pipelines.serving.continuous import ContinuousBatcher
 from mmspec.pipelines.serving.threads import ProcessorThreads
@@ -56,8 +56,7 @@ class Engine:
         if tokenizer.pad_token is None:  # of some remote code it can only be read
             tokenizer.pad_token = tokenizer.eos_token
         self.threads = ProcessorThreads(processor)
-        without = "this model has no chat template, so that it reads the texts of a chat line by line, without roles"
-        self.notes: list[str] = [] if template(processor) else [without]
+        self.notes: list[str] = []
         if drafter is not None:
             self._enable()
 

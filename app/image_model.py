@@ -180,7 +180,7 @@ def open_model(model: str, device: torch.device, dtype: torch.dtype, decoded: bo
         found = image_models.load(find_model(model), device, dtype, decoded)
     except (OSError, ValueError):  # `pipeline` reports the error, since most users mean a LlamaGen
         found = None
-    except TypeError as error:
+    except (TypeError, RuntimeError) as error:
         raise EngineError(f"cannot draw with {model!r}: {error}") from error
     return painter.pipeline(model, device, dtype) if found is None else found
 

@@ -60,6 +60,7 @@ def _serve(args: argparse.Namespace, key: str | None) -> None:
     from mmspec.app.media.pictures import PictureLoader
     from mmspec.app.prompt import PromptChoice
     from mmspec.app.serve import http
+    from mmspec.pipelines.prompts import template
     from mmspec.pipelines.serving.async_batcher import AsyncBatcher
 
     kind = socket.AF_INET6 if ":" in args.host else socket.AF_INET
@@ -68,7 +69,8 @@ def _serve(args: argparse.Namespace, key: str | None) -> None:
     options = enabling.given(args.enable, drafter, batches=True)
     engine = engines.load(args.model, drafter, args.device, args.dtype, args.max_new_tokens, 0.0, False, **options)
     area, capped = area_for(args.max_pixels_per_image, engine)
-    for note in filter(None, (*engine.notes, capped)):
+    blind = None if template(engine.processor) else "this model has no chat template: it reads no roles, only texts"
+    for note in filter(None, (*engine.notes, blind, capped)):
         print(f"mmspec serve: {note}", file=sys.stderr)
     limits = MediaLimits(args.max_pixels, args.max_bytes, SECONDS, max_area=area)
     rows = args.batch_size or engine.suggest_rows()

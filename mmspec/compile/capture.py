@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -107,10 +108,8 @@ class PiecewiseFunction:
         self._cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         with _making:
             graph, weights = _traced(partial(function, variants[0]) if variants else function, inputs, given)
-            for variant in variants[1:]:
-                other, _ = _traced(partial(function, variant), inputs, given)
-                _forget(other)
-                if other.code != graph.code:
+            for other in variants[1:]:
+                if _traced(partial(function, other), inputs, given)[0].code != graph.code:
                     raise Uncapturable("what it computes depends on the length of the cached prefix")
             recorded = graphed and graphs.wanted([*inputs, *weights])
             if not recorded:
@@ -121,7 +120,6 @@ class PiecewiseFunction:
             place = None if self._graphs is None else self._graphs.place
             with uncast(self._device):
                 self._run, self.pieces = _cut(graph, compile or inductor, place)
-            _forget(graph)
             if self._graphs is not None:
                 self(attend, *inputs)  # records the graphs: the first real call, which may be checked, is a replay
             PiecewiseFunction.made += 1
@@ -188,21 +186,23 @@ def _traced(function: Function, inputs: Sequence[Tensor], own: Iterable[Tensor])
 def _as_inputs(graph: fx.GraphModule, mine: dict[int, Tensor]) -> list[Tensor]:
     """Replace weights, which are attributes of the graph, by additional inputs; these weights in their order."""
     weights: dict[int, tuple[Tensor, fx.Node]] = {}
+    fake = FakeTensorMode()
     *_, last = (n for n in graph.graph.nodes if n.op == "placeholder")
     for node in [n for n in graph.graph.nodes if n.op == "get_attr"]:
-        tensor = getattr(graph, node.target)
-        if id(tensor) not in mine:
+        t = getattr(graph, node.target)
+        if id(t) not in mine:
             if all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users):
                 continue  # a literal
-            raise Uncapturable(f"it uses a tensor {list(tensor.shape)} that is neither an input nor a weight")
-        if id(tensor) not in weights:
+            raise Uncapturable(f"it uses a tensor {list(t.shape)} that is neither an input nor a weight")
+        if id(t) not in weights:
             with graph.graph.inserting_after(last):
                 last = graph.graph.placeholder(f"weight_{len(weights)}")
-            last.meta["val"] = tensor
-            weights[id(tensor)] = (tensor, last)
-        node.replace_all_uses_with(weights[id(tensor)][1])
+            with fake:  # not the weight itself, since a graph refers to itself
+                last.meta["val"] = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+            weights[id(t)] = (t, last)
+        node.replace_all_uses_with(weights[id(t)][1])
         graph.graph.erase_node(node)
-    return [tensor for tensor, _ in weights.values()]
+    return [t for t, _ in weights.values()]
 
 
 def _release(modules: Iterable[torch.nn.Module], weights: dict[int, Tensor]) -> None:
@@ -212,12 +212,6 @@ def _release(modules: Iterable[torch.nn.Module], weights: dict[int, Tensor]) -> 
         for name in [*module._parameters, *module._buffers, *vars(module)]:
             if id(getattr(module, name)) in weights:
                 delattr(module, name)
-
-
-def _forget(*modules: fx.GraphModule) -> None:
-    """Drop the example values of nodes, for the same reason."""
-    for node in (node for module in modules for node in module.graph.nodes):
-        node.meta.clear()
 
 
 def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[Function, int]:
@@ -240,18 +234,19 @@ def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[
     with whole.graph.inserting_after(last):
         attention = whole.graph.placeholder("attention")
     ready: dict[str, Function] = {}
-    nodes = whole.graph.find_nodes(op="call_module")
-    pieces = [getattr(whole, node.target) for node in nodes]
-    for node, piece in zip(nodes, pieces, strict=True):
-        if opaque.resolve(piece):
+    own = SimpleNamespace()  # what runs; without `whole`, which refers to itself, so that it is freed at once
+    nodes = [*whole.graph.find_nodes(op="get_attr"), *whole.graph.find_nodes(op="call_module")]
+    for node in nodes:
+        piece = getattr(whole, node.target)
+        setattr(own, node.target, piece)
+        if node.op == "get_attr" or opaque.resolve(piece):
             continue
         cut = next((n for n in piece.graph.nodes if n.target is _ATTEND), None)
         if cut is None:
             _in_a_tuple(whole, node, piece)
             function = _ready(piece, ready, compile)
             is_last = node is nodes[-1] and part > 0
-            delattr(whole, node.target)
-            setattr(whole, node.target, function if place is None or is_last else place(piece, function))
+            setattr(own, node.target, function if place is None or is_last else place(piece, function))
             continue
         outer = dict(zip(piece.graph.find_nodes(op="placeholder"), node.args, strict=True))
         with whole.graph.inserting_before(node):
@@ -259,8 +254,7 @@ def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[
         node.replace_all_uses_with(new)
         whole.graph.erase_node(node)
     whole.recompile()
-    _forget(whole, *pieces)
-    return whole.forward, len(ready)
+    return partial(type(whole).forward, own), len(ready)
 
 
 def _in_a_tuple(whole: fx.GraphModule, node: fx.Node, piece: fx.GraphModule) -> None:

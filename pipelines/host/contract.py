@@ -125,7 +125,6 @@ ROWS: tuple[Assumption, ...] = tuple(Assumption(*row) for row in (
     ("transformers.activations.ACT2FN", "is", "", "A convolution's activation is looked up by name", "host/recurrent"),
     ("transformers.models.auto.auto_factory._BaseAutoModelClass", "holds", "_model_mapping from_pretrained", "A draft model is loaded by the class that its config has", "host/loading"),
     ("transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "is", "", "Model classes of this release are listed by it", "host/loading"),
-    ("transformers.utils.find_adapter_config_file", "is", "", "PEFT adapters are told from models by it", "host/loading"),
     # -- layers with a recurrent state
     *((f"transformers.models.{file}.modeling_{file}.{cls}.forward", "calls", calls, _SCANS, "host/recurrent", cls)
       for file, cls, calls in (

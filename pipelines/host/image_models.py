@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoProcessor
 from mmspec.config import Options
 from mmspec.pipelines.host import wrappers
 from mmspec.pipelines.host.kinds import GenerativeModel, Processor
-from mmspec.pipelines.host.loading import complete, stock_class
+from mmspec.pipelines.host.loading import checked, stock_class
 
 SIZE = "image_area"  # a processor's argument: the number of pixels of an image
 SIDES = 32  # sides of pictures of diffusers pipelines are multiples of it
@@ -45,6 +45,7 @@ def load(where: str, device: torch.device, dtype: torch.dtype, decoded: bool = T
     Raises:
         OSError, ValueError: there is no such model, or its processor is missing.
         TypeError: a pipeline that generates no tokens.
+        RuntimeError: a pipeline whose files lack weights.
     """
     try:
         kind = AutoConfig.from_pretrained(where).model_type
@@ -53,7 +54,7 @@ def load(where: str, device: torch.device, dtype: torch.dtype, decoded: bool = T
     if kind not in CALLS or (decoded and kind in UNDECODED):
         return None
     name, call = CALLS[kind]
-    model = complete(stock_class(name), where, dtype=dtype).to(device).eval()
+    model = checked(stock_class(name), where, dtype=dtype).to(device).eval()
     processor = AutoProcessor.from_pretrained(where)
     return ImageModel(model, lambda prompts, **settings: call(model, processor, prompts, settings), codes_of(model))
 
@@ -71,7 +72,11 @@ def _pipeline(where: str, device: torch.device, dtype: torch.dtype) -> ImageMode
     if kind == "LlamaGenPipeline" or not hasattr(diffusers, str(kind)):
         return None
     wrappers.check_pipeline(getattr(diffusers, kind))
-    pipe = diffusers.DiffusionPipeline.from_pretrained(where, torch_dtype=dtype).to(device)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(where, torch_dtype=dtype)
+    try:
+        pipe.to(device)
+    except NotImplementedError as error:
+        raise RuntimeError("its files lack weights. Is the checkpoint complete?") from error
     pipe.set_progress_bar_config(disable=True)
 
     takes = inspect.signature(pipe.__call__).parameters

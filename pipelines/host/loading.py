@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from transformers import (
     T5EncoderModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-from transformers.utils import find_adapter_config_file
 
 from mmspec.checkpoints import load
 from mmspec.drafters.feature import FeatureDrafter
@@ -42,41 +42,55 @@ def model_and_processor(where: str | Path, dtype: torch.dtype | str) -> tuple[Ge
     """Load the model and its processor, which is a tokenizer for a text-only model.
 
     Args:
-        where: a folder or a name on the hub; of a PEFT adapter, too, which is loaded with the model that it adapts.
+        where: a folder or a name on the hub.
         dtype: of the weights; "auto": that of the files.
 
     Raises:
-        OSError, ValueError: there is no such model, it does not generate text, or its files are damaged or incomplete.
+        OSError, ValueError: there is no such model, it is a PEFT adapter, it does not generate text, or its files are
+            damaged.
     """
-    base = _base(where)
-    auto = _auto(AutoConfig.from_pretrained(base))
+    folder = Path(where)
+    if (folder / "adapter_config.json").is_file() and not [*folder.glob("model*"), *folder.glob("pytorch_model*")]:
+        raise ValueError(
+            "it is a PEFT adapter: merge it into the model that it adapts (peft's merge_and_unload), save the result "
+            "and its processor by save_pretrained, and name that folder"
+        )
+    auto = _auto(AutoConfig.from_pretrained(where))
     processor = AutoTokenizer if auto is AutoModelForCausalLM else AutoProcessor
-    return complete(auto, where, dtype=dtype), processor.from_pretrained(base)
+    return checked(auto, where, dtype=dtype), processor.from_pretrained(where)
 
 
-def _base(where: str | Path) -> str | Path:
-    """Where the config and the processor are: for a PEFT adapter, those of the model that it adapts."""
-    found = None if Path(where, "config.json").is_file() else find_adapter_config_file(str(where))
-    return where if found is None else str(json.loads(Path(found).read_text())["base_model_name_or_path"])
+def checked(cls: Any, where: str | Path, **how: Any) -> Any:
+    """`cls.from_pretrained`, with a warning if transformers initializes weights that the files lack.
+
+    ValueError: the files are damaged, or have weights of other shapes.
+    """
+    model, missing = _loaded(cls, where, **how)
+    if missing:
+        warnings.warn(
+            f"the files of {str(where)!r} lack {listed(missing)}, which have initial values now, most of them random: "
+            "its answers are nonsense, unless the model does not use them. Is the checkpoint complete?",
+            stacklevel=2,
+        )
+    return model
 
 
-def complete(cls: Any, where: str | Path, **how: Any) -> Any:
-    """`cls.from_pretrained`. ValueError: files are damaged, or transformers would fill some weights at random."""
+def _loaded(cls: Any, where: str | Path, **how: Any) -> tuple[Any, list[str]]:
+    """`cls.from_pretrained`, and the names of weights that the files lack, if they are not quantized."""
     try:
         model, info = cls.from_pretrained(where, output_loading_info=True, ignore_mismatched_sizes=True, **how)
-    except SafetensorError as error:
-        raise ValueError(f"a file of its weights is damaged ({error}); download it again") from error
-    missing = sorted(info["missing_keys"]) if getattr(model, "hf_quantizer", None) is None else []
+    except (SafetensorError, UnpicklingError) as error:
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"a file of its weights is damaged ({why}); download it again") from error
     wrong = [f"{name} {tuple(found)} instead of {tuple(own)}" for name, found, own in sorted(info["mismatched_keys"])]
-    if missing or wrong:
-        lacks = [f"lack {listed(missing)}"] * bool(missing) + [f"have {listed(wrong)}"] * bool(wrong)
-        raise ValueError(f"its files {' and '.join(lacks)}. Is the checkpoint complete, and does it fit its config?")
-    return model
+    if wrong:
+        raise ValueError(f"its files have {listed(wrong)}. Do they fit its config?")
+    return model, sorted(info["missing_keys"]) if getattr(model, "hf_quantizer", None) is None else []
 
 
 def encoder_and_tokenizer(where: str | Path) -> tuple[T5EncoderModel, Any]:
     """Load LlamaGen's T5 and its tokenizer from a folder or the hub, in the dtype of the files."""
-    return complete(T5EncoderModel, where, dtype="auto"), AutoTokenizer.from_pretrained(where)
+    return checked(T5EncoderModel, where, dtype="auto"), AutoTokenizer.from_pretrained(where)
 
 
 def draft_model(name: str | Path) -> GenerativeModel:
@@ -88,7 +102,7 @@ def draft_model(name: str | Path) -> GenerativeModel:
     said = f"draft={str(name)!r} is no model on this machine that can be loaded"
     here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        return complete(_auto(AutoConfig.from_pretrained(name, **here)), name, dtype="auto", **here).eval()
+        model, missing = _loaded(_auto(AutoConfig.from_pretrained(name, **here)), name, dtype="auto", **here)
     except Exception as error:  # of any kind: it depends on what is damaged
         why = str(error).strip().partition("\n")[0]
         absent = isinstance(error, OSError) or "trust_remote_code" in str(error)
@@ -97,6 +111,10 @@ def draft_model(name: str | Path) -> GenerativeModel:
             + ("enable downloads nothing and runs no code of a checkpoint: load it with from_pretrained, and pass the "
                "model" if absent else "mend or replace its files")
         ) from error  # fmt: skip
+    if missing:
+        raise ValueError(f"{said}: its files lack {listed(missing)}. Is the checkpoint complete?")
+    loaded: GenerativeModel = model.eval()
+    return loaded
 
 
 def _auto(config: PretrainedConfig) -> Any:

@@ -105,4 +105,4 @@ def test_commands_that_ask_about_pictures_refuse_it(
 
 def test_a_server_takes_it(folder: Path) -> None:
     served = engine.load(str(folder), "ngram", "cpu", "auto", 8, 0.0, False)
-    assert served.suggest_rows() >= 1 and bool(served.notes) == (served.processor.chat_template is None)
+    assert served.suggest_rows() >= 1
