@@ -64,7 +64,7 @@ class Mmspec(lmms):  # type: ignore[misc]
         except enabling.EnableError as error:
             raise ValueError(f"--model_args: {str(error).removeprefix('--enable ')}") from error
         drafter = drafter or embedded.drafter(pretrained)
-        self.engine = load(pretrained, drafter, _own(device), dtype, max_new_tokens, 0, False, **enable)
+        self.engine = load(pretrained, drafter, _own(device), dtype, max_new_tokens, 0, sees=False, **enable)
         for note in self.engine.notes:
             print(f"mmspec: {note}", file=sys.stderr)
         automatic = str(batch_size).startswith("auto")

@@ -64,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, outcome: Outcome) -> Iterator[None]:
     """Measure each batch size in turn; yields whenever the outcome has new records."""
-    engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0, False)
+    engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0, sees=False)
     model = engine.model
     asked = questions(args, not text_alone(engine.processor))
     prompts = [chat_inputs(engine.processor, [q.prompt], [q.images]).to(model.device, model.dtype) for q in asked]

@@ -106,7 +106,7 @@ def measure(
     tuned: Callable[[VlmBench, list[Method], VlmCell], list[Method]] = lambda bench, chosen, cell: chosen,
 ) -> Iterator[None]:
     """Measure all cells in turn; yields whenever the outcome has new records."""
-    engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0, False)
+    engine = load(args.model, STOCK, args.device, args.dtype, args.max_new_tokens, 0, sees=False)
     bench = VlmBench(engine.model, engine.processor, args.max_new_tokens, args.seed)
     chosen = methods(bench.model, args)
     outcome.provenance = provenance(bench.model.device, bench.model.dtype) | {"model": args.model}

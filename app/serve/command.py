@@ -67,7 +67,7 @@ def _serve(args: argparse.Namespace, key: str | None) -> None:
     socket.create_server((args.host, args.port), family=kind).close()  # OSError if it is in use
     drafter = args.drafter or embedded.drafter(args.model)
     options = enabling.given(args.enable, drafter, batches=True)
-    engine = engines.load(args.model, drafter, args.device, args.dtype, args.max_new_tokens, 0.0, False, **options)
+    engine = engines.load(args.model, drafter, args.device, args.dtype, args.max_new_tokens, 0.0, sees=False, **options)
     area, capped = area_for(args.max_pixels_per_image, engine)
     blind = None if template(engine.processor) else "this model has no chat template: it reads no roles, only texts"
     for note in filter(None, (*engine.notes, blind, capped)):

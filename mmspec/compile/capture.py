@@ -234,12 +234,14 @@ def _cut(graph: fx.GraphModule, compile: Compile, place: Place | None) -> tuple[
     with whole.graph.inserting_after(last):
         attention = whole.graph.placeholder("attention")
     ready: dict[str, Function] = {}
-    own = SimpleNamespace()  # what runs; without `whole`, which refers to itself, so that it is freed at once
-    nodes = [*whole.graph.find_nodes(op="get_attr"), *whole.graph.find_nodes(op="call_module")]
+    literals = whole.graph.find_nodes(op="get_attr")
+    # What runs: without `whole`, which refers to itself, so that it is freed at once.
+    own = SimpleNamespace(**{node.target: getattr(whole, node.target) for node in literals})
+    nodes = whole.graph.find_nodes(op="call_module")
     for node in nodes:
         piece = getattr(whole, node.target)
-        setattr(own, node.target, piece)
-        if node.op == "get_attr" or opaque.resolve(piece):
+        if opaque.resolve(piece):
+            setattr(own, node.target, piece)
             continue
         cut = next((n for n in piece.graph.nodes if n.target is _ATTEND), None)
         if cut is None:

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from copy import deepcopy
 from ctypes import string_at
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from operator import attrgetter, call, itemgetter
 from types import FunctionType, MethodType
@@ -213,8 +214,8 @@ class _Seen:
         self._read = [i for i, some in enumerate(read) if some]
         # at least two names, so that itemgetter gives a tuple
         read = [some * 2 if len(some) == 1 else some for some in read]
-        shared = {tuple(some): itemgetter(*some) for some in read if some}
-        self._readers = [shared[tuple(some)] for some in read if some]
+        reader = cache(itemgetter)  # one for all modules with these names
+        self._readers = [reader(*some) for some in read if some]
         configs = [value for one in own for name, value in one.items() if is_config(name, value)]
         nested = {id(one): one for config in configs for one in marks.with_nested(config)}
         self._configs = [vars(one) for one in nested.values()]

@@ -104,5 +104,5 @@ def test_commands_that_ask_about_pictures_refuse_it(
 
 
 def test_a_server_takes_it(folder: Path) -> None:
-    served = engine.load(str(folder), "ngram", "cpu", "auto", 8, 0.0, False)
+    served = engine.load(str(folder), "ngram", "cpu", "auto", 8, 0.0, sees=False)
     assert served.suggest_rows() >= 1

@@ -17,7 +17,7 @@ from mmspec.kernels import dispatch, few_rows
 from mmspec.kernels import reference_recurrent as recurrent
 from mmspec.tree import from_parents
 
-SETS = {"native": "", "AVX2": "-mno-avx512f", "SSE": "-mno-avx512f -mno-avx2 -mno-avx"}
+SETS = {"AVX2": "-mno-avx512f", "SSE": "-mno-avx512f -mno-avx2 -mno-avx"}
 # Sums of K products of magnitude 1 in float32; bfloat16 has 8 bits.
 NEAR = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
 
